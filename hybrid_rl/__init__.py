@@ -1,0 +1,30 @@
+"""hybrid_rl: reinforcement learning for language models, training and generating with the same weights."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_rl.callbacks import Callback
+    from hybrid_rl.config import TrainerConfig
+    from hybrid_rl.rollout.collector import Generation
+    from hybrid_rl.trainer import StepResult, Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
+
+_HOMES = {
+    "Callback": "hybrid_rl.callbacks",
+    "Generation": "hybrid_rl.rollout.collector",
+    "StepResult": "hybrid_rl.trainer",
+    "Trainer": "hybrid_rl.trainer",
+    "TrainerConfig": "hybrid_rl.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `import hybrid_rl.algos` loads torch and nothing else.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""Reductions over the tokens of packed samples.
+
+Every loss here is `sum(weight * per_token)`, with weights that are fixed for a whole mini-batch from *global* counts
+before it is cut. How it is cut into micro-batches or over ranks then cannot change the loss or its gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row_sum(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Sum of `values` [T] per sample, [num_rows]. rows: int64 [T], the sample of each token."""
+    return values.new_zeros(num_rows).index_add_(0, rows, values)
+
+
+def row_mean(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Mean of `values` [T] over the tokens of each sample where mask [T] is True; 0 for a sample without any."""
+    weight = mask.to(values.dtype)
+    # torch.where, not a product: a masked value may be inf or NaN.
+    total = row_sum(torch.where(mask, values, torch.zeros_like(values)), rows, num_rows)
+    return total / row_sum(weight, rows, num_rows).clamp(min=1)
+
+
+def token_weights(
+    mask: Tensor,
+    rows: Tensor,
+    num_rows: int,
+    loss_type: str,
+    *,
+    num_tokens: int,
+    num_samples: int,
+    max_completion_length: int,
+) -> Tensor:
+    """Weight of each token in the loss, float32 [T]; 0 where masked.
+
+    mask: bool [T]; rows: int64 [T]; num_tokens and num_samples: unmasked tokens and scored samples of the whole
+    mini-batch over all ranks. A sample whose tokens are all masked still counts in num_samples, as in TRL.
+
+    - "dapo": 1 / num_tokens (DAPO, arXiv:2503.14476, eq. 12)
+    - "grpo": 1 / (num_samples * tokens of the sample) (DeepSeekMath, arXiv:2402.03300, eq. 3)
+    - "dr_grpo": 1 / (num_samples * max_completion_length) (Dr. GRPO, arXiv:2503.20783)
+    """
+    on = mask.to(torch.float32)
+    if loss_type == "dapo":
+        return on / max(num_tokens, 1)
+    if loss_type == "grpo":
+        lengths = row_sum(on, rows, num_rows).clamp(min=1)
+        return on / lengths[rows] / max(num_samples, 1)
+    if loss_type == "dr_grpo":
+        return on / (max(num_samples, 1) * max_completion_length)
+    raise ValueError(f"loss_type={loss_type!r} is unknown; use dapo, grpo or dr_grpo")

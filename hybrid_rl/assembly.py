@@ -1,0 +1,138 @@
+"""Putting a run together from what the user gave, cheapest checks first: nothing is loaded that a check could
+refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
+from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
+from hybrid_rl.models.load import first_line
+from hybrid_rl.rewards import RewardRunner
+
+Source = SizedSource | StreamSource
+PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model that was named or handed over; its weights are loaded last."""
+
+    module: PreTrainedModel | None
+    path: str | None
+    tokenizer: PreTrainedTokenizerBase
+    max_positions: int | None
+
+    def load(self, config: TrainerConfig) -> PreTrainedModel:
+        """The module, loaded where it was named by path."""
+        module = self.module
+        if module is None:
+            assert self.path is not None
+            module = load_model(self.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+        check_tokenizer(self.tokenizer, module)
+        return module
+
+
+def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
+    """Take a module with its tokenizer, or a name or folder (argument or model.path)."""
+    if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
+        if not isinstance(model, PreTrainedModel):
+            raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
+        check_tokenizer(tokenizer, model)
+        return ModelChoice(model, None, tokenizer, _positions(model.config))
+    path = config.model.path if model is None else str(model)
+    if path is None:
+        raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
+    tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
+        raise ModelError(f"cannot load the config of model {path!r}: {first_line(error)}") from error
+    return ModelChoice(None, path, tokenizer, _positions(settings))
+
+
+def _positions(settings: Any) -> int | None:
+    return getattr(settings.get_text_config(), "max_position_embeddings", None)
+
+
+def prompt_limit(config: TrainerConfig, max_positions: int | None) -> int:
+    """Longest prompt in tokens that leaves room for a completion, in the model and in a micro-batch."""
+    completion = config.rollout.max_completion_length
+    limits = {"tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch}
+    if max_positions is not None:
+        limits["the model's positions"] = max_positions
+    name = min(limits, key=limits.__getitem__)
+    room = limits[name] - completion
+    if room < 1:
+        raise ConfigError(
+            f"max_completion_length={completion} leaves no room for a prompt: {name}={limits[name]}; lower it"
+            + (" or raise tokens_per_micro_batch" if name == "tokens_per_micro_batch" else "")
+        )
+    asked = config.data.max_prompt_length
+    if asked is not None and asked > room:
+        raise ConfigError(
+            f"max_prompt_length={asked} and max_completion_length={completion} exceed {name}={limits[name]}; lower "
+            f"one of them"
+        )
+    return asked or room
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prompt sources of a run and the encoder that made them."""
+
+    encoder: PromptEncoder
+    train: Source
+    eval: SizedSource | None
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt; None for a stream, where it is not known."""
+        if not isinstance(self.train, SizedSource):
+            return None
+        return max(source.max_length for source in (self.train, self.eval) if source is not None)
+
+    @property
+    def probe_ids(self) -> tuple[int, ...]:
+        """The start of the first training prompt."""
+        first = self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
+        return tuple(first.prompt_ids[:PROBE_LENGTH])
+
+
+def load_data(train: Any, evaluation: Any, config: TrainerConfig, choice: ModelChoice) -> Data:
+    """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path)."""
+    encoder = PromptEncoder(
+        choice.tokenizer,
+        max_prompt_length=prompt_limit(config, choice.max_positions),
+        overlong_prompts=config.data.overlong_prompts,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    train = config.data.train_path if train is None else train
+    if train is None:
+        raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
+    source = load_source(train, encoder)
+    evaluation = config.data.eval_path if evaluation is None else evaluation
+    held_out = None if evaluation is None else load_source(evaluation, encoder)
+    if held_out is not None and not isinstance(held_out, SizedSource):
+        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
+    return Data(encoder, source, held_out)
+
+
+def build_rewards(reward_funcs: Any, config: TrainerConfig, data: Data) -> RewardRunner:
+    """The runner of the user's reward functions."""
+    if reward_funcs is None or (isinstance(reward_funcs, Sequence) and not reward_funcs):
+        raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
+    sized = isinstance(data.train, SizedSource)
+    return RewardRunner(
+        reward_funcs,
+        weights=config.rewards.reward_weights,
+        available_columns=data.train.column_names if sized else None,
+        num_processes=config.rewards.reward_processes,
+        timeout_seconds=config.rewards.reward_timeout_seconds,
+    )

@@ -1,0 +1,33 @@
+"""Configuration: the schema, how it is loaded, and what is checked before any work starts."""
+
+from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
+from hybrid_rl.config.schema import (
+    AlgorithmConfig,
+    EvalConfig,
+    GRPOConfig,
+    InPlaceConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from hybrid_rl.config.validate import num_training_steps, optimizer_steps_per_training_step, resolve
+
+__all__ = [
+    "AlgorithmConfig",
+    "EvalConfig",
+    "GRPOConfig",
+    "InPlaceConfig",
+    "Leaf",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RolloutConfig",
+    "TrainerConfig",
+    "load_config",
+    "num_training_steps",
+    "optimizer_steps_per_training_step",
+    "resolve",
+    "to_dict",
+    "to_yaml",
+    "visible_leaves",
+]

@@ -1,0 +1,255 @@
+"""From what a user gives (keywords, YAML, command line) to one frozen `TrainerConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybrid_rl.config.schema import HABITS, UNIONS, TrainerConfig
+from hybrid_rl.errors import ConfigError, NotYetSupportedError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One visible key."""
+
+    path: str
+    type: Any
+    default: Any
+    doc: str
+    metadata: Mapping[str, Any]
+
+
+def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
+    """All keys that exist under these tags (section -> chosen member; default members where left out), by path."""
+    chosen = {name: union.default for name, union in UNIONS.items()} | dict(tags or {})
+    return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
+
+
+def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        path = prefix + item.name
+        section = UNIONS[path].members[tags[path]] if path in UNIONS else hints[item.name]
+        if dataclasses.is_dataclass(section):
+            yield from _leaves(typing.cast(type, section), path + ".", tags)
+        else:
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            yield Leaf(path, hints[item.name], default, item.metadata["doc"], item.metadata)
+
+
+def load_config(
+    config: TrainerConfig | Mapping[str, Any] | str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+) -> tuple[TrainerConfig, frozenset[str]]:
+    """Merge a base (YAML file, mapping or config), keyword overrides and `key=value` arguments; later ones win.
+
+    Returns the config and the paths that were given explicitly. Raises ConfigError for an unknown key (with the nearest
+    name), a value of the wrong type or out of range, and NotYetSupportedError for what is planned but not there.
+    """
+    layers = [_as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
+    flat: dict[str, Any] = {}
+    tags = _tags(layers)
+    leaves = visible_leaves(tags)
+    for layer in layers:
+        flat.update(_flatten(layer, leaves, tags))
+    values = {path: _convert(path, leaves[path].type, value, leaves[path].metadata) for path, value in flat.items()}
+    return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(values)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested plain containers, every key present."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Any) -> str:
+    """A config as YAML; `load_config` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def _as_mapping(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, TrainerConfig):
+        return to_dict(config)
+    try:
+        if isinstance(config, (str, Path)):
+            if not Path(config).is_file():
+                raise ConfigError(f"config file {str(config)!r} does not exist")
+            config = OmegaConf.load(config)
+        if OmegaConf.is_config(config):
+            config = OmegaConf.to_container(config, resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"cannot read config: {error}") from error
+    except Exception as error:  # yaml errors have no common public base outside the yaml package
+        raise ConfigError(f"cannot parse config: {error}") from error
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a mapping of keys, a YAML file of one, or a TrainerConfig, not {config!r}")
+    return dict(config)
+
+
+def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"argument {argument!r} is not of the form key=value")
+        try:
+            # One argument at a time, so that dots in a value or a list are YAML and nothing else.
+            value: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=True)
+            parsed[name] = value["value"]
+        except Exception as error:  # yaml errors have no common public base outside the yaml package
+            raise ConfigError(f"argument {argument!r} has a value that is not YAML: {error}") from error
+    return parsed
+
+
+def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The chosen member of every tagged union. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same."""
+    tags: dict[str, str] = {}
+    for section, union in UNIONS.items():
+        value: Any = union.default
+        for layer in layers:
+            given = layer.get(section)
+            value = layer.get(union.tag, value) if union.tag != "name" else value
+            value = layer.get(f"{section}.{union.tag}", value)
+            if isinstance(given, Mapping):
+                value = given.get(union.tag, value)
+            elif given is not None:
+                value = given
+        if value in union.planned:
+            raise NotYetSupportedError(
+                f"{section}.{union.tag}={value} is planned ({union.planned[value]}) but does not work yet; "
+                f"use {' or '.join(union.members)}"
+            )
+        if value not in union.members:
+            near = difflib.get_close_matches(str(value), union.members, n=1)
+            raise ConfigError(
+                f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
+                + (f" (did you mean {near[0]!r}?)" if near else "")
+            )
+        tags[section] = value
+    return tags
+
+
+def _flatten(
+    layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    by_name = {path.rsplit(".", 1)[-1]: path for path in leaves if path != "algorithm.name"}
+    sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
+    flat: dict[str, Any] = {}
+    for name, value in layer.items():
+        path = f"{prefix}{name}"
+        if path in leaves:
+            flat[path] = value
+        elif path in sections and isinstance(value, Mapping):
+            flat.update(_flatten(value, leaves, tags, path + "."))
+        elif path in UNIONS and isinstance(value, str):
+            flat[f"{path}.{UNIONS[path].tag}"] = value
+        elif not prefix and name in by_name:
+            flat[by_name[name]] = value
+        elif path in sections:
+            raise ConfigError(f"{path} is a section with keys of its own, not a value: {value!r}")
+        else:
+            raise ConfigError(_unknown(path, leaves, tags))
+    return flat
+
+
+def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
+    leaf = path.rsplit(".", 1)[-1]
+    if leaf in HABITS:
+        return f"unknown key {path!r}: {HABITS[leaf]}"
+    for section, union in UNIONS.items():
+        for other in set(union.members) - {tags[section]}:
+            if path in (elsewhere := visible_leaves({**tags, section: other})) or leaf in {
+                p.rsplit(".", 1)[-1] for p in elsewhere
+            }:
+                return (
+                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not {tags[section]}"
+                )
+    names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
+    near = difflib.get_close_matches(path, names, n=1) or difflib.get_close_matches(leaf, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
+
+
+def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        path = prefix + item.name
+        section = UNIONS[path].members[tags[path]] if path in UNIONS else hints[item.name]
+        if dataclasses.is_dataclass(section):
+            arguments[item.name] = _build(typing.cast(type, section), path + ".", tags, values)
+        elif path in values:
+            arguments[item.name] = values[path]
+    return cls(**arguments)
+
+
+def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
+    converted = _typed(path, expected, value)
+    if isinstance(converted, (int, float)) and not isinstance(converted, bool):
+        bounds: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+            ("minimum", "at least", lambda limit: converted >= limit),
+            ("maximum", "at most", lambda limit: converted <= limit),
+            ("above", "above", lambda limit: converted > limit),
+        )
+        for bound, words, holds in bounds:
+            limit = metadata[bound]
+            if limit is not None and not holds(limit):
+                raise ConfigError(f"{path}={value!r} must be {words} {limit}")
+    return converted
+
+
+def _typed(path: str, expected: Any, value: Any) -> Any:
+    origin = typing.get_origin(expected)
+    options = typing.get_args(expected)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        return _typed(path, next(option for option in options if option is not type(None)), value)
+    if origin is Literal:
+        if value not in options:
+            near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+            raise ConfigError(
+                f"{path}={value!r} must be one of {', '.join(map(str, options))}"
+                + (f" (did you mean {near[0]!r}?)" if near else "")
+            )
+        return value
+    if origin is list:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            value = [value]
+        return [_typed(f"{path}[{index}]", options[0], item) for index, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}={value!r} must be a mapping")
+        return dict(value)
+    return _scalar(path, expected, value)
+
+
+def _scalar(path: str, expected: type, value: Any) -> Any:
+    """YAML reads 1e-6 as text and users pass numpy numbers, so numbers are taken by value; nothing else is coerced."""
+    try:
+        if expected is bool and isinstance(value, bool):
+            return value
+        if expected is str and isinstance(value, (str, Path)):
+            return str(value)
+        if expected is int and not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(value) if not isinstance(value, str) else int(float(value))
+        if expected is float and not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{path}={value!r} must be of type {expected.__name__}")

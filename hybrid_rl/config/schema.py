@@ -1,0 +1,283 @@
+"""Every configuration key, once: type, default, allowed range and meaning.
+
+Frozen dataclasses, nested one level deep. `algorithm`, `rollout.engine` and `controller.backend` are tags that select
+the class of their section, so that a key of another choice does not exist and is refused. Leaf names are unique over
+the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its path
+(`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say their
+unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+def key(
+    default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None, above: float | None = None
+) -> Any:
+    """A configuration leaf. minimum and maximum are inclusive bounds, `above` an exclusive lower bound."""
+    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    path: str | None = key(None, "Hugging Face name or local folder; None where a module is passed to Trainer")
+    dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "compute dtype; bfloat16 keeps fp32 master weights and accumulates gradients in fp32"
+    )
+    trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
+    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None where train_dataset is passed to Trainer")
+    eval_path: str | None = key(None, "the same for evaluation")
+    prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
+    shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
+    max_prompt_length: int | None = key(
+        None, "longest prompt in tokens; None = what the model's positions allow", minimum=1
+    )
+    overlong_prompts: Literal["error", "drop", "truncate"] = key(
+        "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
+    )
+    chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What every algorithm has."""
+
+    name: str = key("grpo", "the algorithm")
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = key(
+        "dapo", "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length"
+    )
+    num_generations: int = key(8, "completions per prompt: the group", minimum=1)
+    mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
+    num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
+    old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
+        "auto",
+        "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
+        "batch), "
+        "recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
+    )
+    beta: float = key(
+        0.0, "weight of the KL penalty against the reference model in the loss; 0 = no reference", minimum=0
+    )
+    kl_estimator: Literal["k2", "k3"] = key(
+        "k3", "KL estimate in the loss; k1 is not offered: its gradient is zero in expectation"
+    )
+    use_bias_correction_kl: bool = key(
+        True, "weight the KL term by the importance ratio: right for samples of an older policy (DeepSeek-V3.2)"
+    )
+
+
+@dataclass(frozen=True)
+class GRPOConfig(AlgorithmConfig):
+    """Group-relative policy optimisation (arXiv:2402.03300) and its loss variants."""
+
+    name: Literal["grpo"] = key("grpo", "the algorithm")
+    epsilon: float = key(0.2, "ratio clip below 1", above=0, maximum=1)
+    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon (DAPO: 0.28)", above=0)
+    delta: float | None = key(None, "upper bound of the unclipped ratio as well (two-sided clip); None = off", above=1)
+    importance_sampling_level: Literal["token", "sequence"] = key(
+        "token", "sequence = GSPO's ratio, one per completion"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = key("group", "divide centred rewards by this standard deviation")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedule and how a batch is cut. An optimizer step is one update of the weights."""
+
+    learning_rate: float = key(1e-6, "peak learning rate", minimum=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
+    adam_beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=1)
+    adam_beta2: float = key(0.999, "decay of the second moment", minimum=0, maximum=1)
+    adam_epsilon: float = key(1e-8, "added to the root of the second moment", above=0)
+    max_grad_norm: float | None = key(1.0, "gradients are scaled down to this norm; None = never", above=0)
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(
+        "constant", "over the real number of optimizer steps"
+    )
+    warmup_steps: int = key(0, "optimizer steps from 0 to the peak", minimum=0)
+    prompts_per_mini_batch: int | None = key(
+        None, "prompts (whole groups) behind one optimizer step, over all ranks; None = all of the step's", minimum=1
+    )
+    tokens_per_micro_batch: int = key(16384, "hard cap on the tokens of one forward pass on one rank", minimum=1)
+
+
+@dataclass(frozen=True)
+class InPlaceConfig:
+    """The embedded engine that decodes from the actor's own modules."""
+
+    max_num_seqs: int = key(256, "sequences decoded together", minimum=1)
+    max_num_batched_tokens: int = key(8192, "prompt tokens of one prefill pass", minimum=1)
+    block_size: int = key(16, "tokens of one KV block", minimum=1)
+    kv_cache_memory_bytes: int | None = key(
+        None,
+        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are made for training."""
+
+    engine: str = key("inplace", "inplace (embedded, any machine)")
+    max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
+    temperature: float = key(1.0, "divides the logits, in the rollout and in the trainer alike", above=0)
+    stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
+    probe_steps: int = key(
+        1, "compare engine and trainer on a probe prompt at every n-th handoff; 0 = never", minimum=0
+    )
+    probe_tolerance: float | None = key(
+        None, "largest logprob gap of the probe before the run stops; None = 1e-3 in float32, 0.25 in bfloat16", above=0
+    )
+
+
+@dataclass(frozen=True)
+class InPlaceRolloutConfig(RolloutConfig):
+    """rollout.engine=inplace."""
+
+    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine)")
+    inplace: InPlaceConfig = field(default_factory=InPlaceConfig)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How completions are scored."""
+
+    reward_weights: list[float] | None = key(None, "one weight per reward function; None = 1 each")
+    reward_processes: int = key(0, "score in this many worker processes; 0 = in a thread of this one", minimum=0)
+    reward_timeout_seconds: float | None = key(None, "limit of one call of a reward function", above=0)
+    max_reward_failure_share: float = key(
+        0.1, "the run stops when a larger share of a step's samples could not be scored", minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    eval_steps: int | None = key(
+        None, "evaluate every n training steps too; None = before the first and after the last", minimum=1
+    )
+    eval_on_start: bool = key(True, "evaluate before the first step")
+    eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
+    eval_top_p: float = key(1.0, "nucleus sampling, in evaluation only", above=0, maximum=1)
+    eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
+    eval_min_p: float = key(
+        0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
+    )
+    success_reward: float = key(1.0, "eval/accuracy is the share of samples whose reward reaches this")
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Where the workers live."""
+
+    backend: Literal["local"] = key("local", "local (this process, one rank)")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The whole configuration of a run."""
+
+    num_ranks: int = key(1, "1 = this process; more need the Ray backend", minimum=1)
+    seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0)
+    max_steps: int | None = key(None, "training steps; None = num_train_epochs decides", minimum=1)
+    num_train_epochs: float = key(1.0, "passes over the training data", above=0)
+    output_dir: str = key("runs", "run folders are made here")
+    run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
+    report_to: list[Literal["tensorboard", "wandb"]] = key([], "trackers beside metrics.jsonl")
+    log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
+    save_steps: int | None = key(
+        None, "checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
+    )
+    resume: str | None = key(None, "a checkpoint folder, or auto = the newest of the run named run_name")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=GRPOConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+
+@dataclass(frozen=True)
+class Union:
+    """A section whose class is chosen by the value of its tag key."""
+
+    tag: str
+    default: str
+    members: Mapping[str, type]
+    planned: Mapping[str, str]
+
+
+PLANNED_ALGORITHMS = ("ppo", "dapo", "gspo", "rloo", "remax", "reinforce++", "cispo")
+
+UNIONS: Mapping[str, Union] = MappingProxyType(
+    {
+        "algorithm": Union(
+            "name",
+            "grpo",
+            {"grpo": GRPOConfig},
+            dict.fromkeys(PLANNED_ALGORITHMS, "the full set of algorithms"),
+        ),
+        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig}, {"vllm": "the vLLM engine"}),
+        "controller": Union("backend", "local", {"local": ControllerConfig}, {"ray": "the Ray backend"}),
+    }
+)
+
+# What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
+HABITS: Mapping[str, str] = MappingProxyType(
+    {
+        "per_device_train_batch_size": "sizes are global here: set prompts_per_step (prompts, not completions) and "
+        "tokens_per_micro_batch",
+        "gradient_accumulation_steps": "micro-batches are cut by tokens_per_micro_batch and never change the gradient",
+        "steps_per_generation": "set prompts_per_mini_batch (optimizer steps per batch) or num_iterations",
+        "generation_batch_size": "set prompts_per_step, in prompts",
+        "train_batch_size": "set prompts_per_step, in prompts",
+        "ppo_mini_batch_size": "set prompts_per_mini_batch, in prompts",
+        "ppo_epochs": "set num_iterations",
+        "n": "set num_generations",
+        "n_samples_per_prompt": "set num_generations",
+        "max_response_length": "set max_completion_length",
+        "max_new_tokens": "set max_completion_length",
+        "num_epochs": "set num_train_epochs",
+        "total_epochs": "set num_train_epochs",
+        "lr": "set learning_rate",
+        "batch_size": "set prompts_per_step, in prompts",
+        "bnpo": "with global denominators bnpo is loss_type=dapo",
+        "clip_ratio": "set epsilon (and epsilon_high)",
+        "kl_coef": "set beta",
+        "kl_loss_coef": "set beta",
+        "use_vllm": "set rollout.engine",
+        "top_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_top_p",
+        "top_k": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_top_k",
+        "min_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_min_p",
+        "repetition_penalty": "it changes the sampling distribution that importance ratios assume, so training "
+        "refuses it",
+        "entropy_coef": "an entropy bonus is not there yet",
+        "bf16": "set dtype=bfloat16",
+        "save_strategy": "set save_steps",
+        "eval_strategy": "set eval_steps",
+        "logging_steps": "every training step is logged",
+        "resume_from_checkpoint": "set resume",
+    }
+)

@@ -1,0 +1,137 @@
+"""Checks over several keys, and the values that `None` and `auto` stand for. Runs before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from hybrid_rl.config.schema import GRPOConfig, TrainerConfig
+from hybrid_rl.errors import ConfigError, NotYetSupportedError
+
+
+def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_eval: bool = True) -> TrainerConfig:
+    """Check a config and replace what is derived. `given` holds the paths that the user set (for inert keys).
+
+    Raises ConfigError for sizes that cannot work together and for keys that would do nothing.
+    """
+    algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
+    if config.num_ranks > 1:
+        raise NotYetSupportedError(
+            f"num_ranks={config.num_ranks} needs the Ray backend, which does not work yet; use num_ranks=1"
+        )
+    if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
+        raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
+    if config.run_name in (".", ".."):
+        raise ConfigError(f"run_name={config.run_name!r} names a folder; choose another name")
+    if config.resume == "auto" and config.run_name is None:
+        raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
+    _check_inert(config, given, has_eval)
+    if algorithm.beta > 0 and algorithm.kl_estimator == "k2" and algorithm.use_bias_correction_kl:
+        raise ConfigError(
+            "kl_estimator=k2 is a KL gradient only without the importance weight; set use_bias_correction_kl=false or "
+            "kl_estimator=k3"
+        )
+    mini_batch = optimizer.prompts_per_mini_batch or data.prompts_per_step
+    if data.prompts_per_step % mini_batch:
+        raise ConfigError(
+            f"prompts_per_mini_batch={mini_batch} does not divide prompts_per_step={data.prompts_per_step}; use "
+            f"{', '.join(str(n) for n in range(1, data.prompts_per_step + 1) if data.prompts_per_step % n == 0)}"
+        )
+    if isinstance(algorithm, GRPOConfig) and algorithm.num_generations < 2:
+        raise ConfigError(
+            f"num_generations={algorithm.num_generations}: grpo compares the completions of a group; use at least 2"
+        )
+    updates = data.prompts_per_step // mini_batch * algorithm.num_iterations
+    old_logprobs = algorithm.old_logprobs
+    if old_logprobs == "detach" and updates > 1:
+        raise ConfigError(
+            f"old_logprobs=detach is right only where one optimizer step uses a batch, but "
+            f"prompts_per_mini_batch={mini_batch} and "
+            f"num_iterations={algorithm.num_iterations} make {updates}; use recompute or rollout"
+        )
+    if old_logprobs == "auto":
+        old_logprobs = "detach" if updates == 1 else "recompute"
+    if config.rollout.max_completion_length > optimizer.tokens_per_micro_batch:
+        raise ConfigError(
+            f"tokens_per_micro_batch={optimizer.tokens_per_micro_batch} cannot hold one completion of "
+            f"max_completion_length={config.rollout.max_completion_length}; raise it"
+        )
+    changed: dict[str, Any] = {"old_logprobs": old_logprobs}
+    if isinstance(algorithm, GRPOConfig) and algorithm.epsilon_high is None:
+        changed["epsilon_high"] = algorithm.epsilon
+    return dataclasses.replace(
+        config,
+        algorithm=dataclasses.replace(algorithm, **changed),
+        optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch),
+    )
+
+
+def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
+    """Refuse keys that were set by hand but that this configuration never reads."""
+    rules = [
+        (config.algorithm.beta == 0, "algorithm.kl_estimator", "there is no KL term while beta=0"),
+        (config.algorithm.beta == 0, "algorithm.use_bias_correction_kl", "there is no KL term while beta=0"),
+        (
+            config.max_steps is not None,
+            "num_train_epochs",
+            f"max_steps={config.max_steps} decides the length of the run",
+        ),
+        (
+            config.optimizer.lr_scheduler_type == "constant",
+            "optimizer.warmup_steps",
+            "use lr_scheduler_type=constant_with_warmup",
+        ),
+        (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
+    ]
+    rules += [
+        (config.eval.eval_temperature == 0, f"eval.{name}", "eval_temperature=0 is greedy")
+        for name in ("eval_top_p", "eval_top_k", "eval_min_p")
+    ]
+    rules += [
+        (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
+        for name in ("eval_steps", "eval_on_start", "eval_temperature", "success_reward")
+    ]
+    leaves = _values(config)
+    defaults = _values(TrainerConfig())
+    for inert, path, reason in rules:
+        # A full config read back from a run folder gives every key: only a value that differs was meant.
+        if inert and path in given and leaves[path] != defaults[path]:
+            raise ConfigError(f"{path}={leaves[path]!r} would do nothing: {reason}")
+
+
+def _values(config: Any, prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            values.update(_values(value, f"{prefix}{item.name}."))
+        else:
+            values[prefix + item.name] = value
+    return values
+
+
+def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
+    """Training steps of a run. num_prompts: size of the training set, None for a stream.
+
+    The epochs' prompts form one continuous sequence; what is left over at its end does not fill a step and is not used.
+    """
+    if config.max_steps is not None:
+        return config.max_steps
+    if num_prompts is None:
+        raise ConfigError("a streaming train_dataset has no length: set max_steps")
+    steps = math.floor(config.num_train_epochs * num_prompts / config.data.prompts_per_step + 1e-9)
+    if steps == 0:
+        raise ConfigError(
+            f"{num_prompts} prompts times num_train_epochs={config.num_train_epochs} do not fill one step of "
+            f"prompts_per_step={config.data.prompts_per_step}; set max_steps, raise num_train_epochs or lower "
+            f"prompts_per_step"
+        )
+    return steps
+
+
+def optimizer_steps_per_training_step(config: TrainerConfig) -> int:
+    """Updates of the weights in one training step of a resolved config."""
+    mini_batch = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
+    return config.data.prompts_per_step // mini_batch * config.algorithm.num_iterations

@@ -1,0 +1,53 @@
+"""The local backend: one rank, in this process. What it runs is what every other backend runs, under a debugger's
+eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from hybrid_rl.controller.dispatch import Dispatch
+
+
+class Worker(Protocol):
+    """What a backend needs of a worker object."""
+
+    def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
+        """Have these residents in memory inside the block."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; called once."""
+        ...
+
+
+class LocalBackend:
+    """Runs the calls of a group in the calling thread, on one worker."""
+
+    num_ranks = 1
+
+    def __init__(self, role: str, make_worker: Callable[[], Worker]) -> None:
+        self.role = role
+        self._worker: Worker | None = make_worker()
+
+    def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method. One rank: nothing to split and nothing to join, but a list where all ranks were asked for.
+
+        An exception of the worker passes through as it is, with a note that names role, rank and method.
+        """
+        if self._worker is None:
+            raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
+        try:
+            with nullcontext() if record.needs is None else self._worker.lease(record.needs):
+                result = getattr(self._worker, name)(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in {self.role}.{name}() on rank 0 of 1")
+            raise
+        return [result] if record.collect == "all" else result
+
+    def close(self) -> None:
+        """Release the worker; a second call does nothing."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()

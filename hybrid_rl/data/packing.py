@@ -1,0 +1,122 @@
+"""Splitting samples: into micro-batches under a token cap, and over ranks at equal cost."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_rl.errors import ConfigError, DataError
+
+
+def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Splits samples into few micro-batches of at most `max_tokens` tokens each.
+
+    Best-fit decreasing decides how many (at most 11/9 of the optimum + 1; Johnson 1974); then the samples are
+    spread evenly over that number where the cap allows it, so that no micro-batch is larger than it must be.
+
+    Args:
+        lengths: [N] tokens of each sample, each >= 1.
+        max_tokens: hard cap on the sum of a micro-batch.
+
+    Returns:
+        Micro-batches of sample indices, ascending within each; every index once; ordered by their first index. The
+        result depends on the arguments alone.
+
+    Raises:
+        DataError: a length that is over the cap, below 1 or not a whole number.
+        ConfigError: max_tokens below 1.
+    """
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens!r}; use at least 1.")
+    sizes = np.asarray(lengths)
+    if sizes.size == 0:
+        return []
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        raise DataError(f"lengths has dims {sizes.shape} and dtype {sizes.dtype}; give one whole number per sample.")
+    shortest, longest = int(sizes.argmin()), int(sizes.argmax())
+    if sizes[shortest] < 1:
+        raise DataError(f"sample {shortest} has length {sizes[shortest]}; every sample needs at least 1 token.")
+    if sizes[longest] > max_tokens:
+        num_over = int((sizes > max_tokens).sum())
+        raise DataError(
+            f"sample {longest} has {sizes[longest]} tokens, but max_tokens={max_tokens} ({num_over} sample(s) are over "
+            f"it); samples are never split: raise max_tokens to at least {sizes[longest]}, or shorten prompts and "
+            "completions."
+        )
+    tight = _best_fit_decreasing(sizes, max_tokens)
+    even = _longest_first(sizes, len(tight))
+    totals = [int(sizes[indices].sum()) for indices in even]
+    # Where even totals do not fit, the micro-batches are nearly full anyway.
+    return _in_order(even if max(totals) <= max_tokens else tight)
+
+
+def balance(costs: Sequence[float], num_bins: int, groups: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """Splits samples over `num_bins` ranks at near-equal total cost, without breaking a group.
+
+    Longest processing time first (Graham 1969): the largest total is at most 4/3 of the optimum, and two totals differ
+    by at most the cost of the largest group.
+
+    Args:
+        costs: [N] cost of each sample, >= 0, in any unit.
+        num_bins: number of ranks.
+        groups: [N] group of each sample; None = every sample is its own.
+
+    Returns:
+        `num_bins` lists of sample indices, ascending within each; every index once. With fewer groups than ranks some
+        lists are empty.
+
+    Raises:
+        DataError: costs that are negative or not finite, or groups of another length.
+        ConfigError: num_bins below 1.
+    """
+    if num_bins < 1:
+        raise ConfigError(f"num_bins={num_bins!r}; use at least 1.")
+    weights = np.asarray(costs, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if bad.size:
+        raise DataError(f"sample {bad[0]} has cost {weights[bad[0]]}; costs must be finite and >= 0.")
+    if groups is not None and len(groups) != len(weights):
+        raise DataError(f"{len(groups)} groups for {len(weights)} costs; give one group per sample.")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(range(len(weights)) if groups is None else groups):
+        members.setdefault(group, []).append(index)
+    units = list(members.values())
+    totals = np.asarray([weights[unit].sum() for unit in units], dtype=np.float64)
+    return [sorted(index for unit in bin_ for index in units[unit]) for bin_ in _longest_first(totals, num_bins)]
+
+
+def _best_fit_decreasing(sizes: npt.NDArray[np.integer], max_tokens: int) -> list[list[int]]:
+    """Each sample, largest first, into the fullest bin that still takes it."""
+    num_samples, smallest = len(sizes), int(sizes.min())
+    bins: list[list[int]] = []
+    free: list[int] = []  # sorted: free tokens * num_samples + bin, one int per bin that can take another sample
+    for index in np.argsort(-sizes.astype(np.int64), kind="stable").tolist():
+        size = int(sizes[index])
+        at = bisect_left(free, size * num_samples)
+        if at == len(free):
+            space, bin_ = max_tokens, len(bins)
+            bins.append([])
+        else:
+            space, bin_ = divmod(free.pop(at), num_samples)
+        bins[bin_].append(index)
+        if space - size >= smallest:
+            insort(free, (space - size) * num_samples + bin_)
+    return bins
+
+
+def _longest_first(costs: npt.NDArray[np.integer] | npt.NDArray[np.floating], num_bins: int) -> list[list[int]]:
+    """Each item, largest first, into the bin with the smallest total (then the fewest items, then the first)."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap: list[tuple[float, int, int]] = [(0, 0, bin_) for bin_ in range(num_bins)]
+    values = costs.tolist()
+    for index in np.argsort(-costs.astype(np.float64), kind="stable").tolist():
+        total, count, bin_ = heap[0]
+        bins[bin_].append(index)
+        heapq.heapreplace(heap, (total + values[index], count + 1, bin_))
+    return bins
+
+
+def _in_order(bins: list[list[int]]) -> list[list[int]]:
+    return sorted(sorted(indices) for indices in bins if indices)

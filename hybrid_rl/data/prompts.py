@@ -1,0 +1,311 @@
+"""Prompts: what a dataset row must look like, and how a prompt becomes token ids."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from hybrid_rl.errors import ConfigError, DataError
+
+Messages: TypeAlias = list[dict[str, Any]]
+Prompt: TypeAlias = str | Messages
+PromptKind: TypeAlias = Literal["text", "messages"]
+OverlongPolicy: TypeAlias = Literal["error", "drop", "truncate"]
+
+PROMPT_COLUMN = "prompt"
+# Keywords of the reward call that are not dataset columns: a column of that name would be shadowed.
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# What the encoder itself passes to apply_chat_template, or what would change the shape of its answer.
+_FIXED_TEMPLATE_KWARGS = frozenset(
+    {
+        *("conversation", "add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
+        *("return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
+    }
+)
+# Keywords that apply_chat_template itself reads, so the template need not name them.
+_TEMPLATE_CALL_KWARGS = frozenset({"chat_template", "tools", "documents"})
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt, ready for rollout.
+
+    Attributes:
+        index: row index in the dataset; in a stream, the count of rows before it in the same pass.
+        prompt: text or chat messages, as the user gave it.
+        prompt_ids: token ids that the model will see (at least one).
+        columns: every other dataset column of the row; the reward call receives them by name.
+    """
+
+    index: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    columns: Mapping[str, Any]
+
+
+def shorten(value: Any, max_chars: int = 60) -> str:
+    """`repr(value)`, cut to `max_chars` characters, for error messages."""
+    text = repr(value)
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
+def check_column_names(names: Sequence[Any], where: str) -> None:
+    """Raises DataError unless the columns hold `prompt` and can all be passed to a reward function by keyword.
+
+    `where` names the dataset or row in the message.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise DataError(f"{where} has the column name {shorten(name)}; column names must be strings: rename it.")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise DataError(f"{where} has the column {duplicates[0]!r} more than once; rename or drop one of them.")
+    if PROMPT_COLUMN not in names:
+        near = difflib.get_close_matches(PROMPT_COLUMN, names, n=1, cutoff=0.5)
+        hint = f" (the nearest name is {near[0]!r})" if near else ""
+        present = ", ".join(repr(name) for name in names) or "none"
+        raise DataError(f"{where} has no `prompt` column; its columns are {present}{hint}. Rename one to `prompt`.")
+    for name in names:
+        if name in RESERVED_COLUMNS:
+            raise DataError(
+                f"{where} has a column {name!r}, which is a keyword of the reward call; rename the column "
+                f"(reserved: {', '.join(RESERVED_COLUMNS)})."
+            )
+
+
+def prompt_kind(prompt: Any, row: int) -> PromptKind:
+    """Says whether a prompt is text or chat messages; raises DataError, naming `row`, if it is neither or is empty."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"row {row}: the prompt {prompt!r} is empty; remove the row or give it a text.")
+        return "text"
+    if not isinstance(prompt, list | tuple):
+        raise DataError(
+            f"row {row}: the prompt {shorten(prompt)} is of type {type(prompt).__name__}; a prompt is a string or a "
+            'list of messages such as [{"role": "user", "content": "..."}].'
+        )
+    if not prompt:
+        raise DataError(f"row {row}: the prompt is an empty list of messages; remove the row or add a message.")
+    for position, message in enumerate(prompt):
+        _check_message(message, f"row {row}, message {position}")
+    if all(not _content_text(message).strip() and not message.get("tool_calls") for message in prompt):
+        raise DataError(f"row {row}: the messages {shorten(prompt)} hold no text; remove the row or fill it.")
+    return "messages"
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} is {shorten(message)}; a message is a dict with "role" (a string) and "content".')
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return
+    if isinstance(content, list) and all(_is_text_block(block) for block in content):
+        return
+    raise DataError(
+        f"{where}: the content {shorten(content)} is of type {type(content).__name__}; content is a string, or a list "
+        'of text blocks [{"type": "text", "text": "..."}] if the chat template takes one. '
+        "Images, audio and video cannot be used yet."
+    )
+
+
+def _is_text_block(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+def _content_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(block["text"] for block in content)
+
+
+class PromptEncoder:
+    """Turns prompts into the token ids that the model will see.
+
+    Text goes through `tokenizer(text)` with the special tokens that the tokenizer adds by default. Messages go through
+    `apply_chat_template` with a generation prompt, or are continued where the last message is the assistant's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_prompt_length: int | None,
+        overlong_prompts: OverlongPolicy = "error",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            tokenizer: a `transformers` tokenizer.
+            max_prompt_length: most tokens of a prompt; None = no limit.
+            overlong_prompts: what happens to longer ones: `error`; `drop` the row; `truncate` to the last
+                `max_prompt_length` tokens.
+            chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
+
+        Raises:
+            ConfigError: an option has an unusable value, or a keyword that the chat template does not read.
+        """
+        if max_prompt_length is not None and (
+            not isinstance(max_prompt_length, int) or isinstance(max_prompt_length, bool) or max_prompt_length < 1
+        ):
+            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None.")
+        if overlong_prompts not in get_args(OverlongPolicy):
+            choices = ", ".join(get_args(OverlongPolicy))
+            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {choices}.")
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.overlong_prompts = overlong_prompts
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._takes_blocks: bool | None = None
+        self._check_template_kwargs()
+
+    def encode(self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None) -> list[list[int]]:
+        """Token ids of each prompt, whatever its length (see `limit`).
+
+        Args:
+            prompts: all text or all messages.
+            rows: row index of each prompt for error messages; default 0, 1, 2 ...
+
+        Raises:
+            DataError: a prompt is empty, of a wrong type, cannot be rendered or encodes to no token; text and messages
+                are mixed; messages without a chat template.
+        """
+        rows = range(len(prompts)) if rows is None else rows
+        kinds = [prompt_kind(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        for kind, row in zip(kinds, rows, strict=True):
+            check_same_kind(kinds[0], rows[0], kind, row)
+        if not kinds:
+            return []
+        ids = self._encode_text(prompts, rows) if kinds[0] == "text" else self._encode_messages(prompts, rows)
+        for one, prompt, row in zip(ids, prompts, rows, strict=True):
+            if not one:
+                raise DataError(
+                    f"row {row}: the prompt {shorten(prompt)} encodes to no token; change the prompt or the tokenizer."
+                )
+        return ids
+
+    def limit(self, ids: list[int], row: int) -> list[int] | None:
+        """Applies `max_prompt_length` to one prompt: its ids, its last ids (`truncate`) or None (`drop`).
+
+        Raises:
+            DataError: the prompt is too long and `overlong_prompts` is `error`.
+        """
+        if not self.is_overlong(ids):
+            return ids
+        if self.overlong_prompts == "error":
+            raise self.overlong_error(1, len(ids), row)
+        return None if self.overlong_prompts == "drop" else ids[len(ids) - (self.max_prompt_length or 0) :]
+
+    def is_overlong(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt has more than `max_prompt_length` tokens."""
+        return self.max_prompt_length is not None and len(ids) > self.max_prompt_length
+
+    def overlong_error(self, num_over: int, longest: int, first_row: int) -> DataError:
+        """The error for `num_over` prompts that are too long, the longest of `longest` tokens."""
+        return DataError(
+            f"max_prompt_length={self.max_prompt_length}, but {num_over} prompt(s) are longer: the longest has "
+            f"{longest} tokens, the first is row {first_row}. Raise max_prompt_length to {longest}, or set "
+            "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)."
+        )
+
+    def _check_template_kwargs(self) -> None:
+        template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        for key in self.chat_template_kwargs:
+            if key in _FIXED_TEMPLATE_KWARGS:
+                raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it.")
+            if isinstance(template, str) and key not in _TEMPLATE_CALL_KWARGS and key not in template:
+                raise ConfigError(
+                    f"chat_template_kwargs has {key!r}, but the chat template does not use a variable of that name; "
+                    "correct or remove it."
+                )
+
+    def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
+        def tokenize(batch: Sequence[Any]) -> list[list[int]]:
+            return self.tokenizer(list(batch), return_attention_mask=False)["input_ids"]
+
+        return _batch_or_blame(tokenize, prompts, rows, "cannot be tokenised")
+
+    def _encode_messages(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
+        if not getattr(self.tokenizer, "chat_template", None) and not self.chat_template_kwargs.get("chat_template"):
+            raise DataError(
+                f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
+                "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text."
+            )
+        for prompt, row in zip(prompts, rows, strict=True):
+            has_blocks = any(isinstance(message.get("content"), list) for message in prompt)
+            if has_blocks and not self._template_takes_blocks():
+                raise DataError(
+                    f"row {row}: the messages {shorten(prompt)} have a list as content, but this chat template takes "
+                    "strings only; join the text blocks to one string."
+                )
+        encoded: list[list[int]] = [[] for _ in prompts]
+        for continued in (False, True):
+            chosen = [i for i, prompt in enumerate(prompts) if (prompt[-1]["role"] == "assistant") == continued]
+
+            def render(batch: Sequence[Any], continued: bool = continued) -> list[list[int]]:
+                return self._apply_template(batch, continued, tokenize=True)["input_ids"]
+
+            ids = _batch_or_blame(
+                render, [prompts[i] for i in chosen], [rows[i] for i in chosen], "is refused by the chat template"
+            )
+            for i, one in zip(chosen, ids, strict=True):
+                encoded[i] = one
+        return encoded
+
+    def _apply_template(self, batch: Sequence[Any], continued: bool, tokenize: bool) -> Any:
+        # datasets fills keys that only other messages have with None; templates test whether a key is defined.
+        conversations = [
+            [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            for prompt in batch
+        ]
+        return self.tokenizer.apply_chat_template(
+            conversations,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            tokenize=tokenize,
+            return_dict=tokenize,
+            **self.chat_template_kwargs,
+        )
+
+    def _template_takes_blocks(self) -> bool:
+        """Tries a list of text blocks: a template for strings raises on it, or prints the list itself."""
+        if self._takes_blocks is None:
+            marker = "block probe"
+            blocks = [{"type": "text", "text": marker}]
+            try:
+                text = self._apply_template([[{"role": "user", "content": blocks}]], False, tokenize=False)[0]
+            except Exception:  # whatever the template raises, the answer is no
+                text = ""
+            self._takes_blocks = marker in text and str(blocks) not in text and json.dumps(blocks) not in text
+        return self._takes_blocks
+
+
+def check_same_kind(first: PromptKind, first_row: int, kind: PromptKind, row: int) -> None:
+    """Raises DataError if a dataset mixes text and messages."""
+    if kind != first:
+        raise DataError(
+            f"row {row}: the prompt is {kind}, but that of row {first_row} is {first}; give all prompts of a dataset "
+            "as text, or all as messages."
+        )
+
+
+def _batch_or_blame(
+    encode: Callable[[Sequence[Any]], Iterable[list[int]]], prompts: Sequence[Any], rows: Sequence[int], failure: str
+) -> list[list[int]]:
+    """Encodes in one call; if that raises, one by one, to name the row. Tokenizers and templates raise anything."""
+    if not prompts:
+        return []
+    try:
+        return list(encode(prompts))
+    except Exception as batch_error:
+        for prompt, row in zip(prompts, rows, strict=True):
+            try:
+                encode([prompt])
+            except Exception as error:
+                raise DataError(
+                    f"row {row}: the prompt {shorten(prompt)} {failure} ({type(error).__name__}: {error}); "
+                    "correct the row."
+                ) from error
+        raise DataError(
+            f"rows {rows[0]} to {rows[-1]} can be encoded one by one but not together "
+            f"({type(batch_error).__name__}: {batch_error}); report this tokenizer."
+        ) from batch_error

@@ -1,0 +1,181 @@
+"""Rows: random access to whatever holds a dataset, in memory or in a file."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_rl.data.prompts import PROMPT_COLUMN, check_column_names, shorten
+from hybrid_rl.errors import DataError
+
+
+class Rows(Protocol):
+    """Random access to the rows of a dataset; `prompts` reads the prompt column alone."""
+
+    column_names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Mapping[str, Any]: ...
+
+    def prompts(self, start: int, stop: int) -> list[Any]: ...
+
+
+class SequenceRows:
+    """Rows of a list, or of any object with a length and an index."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = list(rows) if isinstance(rows, list | tuple) else rows
+        self.column_names: tuple[str, ...] = row_columns(self._rows[0], 0, None) if len(self._rows) else ()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return self._rows[index]
+
+    def prompts(self, start: int, stop: int) -> list[Any]:
+        found = []
+        for index in range(start, stop):
+            row = self._rows[index]
+            row_columns(row, index, self.column_names)
+            found.append(row[PROMPT_COLUMN])
+        return found
+
+
+class HubRows:
+    """Rows of a `datasets.Dataset`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.column_names: tuple[str, ...] = tuple(dataset.column_names)
+        if len(dataset):
+            check_column_names(self.column_names, "the dataset")
+            # Without the other columns (images, say), and without the user's tensor format, which makes arrays of
+            # messages.
+            self._prompts = dataset.select_columns([PROMPT_COLUMN]).with_format(None)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return {**self._dataset[index], **self._prompts[index]}
+
+    def prompts(self, start: int, stop: int) -> list[Any]:
+        return list(self._prompts[start:stop][PROMPT_COLUMN])
+
+
+class ArrowRows:
+    """Rows of a `pyarrow.Table`."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.column_names: tuple[str, ...] = tuple(table.column_names)
+        if table.num_rows:
+            check_column_names(self.column_names, "the table")
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def prompts(self, start: int, stop: int) -> list[Any]:
+        return self._table.column(PROMPT_COLUMN).slice(start, stop - start).to_pylist()
+
+
+def frame_table(frame: Any) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError("a pandas.DataFrame needs pyarrow; install it, or pass frame.to_dict('records').") from error
+    try:
+        return pyarrow.Table.from_pandas(frame, preserve_index=False)
+    except (pyarrow.ArrowException, ValueError, TypeError) as error:
+        raise DataError(f"the pandas.DataFrame cannot be read: {error}; pass frame.to_dict('records').") from error
+
+
+def read_path(path: Path) -> Any:
+    if not path.exists():
+        raise DataError(
+            f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. Names on a hub are not "
+            "looked up: pass datasets.load_dataset(...)."
+        )
+    if path.is_dir():
+        return _read_folder(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _read_json_lines(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise DataError(f"the dataset file {str(path)!r} ends in {path.suffix!r}; use .jsonl, .json or .parquet.")
+
+
+def _read_folder(path: Path) -> Any:
+    if not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        raise DataError(
+            f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json); pass such a "
+            "folder or a .jsonl or .parquet file."
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"the folder {str(path)!r} needs the datasets library; install it.") from error
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # half-written folders fail in many ways
+        raise DataError(f"the folder {str(path)!r} cannot be read: {error}; save the dataset again.") from error
+
+
+def _read_json_lines(path: Path) -> list[Any]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                # A byte order mark is allowed at the start only.
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:  # bad UTF-8 and bad JSON
+                hint = " (a JSON array? write one object per line)" if line.lstrip()[:1] == b"[" else ""
+                raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}; correct the line.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number}: {shorten(row)} is not an object; write one object per line.")
+            rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"the file {str(path)!r} needs pyarrow; install it.") from error
+    try:
+        return pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"the parquet file {str(path)!r} cannot be read: {error}; write it again.") from error
+
+
+def row_columns(row: Any, index: int, expected: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Column names of a row. Raises DataError unless it is a dict with the `expected` columns (None = first row)."""
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"row {index}: {shorten(row)} is of type {type(row).__name__}; every row must be a dict with a `prompt`."
+        )
+    if expected is None:
+        check_column_names(list(row), f"row {index}")
+    elif len(row) != len(expected) or any(name not in row for name in expected):
+        missing = [name for name in expected if name not in row]
+        extra = [name for name in row if name not in expected]
+        raise DataError(
+            f"row {index}: its columns differ from those of row 0 (missing: {missing}, extra: {extra}); give every "
+            "row the same columns, with None where there is no value."
+        )
+    return tuple(row)
+
+
+def is_instance(value: Any, module: str, name: str) -> bool:
+    """isinstance without importing: an object of a library can exist only if the library is loaded."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name, ()))

@@ -1,0 +1,261 @@
+"""Prompt sources: a dataset of known length, tokenised up front, or a stream, tokenised as it comes."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_rl.data.prompts import (
+    PROMPT_COLUMN,
+    PromptEncoder,
+    PromptKind,
+    PromptRow,
+    check_same_kind,
+    prompt_kind,
+    shorten,
+)
+from hybrid_rl.data.rows import ArrowRows, HubRows, Rows, SequenceRows, frame_table, is_instance, read_path, row_columns
+from hybrid_rl.errors import DataError
+
+_CHUNK_ROWS = 4096
+# An endless stream of overlong prompts would otherwise be skipped for ever.
+_MAX_DROPS_IN_A_ROW = 10_000
+
+
+class SizedSource:
+    """A dataset of known length: every row checked and every prompt tokenised when it is made.
+
+    Token ids are kept as one int32 array; the other columns are read when a row is asked for.
+
+    Attributes:
+        column_names: the dataset's columns, `prompt` included.
+        num_dropped: overlong rows left out (`overlong_prompts="drop"`).
+        num_truncated: overlong rows cut (`overlong_prompts="truncate"`).
+        fingerprint: hash of all token ids and row indices; equal for equal prompts under an equal tokenizer.
+    """
+
+    def __init__(self, rows: Rows, encoder: PromptEncoder) -> None:
+        if len(rows) == 0:
+            raise DataError("the dataset is empty; give at least one row with a `prompt`.")
+        self._rows = rows
+        self.column_names: tuple[str, ...] = rows.column_names
+        self.num_dropped = 0
+        self.num_truncated = 0
+        kept: list[int] = []
+        lengths: list[int] = []
+        chunks: list[npt.NDArray[np.int32]] = []
+        over: list[tuple[int, int]] = []  # (row, tokens)
+        for row, ids in self._encoded(encoder):
+            if encoder.is_overlong(ids):
+                over.append((row, len(ids)))
+                if encoder.overlong_prompts == "error":
+                    continue  # every row is looked at, so that one message tells the whole story
+            limited = encoder.limit(ids, row)
+            if limited is not None:
+                kept.append(row)
+                lengths.append(len(limited))
+                chunks.append(np.asarray(limited, dtype=np.int32))
+        if over and encoder.overlong_prompts == "error":
+            raise encoder.overlong_error(len(over), max(length for _, length in over), over[0][0])
+        if not kept:
+            raise DataError(
+                f"all {len(rows)} prompts are longer than max_prompt_length={encoder.max_prompt_length} and were "
+                f"dropped; the shortest has {min(length for _, length in over)} tokens: raise max_prompt_length."
+            )
+        self.num_dropped = len(rows) - len(kept)
+        self.num_truncated = len(over) - self.num_dropped
+        self._kept = np.asarray(kept, dtype=np.int64)
+        self._offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self._ids = np.concatenate(chunks)
+        self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
+
+    def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[int]]]:
+        first_kind: PromptKind | None = None
+        for start in range(0, len(self._rows), _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, len(self._rows))
+            prompts = self._rows.prompts(start, stop)
+            kind = prompt_kind(prompts[0], start)
+            first_kind = first_kind or kind
+            check_same_kind(first_kind, 0, kind, start)
+            yield from zip(range(start, stop), encoder.encode(prompts, range(start, stop)), strict=True)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(self._offsets).max())
+
+    def __len__(self) -> int:
+        """Number of prompts, without dropped rows."""
+        return len(self._kept)
+
+    def __getitem__(self, position: int) -> PromptRow:
+        """The prompt at `position` in 0 .. len - 1 (dropped rows do not count). Raises IndexError beyond."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} is outside the {len(self)} prompts of the dataset")
+        index = int(self._kept[position])
+        ids = self._ids[self._offsets[position] : self._offsets[position + 1]]
+        row = self._rows.row(index)
+        return PromptRow(index, row[PROMPT_COLUMN], tuple(ids.tolist()), _other_columns(row))
+
+
+class StreamSource:
+    """Rows that come one by one; checked and tokenised as they come. The first row is read when it is made.
+
+    Attributes:
+        column_names: columns of the first row, `prompt` included; every later row must have the same.
+        num_dropped: overlong rows skipped since this object was made, over all passes.
+        num_truncated: overlong rows cut since this object was made, over all passes.
+        fingerprint: hash of the column names and of the first row's token ids.
+    """
+
+    def __init__(self, open_rows: Callable[[int], Iterable[Any]], encoder: PromptEncoder) -> None:
+        """`open_rows(epoch)` starts a pass over the rows."""
+        self._open_rows = open_rows
+        self._encoder = encoder
+        self.num_dropped = 0
+        self.num_truncated = 0
+        for row in open_rows(0):
+            self.column_names: tuple[str, ...] = row_columns(row, 0, None)
+            self._kind = prompt_kind(row[PROMPT_COLUMN], 0)
+            ids = encoder.encode([row[PROMPT_COLUMN]])[0]
+            break
+        else:
+            raise DataError("the stream is empty; it must give at least one row with a `prompt`.")
+        self.fingerprint = _digest(json.dumps([sorted(self.column_names), ids]).encode())
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return self.iterate()
+
+    def iterate(self, start: int = 0, epoch: int = 0) -> Iterator[PromptRow]:
+        """One pass.
+
+        Args:
+            start: rows to skip (dropped rows count); they are not tokenised.
+            epoch: number of the pass; given to the `set_epoch` of a shuffled `IterableDataset`.
+
+        Raises:
+            DataError: a bad row; fewer than `start` rows; a pass without a usable prompt.
+        """
+        rows = enumerate(self._open_rows(epoch))
+        num_skipped = sum(1 for _ in islice(rows, start))
+        if num_skipped < start:
+            raise DataError(
+                f"the stream ended after {num_skipped} rows of pass {epoch}, but {start} were taken before; resuming "
+                "needs a stream that gives the same rows in the same order: restore it or start a new run."
+            )
+        num_prompts = num_dropped = 0
+        for index, row in rows:
+            ids = self._encode(row, index)
+            if ids is None:
+                self.num_dropped += 1
+                num_dropped += 1
+                if num_dropped >= _MAX_DROPS_IN_A_ROW:
+                    raise self._all_dropped(num_dropped, index)
+                continue
+            num_prompts += 1
+            num_dropped = 0
+            yield PromptRow(index, row[PROMPT_COLUMN], tuple(ids), _other_columns(row))
+        if start == 0 and num_prompts == 0:
+            if num_dropped:
+                raise self._all_dropped(num_dropped, num_dropped - 1)
+            raise DataError(
+                f"the stream gave no row in pass {epoch}; pass a function that returns a new iterator at every call."
+            )
+
+    def _encode(self, row: Any, index: int) -> list[int] | None:
+        row_columns(row, index, self.column_names)
+        prompt = row[PROMPT_COLUMN]
+        check_same_kind(self._kind, 0, prompt_kind(prompt, index), index)
+        ids = self._encoder.encode([prompt], [index])[0]
+        limited = self._encoder.limit(ids, index)
+        self.num_truncated += limited is not None and len(limited) < len(ids)
+        return limited
+
+    def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
+        return DataError(
+            f"{num_dropped} rows in a row, up to row {last_row}, are longer than "
+            f"max_prompt_length={self._encoder.max_prompt_length} and were dropped; raise max_prompt_length."
+        )
+
+
+def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSource:
+    """Makes a prompt source of whatever the user has.
+
+    Args:
+        dataset: a list of dicts; a `datasets.Dataset` or `IterableDataset`; any object with length and index, or that
+            can be iterated again and again; a function that returns a new iterator; a `pyarrow.Table`; a
+            `pandas.DataFrame`; a path to JSON lines (`.jsonl`, `.json`), `.parquet`, or a `save_to_disk` folder.
+        encoder: tokenises the prompts.
+
+    Raises:
+        DataError: the dataset cannot be read, is empty or has a bad row.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        dataset = read_path(Path(dataset))
+    if isinstance(dataset, Mapping):
+        raise _mapping_error(dataset)
+    if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
+        # (A custom format computes whole rows, and may make the prompt column: it is read row by row.)
+        return SizedSource(HubRows(dataset), encoder)
+    if is_instance(dataset, "pandas", "DataFrame"):
+        dataset = frame_table(dataset)
+    if is_instance(dataset, "pyarrow", "Table"):
+        return SizedSource(ArrowRows(dataset), encoder)
+    if isinstance(dataset, bytes) or not (hasattr(dataset, "__iter__") or callable(dataset) or _is_indexed(dataset)):
+        raise DataError(
+            f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
+            "datasets.Dataset, a path, or a function that returns an iterator of dicts."
+        )
+    if _is_indexed(dataset):
+        return SizedSource(SequenceRows(dataset), encoder)
+    if hasattr(dataset, "__next__"):
+        raise DataError(
+            f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or on "
+            "resume; pass the function that makes it (without calling it), or a datasets.IterableDataset."
+        )
+    return StreamSource(_opener(dataset), encoder)
+
+
+def _opener(dataset: Any) -> Callable[[int], Iterable[Any]]:
+    def open_rows(epoch: int) -> Iterable[Any]:
+        if hasattr(dataset, "__iter__"):
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+            return dataset
+        rows = dataset()
+        if not hasattr(rows, "__iter__"):
+            raise DataError(f"the dataset function returned {shorten(rows)}; it must return an iterator of dicts.")
+        return rows
+
+    return open_rows
+
+
+def _is_indexed(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
+def _mapping_error(dataset: Mapping[Any, Any]) -> DataError:
+    keys = ", ".join(repr(key) for key in dataset) or "none"
+    if any(is_instance(dataset, "datasets", name) for name in ("DatasetDict", "IterableDatasetDict")):
+        return DataError(f"the dataset is a DatasetDict with the splits {keys}; pass one, such as dataset['train'].")
+    return DataError(
+        f"the dataset is a dict with the keys {shorten(keys)}; pass a list of dicts (one per row), or "
+        "datasets.Dataset.from_dict(...) if its values are columns."
+    )
+
+
+def _other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != PROMPT_COLUMN}
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,45 @@
+"""Errors that users see. Every message says what is wrong, the value, and what to do."""
+
+
+class HybridRLError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+
+class ConfigError(HybridRLError, ValueError):
+    """A configuration key or value cannot be used."""
+
+
+class NotYetSupportedError(HybridRLError, NotImplementedError):
+    """A documented plan of the project that does not work yet."""
+
+
+class DataError(HybridRLError, ValueError):
+    """A dataset, prompt or batch column is unusable."""
+
+
+class ModelError(HybridRLError, ValueError):
+    """A model or tokenizer cannot be loaded or used."""
+
+
+class RewardError(HybridRLError, RuntimeError):
+    """Too many rewards failed, or a reward function cannot be used at all."""
+
+
+class EngineStateError(HybridRLError, RuntimeError):
+    """A rollout engine was asked for something that its state or policy version forbids."""
+
+
+class HandoffError(HybridRLError, RuntimeError):
+    """Engine and trainer do not hold the same weights."""
+
+
+class MemoryStateError(HybridRLError, RuntimeError):
+    """A resident was used, woken or put to sleep against the rules of its lease."""
+
+
+class WorkerError(HybridRLError, RuntimeError):
+    """A worker failed; the message names role, rank and step and holds the remote traceback."""
+
+
+class CheckpointError(HybridRLError, RuntimeError):
+    """A checkpoint cannot be written or read."""

@@ -1,0 +1,17 @@
+"""Hugging Face models, loaded and run packed."""
+
+from hybrid_rl.models.attention import AttentionContext, AttentionOptions, PackedAttention, masked_attention
+from hybrid_rl.models.causal_lm import CausalLM
+from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
+
+__all__ = [
+    "AttentionContext",
+    "AttentionOptions",
+    "CausalLM",
+    "PackedAttention",
+    "check_tokenizer",
+    "load_model",
+    "load_tokenizer",
+    "masked_attention",
+    "stop_token_ids",
+]

@@ -1,0 +1,208 @@
+"""One attention function under every layer of any Hugging Face causal LM, and packed attention for training.
+
+Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
+layer's projected queries, keys and values to a context object: `PackedAttention` when training, the engine's paged
+cache when generating. The registered mask function returns None, so transformers builds no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hybrid_rl.errors import ModelError
+
+NAME = "hybrid_rl_packed"
+
+# Sequences whose lengths lie within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
+# waste,
+# against one more kernel launch per layer for every further bucket.
+BUCKET_FILL = 0.75
+SMALL_LENGTH = 32  # below this a launch costs more than the padding it would save
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer asks for beyond causal softmax attention. window: tokens seen, own included; None = all before."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionContext(Protocol):
+    """Computes attention for one packed row of T tokens."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """query: [T, num_heads, D]; key, value: [T, num_key_value_heads, D]. Returns [T, num_heads, D]."""
+        ...
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_context: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no weights."""
+    if attention_context is None:
+        raise ModelError(
+            f"{type(module).__name__} did not pass attention_context on to its attention; it cannot run packed"
+        )
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not have"
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} is not causal; only causal language models are supported")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values cannot be cached")
+    options = AttentionOptions(scale=scaling, window=sliding_window, softcap=softcap)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention_context.attend(layer, q, k, v, options).unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+def attention_configs(module: nn.Module) -> list[Any]:
+    """The distinct config objects that decide which attention function the layers of a model use."""
+    return list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
+
+
+@contextmanager
+def packed_attention(configs: Sequence[Any]) -> Iterator[None]:
+    """Route attention through this module's function inside the block only: a user's own calls of the model stay as
+    they were."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+class PackedAttention:
+    """Causal attention within each of N packed sequences; no sequence sees, or pays for, another.
+
+    Sequences are padded per bucket of similar lengths inside the attention call only. Padding repeats a sequence's own
+    last token behind its end, where causality hides it from every real query.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._num_tokens = sum(lengths)
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        self._buckets = [_Bucket.build(starts, lengths, members, device) for members in length_buckets(lengths)]
+        tokens = torch.cat([bucket.tokens for bucket in self._buckets])
+        order = torch.arange(self._num_tokens, device=tokens.device)
+        # Where buckets follow each other in the row, as they do when samples run from long to short, nothing is moved.
+        self._restore = None if torch.equal(tokens, order) else torch.empty_like(tokens).scatter_(0, tokens, order)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext."""
+        if query.shape[0] != self._num_tokens:
+            raise ModelError(f"attention was planned for {self._num_tokens} tokens but got {query.shape[0]}")
+        parts = [bucket.attend(query, key, value, options) for bucket in self._buckets]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self._restore is None else out[self._restore]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    count: int
+    length: int
+    first: int
+    contiguous: bool  # equal lengths, one after the other: a view will do
+    gather: Tensor  # int64 [count * length], token of each padded place
+    real: Tensor | None  # bool [count * length], None where all are
+    tokens: Tensor  # int64 [tokens in the bucket]
+
+    @classmethod
+    def build(
+        cls, starts: Tensor, lengths: Sequence[int], members: Sequence[int], device: torch.device | str
+    ) -> _Bucket:
+        length = max(lengths[i] for i in members)
+        own = torch.tensor([lengths[i] for i in members])
+        begin = starts[list(members)]
+        place = torch.arange(length)
+        gather = begin[:, None] + torch.minimum(place, own[:, None] - 1)
+        real = (place < own[:, None]).reshape(-1)
+        full = bool(real.all())
+        contiguous = full and bool((begin.diff() == length).all())
+        flat = gather.reshape(-1).to(device)
+        real = real.to(device)
+        return cls(
+            len(members), length, int(begin[0]), contiguous, flat, None if full else real, flat if full else flat[real]
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        q, k, v = (self._pad(tensor) for tensor in (query, key, value))
+        out = causal_attention(q, k, v, options).transpose(1, 2)
+        out = out.reshape(self.count * self.length, *out.shape[2:])
+        return out if self.real is None else out[self.real]
+
+    def _pad(self, tensor: Tensor) -> Tensor:
+        if self.contiguous:
+            rows = tensor[self.first : self.first + self.count * self.length]
+        else:
+            rows = tensor.index_select(0, self.gather)
+        return rows.view(self.count, self.length, *tensor.shape[1:]).transpose(1, 2)
+
+
+def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences grouped so that each is at least BUCKET_FILL as long as the longest of its bucket."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    buckets: list[list[int]] = []
+    longest = 0
+    for index in order:
+        if buckets and (lengths[index] >= BUCKET_FILL * longest or longest <= SMALL_LENGTH):
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+            longest = lengths[index]
+    return [sorted(bucket) for bucket in buckets]
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """query: [B, H, L, D]; key, value: [B, H_kv, L, D]. Returns [B, H, L, D]."""
+    length = query.shape[2]
+    if options.softcap is None and (options.window is None or options.window >= length):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scale, enable_gqa=True)
+    place = torch.arange(length, device=query.device)
+    visible = place[:, None] >= place
+    if options.window is not None:
+        visible &= place[:, None] - place < options.window
+    return masked_attention(query, key, value, visible, options)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention where bool `visible` (broadcastable to [B, H, L_q, L_k]) allows it; with soft-capping where asked
+    for."""
+    if options.softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=options.scale, enable_gqa=True)
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (query @ key.transpose(-1, -2)) * scale
+    scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value

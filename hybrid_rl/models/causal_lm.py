@@ -1,0 +1,132 @@
+"""A Hugging Face causal LM as the library uses it: packed rows in, hidden states, logits or logprobs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.attention import AttentionContext, PackedAttention, attention_configs, packed_attention
+from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
+
+# What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
+# logit.
+VERIFY_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}
+
+
+class CausalLM:
+    """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
+    twice."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.module = module
+        module.eval()
+        self._configs = attention_configs(module)
+        for child in module.modules():
+            if isinstance(child, nn.Dropout):
+                child.p = 0.0
+        head = module.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"{type(module).__name__} has no linear output head ({head!r}); only causal language models are "
+                f"supported"
+            )
+        self._head = head
+        self._options = _head_options(module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self._head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._head.weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return self._head.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the position embedding was made for, None where the config does not say."""
+        return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in the backward pass. Raises ModelError where the architecture cannot."""
+        if not self.module.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{type(self.module).__name__} cannot recompute activations; set gradient_checkpointing=false"
+            )
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self.module.train()  # transformers checkpoints in training mode only; dropout is off in any mode
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
+        with packed_attention(self._configs):
+            output = self.module.base_model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
+            )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [M, V] of hidden states [M, H]."""
+        return head_logits(hidden, self._head.weight, self._head.bias, self._options)
+
+    def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;
+        differentiable."""
+        return token_logprobs(hidden, self._head.weight, self._head.bias, labels, temperature, self._options)
+
+    def packed_logprobs(
+        self, token_ids: Tensor, lengths: Sequence[int], targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """ln p and entropy of chosen tokens given all tokens before them in their sequence.
+
+        token_ids: int64 [T], sequences of `lengths` one after the other; targets: int64 [M], indices into token_ids,
+        none the first of its sequence. Returns two float32 tensors [M]; differentiable.
+        """
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(token_ids.device)
+        hidden = self.hidden_states(token_ids, positions, PackedAttention(lengths, token_ids.device))
+        return self.token_logprobs(hidden[targets - 1], token_ids[targets], temperature)
+
+    @torch.no_grad()
+    def verify(self) -> float:
+        """Compare a packed forward of two sequences with the model's own forward of each; the largest relative gap.
+
+        Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
+        the numbers would be wrong, silently.
+        """
+        name = type(self.module).__name__
+        lengths = (7, 4)
+        tokens = (torch.arange(sum(lengths), device=self.device) * 7919 + 3) % self.vocab_size
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        try:
+            mine = self.logits(self.hidden_states(tokens, positions, PackedAttention(lengths, self.device)))
+        except (TypeError, AttributeError, RuntimeError) as error:
+            raise ModelError(f"{name} does not run with packed sequences: {error}") from error
+        parts: Any = tokens.split(lengths)
+        plain = torch.cat([self.module(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+        gap = float((mine - plain.to(mine.dtype)).abs().max() / plain.abs().max().clamp(min=1e-6))
+        if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
+            raise ModelError(
+                f"{name} gives other logits with packed sequences (relative gap {gap:.1e}); this architecture is not "
+                f"supported"
+            )
+        return gap
+
+
+def _head_options(module: PreTrainedModel) -> HeadOptions:
+    config = module.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)
+    if scale is None and getattr(config, "logits_scaling", None):
+        scale = 1 / config.logits_scaling
+    return HeadOptions(
+        scale=1.0 if scale is None else float(scale), softcap=getattr(config, "final_logit_softcapping", None)
+    )

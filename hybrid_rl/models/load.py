@@ -1,0 +1,91 @@
+"""Loading a model and its tokenizer, with every way to go wrong named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rl.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model name or folder. Raises ModelError where there is none."""
+    _check_local(path)
+    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
+        raise ModelError(
+            f"model folder {path!r} has no tokenizer (no tokenizer*.json); save one there or pass tokenizer="
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
+        raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
+
+
+def load_model(path: str, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM by name or folder, all of its weights found. Raises ModelError otherwise."""
+    _check_local(path)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises OSError, ValueError, RuntimeError, SafetensorError and others here
+        raise ModelError(f"cannot load model {path!r}: {first_line(error)}") from error
+    model, info = loaded
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info.get(kind):
+            shown = ", ".join(str(name) for name in sorted(map(str, info[kind]))[:3])
+            raise ModelError(
+                f"model {path!r}: {len(info[kind])} {kind.replace('_', ' ')}, e.g. {shown}; "
+                "these weights would start random. Is the checkpoint complete, and of this architecture?"
+            )
+    return model
+
+
+def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
+    """Refuse a tokenizer that cannot go with the model."""
+    if tokenizer is None:
+        raise ModelError("a model passed as a module needs tokenizer= beside it")
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+        raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer")
+    rows = _vocabulary(module)
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; resize the embeddings or use its "
+            f"own tokenizer"
+        )
+
+
+def stop_token_ids(module: PreTrainedModel, tokenizer: Any, extra: list[int]) -> tuple[int, ...]:
+    """Ids that end a completion: those of the tokenizer, of the model's generation config, and `extra`."""
+    found: set[int] = set(extra)
+    config = getattr(module, "generation_config", None)
+    for source in (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)):
+        found.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
+    rows = _vocabulary(module)
+    outside = sorted(token for token in found if not 0 <= token < rows)
+    if outside:
+        raise ModelError(f"stop tokens {outside} are outside the model's vocabulary of {rows}")
+    if not found:
+        raise ModelError("neither tokenizer nor model names an end-of-sequence token; set stop_token_ids")
+    return tuple(sorted(found))
+
+
+def _vocabulary(module: PreTrainedModel) -> int:
+    embeddings: Any = module.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
+
+
+def _check_local(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise ModelError(f"model folder {path!r} does not exist")
+
+
+def first_line(error: Exception) -> str:
+    """Type and first line of an error whose full text is a page long."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,121 @@
+"""Log-probability and entropy of given tokens from hidden states, without ever holding all logits.
+
+Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
+    """hidden: [M, H]; weight: [V, H]; bias: [V] or None. Returns logits, float32 (float64 for float64 input) [M, V]."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if options.scale != 1.0:
+        logits = logits * options.scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return logits
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """ln p(label) and entropy (nats) of softmax(logits / temperature).
+
+    hidden: [M, H]; weight: [V, H]; labels: int64 [M]. Returns two float32 (float64 for float64 input) tensors [M]; both
+    are differentiable in hidden, weight and bias.
+    """
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(f"labels must be [{hidden.shape[0]}], not {tuple(labels.shape)}")
+    apply: Any = _TokenLogprobs.apply
+    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
+    return logprobs, entropy
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = [], []
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
+            logprobs.append(log_p.gather(1, labels[rows, None])[:, 0])
+            entropy.append(-(log_p.exp() * log_p).sum(1))
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.temperature, ctx.options = temperature, options
+        if not logprobs:
+            empty = hidden.new_zeros(0, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+            return empty, empty.clone()
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, bias, labels = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        with_entropy = bool(grad_entropy.any())
+        grad_hidden = torch.empty_like(hidden)
+        # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
+        accumulate = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        grad_weight = torch.zeros_like(weight, dtype=accumulate)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=accumulate)
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            log_p, capped = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
+            p = log_p.exp()
+            # d ln p_label / dz = onehot - p; d entropy / dz = -p (ln p + entropy)
+            grad = -p * grad_logprobs[rows, None]
+            grad.scatter_add_(1, labels[rows, None], grad_logprobs[rows, None])
+            if with_entropy:
+                entropy = -(p * log_p).sum(1, keepdim=True)
+                grad -= p * (log_p + entropy) * grad_entropy[rows, None]
+            grad = grad / ctx.temperature
+            if options.softcap is not None:
+                grad = grad * (1 - (capped / options.softcap) ** 2)
+            grad = (grad * options.scale).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            grad_weight += grad.t() @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    logits = head_logits(hidden, weight, bias, options)
+    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=1), logits
+
+
+def _chunks(num_rows: int, num_columns: int) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(num_columns, 1))
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]

@@ -1,0 +1,135 @@
+"""The compiled extension (csrc/): loading, and each of its operators with the PyTorch form that is its oracle.
+
+No other file touches the extension. Where it was not built, the PyTorch form runs and the log says so once;
+`HYBRID_RL_NATIVE=0` asks for that on purpose. Both forms give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.errors import ConfigError, DataError
+
+_LIBRARY_PATH = Path(__file__).parent / "_native.so"
+_SWITCH = "HYBRID_RL_NATIVE"
+_MASK_32 = 0xFFFFFFFF
+_DOMAIN = 0x48524C
+_logger = logging.getLogger("hybrid_rl")
+
+
+def is_available() -> bool:
+    """Whether the compiled extension is loaded (it is loaded on the first question).
+
+    Raises `ConfigError` where the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
+    """
+    return _native_keyed_uniform() is not None
+
+
+def keyed_uniform(
+    seeds: Tensor, positions: Tensor, num_columns: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Noise in (0, 1) in which every element is a pure function of (seed, position, column).
+
+    A token that is sampled with it does not depend on the composition of its batch. The generator is
+    Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the 64-bit
+    seed, the counter is (low and high word of the position, column // 4, a constant), the word is column % 4.
+    The value is (x + 0.5) / 2^23 for the top 23 bits x of the word: exact in float32, never 0 and never 1.
+
+    Args:
+        seeds: int64 [N]; all 64 bits count, negative seeds are welcome.
+        positions: int64 [N], of any value.
+        num_columns: C, at least 1; usually the size of the vocabulary.
+        device: where the noise is made; the device of `seeds` if None.
+
+    Returns:
+        float32 [N, C] on `device`.
+
+    Raises:
+        DataError: a wrong dtype, rank or length, or `num_columns` below 1.
+    """
+    _check(seeds, positions, num_columns)
+    target = seeds.device if device is None else torch.device(device)
+    seeds, positions = seeds.to(target).contiguous(), positions.to(target).contiguous()
+    operator = _native_keyed_uniform() if target.type == "cpu" else None
+    return (operator or keyed_uniform_torch)(seeds, positions, num_columns)
+
+
+def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
+    """`keyed_uniform` in int64 arithmetic of PyTorch, on the device of its arguments; the oracle of the extension."""
+    _check(seeds, positions, num_columns)
+    blocks = torch.arange((num_columns + 3) // 4, dtype=torch.int64, device=seeds.device)
+    # The words broadcast: position and seed are [N, 1], the block is [1, B], so that the first rounds cost N or B.
+    counter = (_low(positions)[:, None], _high(positions)[:, None], blocks[None, :], torch.full_like(blocks, _DOMAIN))
+    words = philox4x32(counter, (_low(seeds)[:, None], _high(seeds)[:, None]))
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :num_columns] >> 9
+    return (bits.to(torch.float32) + 0.5) * 2.0**-23
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox-4x32 (Salmon et al. 2011, figure and constants of section 4.3).
+
+    All words are int64 tensors that hold values in [0, 2^32) and broadcast against each other; so are the four
+    words that come back.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two 32-bit words fills 64 bits: int64 wraps around, and its bits are those of the unsigned one.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = _high(product1) ^ c1 ^ k0, _low(product1), _high(product0) ^ c3 ^ k1, _low(product0)
+        k0, k1 = _low(k0 + 0x9E3779B9), _low(k1 + 0xBB67AE85)
+    return tuple(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def _low(words: Tensor) -> Tensor:
+    return words & _MASK_32
+
+
+def _high(words: Tensor) -> Tensor:
+    # The shift of a negative int64 drags its sign along; the mask takes it off.
+    return (words >> 32) & _MASK_32
+
+
+def _check(seeds: Tensor, positions: Tensor, num_columns: int) -> None:
+    for name, tensor in (("seeds", seeds), ("positions", positions)):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            raise DataError(f"{name} is {tensor.dtype} {list(tensor.shape)}; give int64 [N]")
+    if len(seeds) != len(positions):
+        raise DataError(f"seeds has {len(seeds)} elements and positions {len(positions)}; give one position per seed")
+    if num_columns < 1:
+        raise DataError(f"num_columns={num_columns}; give at least 1")
+
+
+@functools.cache
+def _native_keyed_uniform() -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    switch = os.environ.get(_SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise ConfigError(f"{_SWITCH}={switch!r}; set 0 (PyTorch only) or 1 (the extension where it was built)")
+    if switch == "0":
+        _logger.info("%s=0: sampling noise is made by the slower PyTorch form", _SWITCH)
+        return None
+    if not _LIBRARY_PATH.exists():
+        _logger.info(
+            "the compiled extension was not built (no %s): sampling noise is made by the slower PyTorch form; "
+            "install a C++ compiler and reinstall with --no-build-isolation to have it",
+            _LIBRARY_PATH.name,
+        )
+        return None
+    try:
+        torch.ops.load_library(_LIBRARY_PATH)
+    except OSError as error:
+        _logger.warning(
+            "the compiled extension cannot be loaded (%s): sampling noise is made by the slower PyTorch form; "
+            "reinstall with --no-build-isolation to build it against torch %s",
+            error,
+            torch.__version__,
+        )
+        return None
+    return torch.ops.hybrid_rl.keyed_uniform.default

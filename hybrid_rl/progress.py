@@ -1,0 +1,94 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+COLUMNS = (
+    ("reward", "reward", "{:.3f}"),
+    ("eval", "eval/accuracy", "{:.1%}"),
+    ("len", "completions/mean_length", "{:.1f}"),
+    ("entropy", "entropy", "{:.2f}"),
+    ("|g|", "grad_norm", "{:.2f}"),
+    ("s/step", "step_time", "{:.2f}"),
+)
+NUM_LINES = 40  # plain lines over a whole run, where nobody watches live
+
+
+class ProgressDisplay:
+    """Shows training steps of a run that has `max_steps` of them."""
+
+    def __init__(self, max_steps: int, *, file: TextIO | None = None) -> None:
+        self.console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
+        self._max_steps = max_steps
+        self._every = max(1, max_steps // NUM_LINES)
+        self._latest: dict[str, float] = {}
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def start(self, step: int) -> None:
+        """Begin to show, `step` training steps being done."""
+        if not self.console.is_terminal:
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[line]}"),
+        )
+        self._bar = Progress(*columns, console=self.console, transient=True)
+        self._task = self._bar.add_task("training", total=self._max_steps, completed=step, line="")
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Clear the live line."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def message(self, text: str) -> None:
+        """One line of its own."""
+        self.console.print(escape(text))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a training step."""
+        self._latest.update(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, line=escape(self._line()))
+        elif step % self._every == 0 or step in (1, self._max_steps):
+            self.console.print(escape(f"step {step}/{self._max_steps}  {self._line()}  {handoff_line(metrics)}"))
+
+    def _line(self) -> str:
+        return "  ".join(
+            f"{title} {form.format(self._latest[name])}" for title, name, form in COLUMNS if name in self._latest
+        )
+
+    def completions(self, step: int, samples: Sequence[tuple[str, str, float | None]]) -> None:
+        """A table of (prompt, completion, reward)."""
+        table = Table(title=f"completions of step {step}", title_justify="left")
+        for title in ("prompt", "completion", "reward"):
+            table.add_column(title, overflow="fold")
+        for prompt, completion, reward in samples:
+            table.add_row(escape(prompt), escape(completion), "masked" if reward is None else f"{reward:.3f}")
+        self.console.print(table)
+
+
+def handoff_line(metrics: Mapping[str, float]) -> str:
+    """The last handoff in words: version, bytes, seconds and the gap of the probe."""
+    if "handoff/version" not in metrics:
+        return ""
+    gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ", not probed"
+    return (
+        f"handoff v{int(metrics['handoff/version'])}: {int(metrics['handoff/bytes']):,} B in "
+        f"{metrics['timing/handoff'] * 1000:.1f} ms{gap}"
+    )

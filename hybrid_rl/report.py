@@ -1,0 +1,216 @@
+"""The folder of a run: config.yaml, metrics.jsonl, samples.jsonl and a picture of the curves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.metrics import finite
+
+logger = logging.getLogger("hybrid_rl")
+
+CURVES = (
+    ("reward", ("reward", "eval/reward")),
+    ("accuracy", ("eval/accuracy",)),
+    ("entropy", ("entropy",)),
+    ("completion length (tokens)", ("completions/mean_length",)),
+    ("rollout vs trainer, mean |difference of logprobs|", ("sampling/sampling_logp_difference/mean",)),
+    ("step time (s)", ("step_time",)),
+)
+
+
+class JsonLines:
+    """A JSON-lines file that survives a full disk: what cannot be written now is kept and written later, and a record
+    that was cut short is taken back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: list[str] = []
+        self._warned = False
+
+    def write(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per record."""
+        self._pending += [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
+        self.flush()
+
+    def flush(self) -> bool:
+        """Try to write what is pending; whether nothing is."""
+        if not self._pending:
+            return True
+        size = self.path.stat().st_size if self.path.exists() else 0
+        data = "".join(self._pending).encode()
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                written = file.write(data)
+                if written != len(data):
+                    raise OSError(f"only {written} of {len(data)} bytes could be written")
+        except OSError as error:
+            self._take_back(size)
+            if not self._warned:
+                logger.warning("cannot write %s (%s): keeping its records in memory and trying again", self.path, error)
+            self._warned = True
+            return False
+        if self._warned:
+            logger.warning("%s can be written again; nothing was lost", self.path)
+        self._warned = False
+        self._pending.clear()
+        return True
+
+    def _take_back(self, size: int) -> None:
+        if self.path.exists() and self.path.stat().st_size > size:
+            os.truncate(self.path, size)
+
+    @property
+    def num_pending(self) -> int:
+        """Records that are only in memory."""
+        return len(self._pending)
+
+
+class RunFolder:
+    """`output_dir/name`, never one that holds another run's results: then a number is appended to the name."""
+
+    def __init__(self, output_dir: str, name: str | None, default_name: str, *, keep: bool = False) -> None:
+        self.path = _claim(Path(output_dir), name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}", keep)
+        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        self.samples = JsonLines(self.path / "samples.jsonl")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file whole or not at all."""
+        target = self.path / name
+        temporary = target.with_name(f".{name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {target}: {error}") from error
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One JSON object for a step; NaN and infinities are left out."""
+        self.metrics.write([{"step": step, **finite(metrics)}])
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """One JSON object per sample."""
+        self.samples.write(rows)
+
+    def keep_until(self, step: int) -> None:
+        """Drop the records of later steps: a resumed run makes them again."""
+        for file in (self.metrics, self.samples):
+            if file.path.exists():
+                lines = [line for line in file.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+                self.write_text(file.path.name, "".join(line + "\n" for line in lines))
+
+    def finish(self) -> None:
+        """Draw the curves and write what is pending. Raises HybridRLError where records still cannot be written."""
+        lost = [file.path for file in (self.metrics, self.samples) if not file.flush()]
+        if lost:
+            raise HybridRLError(
+                f"{', '.join(map(str, lost))}: the disk is full or read-only, and the records of the last steps could "
+                f"not be written; "
+                "the model in memory is complete: free space and call trainer.save()"
+            )
+        try:
+            draw_curves(self.metrics.path, self.path / "curves.png")
+        except OSError as error:
+            logger.warning("cannot draw %s: %s", self.path / "curves.png", error)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All records of a JSON-lines file; [] where it does not exist."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """Draw the main metrics of a metrics.jsonl over training steps into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_jsonl(metrics)
+    shown = [(title, [n for n in names if any(n in r for r in records)]) for title, names in CURVES]
+    shown = [(title, names) for title, names in shown if names]
+    if not shown:
+        return
+    rows = -(-len(shown) // 2)
+    figure = Figure(figsize=(10, 2.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, names) in zip(figure.subplots(rows, 2, squeeze=False).flat, shown, strict=False):
+        for name in names:
+            points = [(r["step"], r[name]) for r in records if name in r]
+            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 12 else None, markersize=3, label=name)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("training step", fontsize=8)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    for axes in figure.axes[len(shown) :]:
+        axes.remove()
+    figure.savefig(picture, dpi=110)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line).get("step", 0))
+    except ValueError:
+        return 2**62  # a line cut short by a crash
+
+
+def _claim(base: Path, name: str, keep: bool) -> Path:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        if keep:
+            (base / name).mkdir(exist_ok=True)
+            return base / name
+        for number in range(1, 10_000):
+            path = base / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                if path.is_dir() and not any(path.iterdir()):
+                    return path
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the run folder {base / name}: {error}; set output_dir to a writable folder"
+        ) from error
+    raise ConfigError(f"{base / name} and 9,998 numbered siblings exist; choose another run_name")
+
+
+class Trackers:
+    """Experiment trackers beside metrics.jsonl: "tensorboard" (into the run folder) and "wandb"."""
+
+    def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
+        self._writer: Any = None
+        self._wandb: Any = None
+        try:
+            if "tensorboard" in names:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(run / "tensorboard"))
+            if "wandb" in names:
+                import wandb
+
+                self._wandb = wandb.init(name=run.name, dir=str(run), config=dict(config), reinit="create_new")
+        except ImportError as error:
+            raise ConfigError(f"report_to={list(names)}: {error}; pip install {' '.join(names)}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a step's finite metrics."""
+        metrics = finite(metrics)
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def close(self) -> None:
+        """Flush and end; idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._writer = self._wandb = None

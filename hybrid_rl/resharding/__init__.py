@@ -1,0 +1,1 @@
+"""Weight layouts and the handoff of weights to rollout engines."""

@@ -1,0 +1,232 @@
+"""One call of one reward function, and the main program of a reward process.
+
+Reward processes run this file by its path, so that they start in milliseconds and never import torch (or the rest
+of this package) on their own. Therefore it imports nothing of this package, and its classes never cross the
+connection: outcomes travel as plain tuples.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import math
+import numbers
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+PARENT_CHECK_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class CallOutcome(NamedTuple):
+    """What one call over K samples gave. Exactly one of `failure` and `values` is meaningful.
+
+    `values`: [K] floats; None where the function does not apply; nan where the sample is listed in `errors`.
+    `errors`: position in the call -> (reason, detail), for samples whose value is no finite number.
+    `failure`: (reason, detail) when the call as a whole gave nothing; then `values`, `extras`, `metrics` are empty.
+    `extras`: column -> [K] values from `log_extra`. `metrics`: (name, value) from `log_metric`, in order.
+    """
+
+    values: list[float | None]
+    errors: dict[int, tuple[str, str]]
+    failure: tuple[str, str] | None
+    extras: dict[str, list[Any]]
+    metrics: list[tuple[str, float]]
+
+
+def failed_call(reason: str, detail: str) -> CallOutcome:
+    """Outcome of a call that gave no values at all."""
+    return CallOutcome([], {}, (reason, detail), {}, [])
+
+
+class CallLog:
+    """The `log_extra` and `log_metric` that one call receives. What a failed call logged is dropped with it."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.extras: dict[str, list[Any]] = {}
+        self.metrics: list[tuple[str, float]] = []
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column to the log of samples: one value per sample of the call.
+
+        Raises ValueError when the length differs from the number of samples.
+        """
+        column_values = list(values)
+        if len(column_values) != self.num_samples:
+            raise ValueError(
+                f"log_extra({column!r}, ...) got {len(column_values)} values for {self.num_samples} samples; "
+                "give one value per sample"
+            )
+        self.extras[column] = column_values
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else."""
+        self.metrics.append((name, to_number(value)))
+
+    def functions(self, names: Sequence[str]) -> dict[str, Callable[..., None]]:
+        """Those of the two log functions that the reward function accepts, as keyword arguments."""
+        return {name: getattr(self, name) for name in names}
+
+
+def to_number(value: Any) -> float:
+    """Python, numpy or 0-d tensor scalar (bool included) -> float. Raises TypeError for anything else."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{value!r} of type {type(value).__name__} is not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_values(returned: Any, log: CallLog) -> CallOutcome:
+    """Turn what a reward function returned into an outcome.
+
+    Accepts a sequence or a 1-d array or tensor of the right length. A wrong container is a failure "type", a wrong
+    length "count"; both concern every sample of the call, because nothing tells which value belongs to which.
+    """
+    expected = f"expected a list of {log.num_samples} numbers or None, one per completion"
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        return failed_call("type", "returned a coroutine from a plain function; declare the function with `async def`")
+    if hasattr(returned, "tolist"):
+        if getattr(returned, "ndim", 1) != 1:
+            return failed_call("type", f"returned an array of shape {tuple(returned.shape)}; {expected}")
+        returned = returned.tolist()
+    if isinstance(returned, str | bytes) or not isinstance(returned, Sequence):
+        return failed_call("type", f"returned {returned!r} of type {type(returned).__name__}; {expected}")
+    if len(returned) != log.num_samples:
+        return failed_call("count", f"returned {len(returned)} values; {expected}")
+
+    values: list[float | None] = []
+    errors: dict[int, tuple[str, str]] = {}
+    for position, value in enumerate(returned):
+        number = None
+        if value is not None:
+            try:
+                number = to_number(value)
+            except TypeError as error:
+                number, errors[position] = math.nan, ("type", str(error))
+            else:
+                if not math.isfinite(number):
+                    number, errors[position] = math.nan, ("nan", f"returned {number}; rewards must be finite")
+        values.append(number)
+    return CallOutcome(values, errors, None, log.extras, log.metrics)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on: the frame of this library's call is left out."""
+    frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def call_sync(
+    function: Callable[..., Any], arguments: dict[str, Any], num_samples: int, log_names: Sequence[str]
+) -> CallOutcome:
+    """Call a plain function once. Every exception, and `sys.exit()`, becomes an outcome "raised"."""
+    log = CallLog(num_samples)
+    try:
+        returned = function(**arguments, **log.functions(log_names))
+    except (Exception, SystemExit) as error:
+        return failed_call("raised", user_traceback(error))
+    return check_values(returned, log)
+
+
+async def call_async(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    num_samples: int,
+    log_names: Sequence[str],
+    timeout_seconds: float | None = None,
+) -> CallOutcome:
+    """Await an `async def` function once; it is cancelled after `timeout_seconds` (None: no limit)."""
+    log = CallLog(num_samples)
+    limit = asyncio.timeout(timeout_seconds)
+    try:
+        async with limit:
+            returned = await function(**arguments, **log.functions(log_names))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # this library is closing
+            raise
+        return failed_call("raised", user_traceback(error))  # the function's own cancellation, leaking out
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
+        return failed_call("raised", user_traceback(error))
+    return check_values(returned, log)
+
+
+def kill_own_group(*_: object) -> None:
+    """End this process and everything that reward functions started from it."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Arrange that this process ends when the trainer does, even if it was killed.
+
+    The kernel's signal interrupts functions that hold the GIL for long but look for signals (a runaway regular
+    expression); the watching thread serves systems without that signal.
+    """
+    signal.signal(signal.SIGTERM, kill_own_group)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_CHECK_SECONDS)
+        kill_own_group()
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner) -> CallOutcome:
+    """Serve one request: (function index, arguments, number of samples, log functions to pass)."""
+    try:
+        index, arguments, num_samples, log_names = pickle.loads(request)
+    except Exception as error:
+        return failed_call("raised", f"the samples cannot be loaded in a reward process:\n{user_traceback(error)}")
+    is_async, function = functions[index]
+    if is_async:
+        return runner.run(call_async(function, arguments, num_samples, log_names))
+    return call_sync(function, arguments, num_samples, log_names)
+
+
+def serve(connection: Connection) -> None:
+    """Main loop of a reward process: load the functions, say so, then answer one request at a time until EOF."""
+    search_path, blobs = pickle.loads(connection.recv_bytes())
+    sys.path[:] = search_path
+    try:
+        functions = [(is_async, pickle.loads(blob)) for is_async, blob in blobs]
+    except (Exception, SystemExit) as error:
+        connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
+        while True:
+            outcome = answer(functions, connection.recv_bytes(), runner)
+            try:
+                reply = cloudpickle.dumps(tuple(outcome))
+            except Exception as error:
+                detail = f"values given to log_extra cannot be sent between processes:\n{user_traceback(error)}"
+                reply = cloudpickle.dumps(tuple(failed_call("raised", detail)))
+            connection.send_bytes(reply)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(Connection(int(sys.argv[1])))

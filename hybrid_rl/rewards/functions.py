@@ -1,0 +1,196 @@
+"""Reward functions: what users pass, how they are named, and what they are called with.
+
+The calling convention is TRL's (GRPOTrainer): keyword arguments only, every dataset column as a list.
+"""
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rl.errors import ConfigError, DataError, NotYetSupportedError
+
+Messages = list[dict[str, Any]]
+
+LOG_PARAMETERS = ("log_extra", "log_metric")
+LIBRARY_PARAMETERS = ("prompts", "completions", "completion_ids", "trainer_state", *LOG_PARAMETERS)
+# As in TRL these dataset columns are not passed on: the plural arguments stand for them.
+UNPASSED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One finished sample, ready to be scored."""
+
+    key: int
+    """The caller's index of the sample; results are returned under it."""
+    prompt: str | Messages
+    completion: str
+    """The text; chat samples are wrapped for the function by `format_completion`."""
+    completion_ids: list[int]
+    columns: Mapping[str, Any]
+    """The sample's dataset columns, without the prompt."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One reward function with what its signature tells."""
+
+    name: str
+    function: Callable[..., Any]
+    is_async: bool
+    parameters: frozenset[str] | None
+    """Names it accepts; None when it has **kwargs and takes everything."""
+    bound: frozenset[str]
+    """Keywords that the user fixed with functools.partial; a column of that name does not override them."""
+
+    def accepts(self, name: str) -> bool:
+        """Whether the argument `name` is passed to this function."""
+        return name not in self.bound and (self.parameters is None or name in self.parameters)
+
+    @property
+    def log_names(self) -> list[str]:
+        """Those of `log_extra` and `log_metric` that the function takes."""
+        return [name for name in LOG_PARAMETERS if self.accepts(name)]
+
+    def arguments(
+        self, inputs: Sequence[RewardInput], trainer_state: Any, available_columns: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Keyword arguments of one call over K samples, without the log functions.
+
+        Every list has length K. A column that a sample lacks is None there (as `datasets` fills it), so that a call
+        looks the same whichever samples happen to finish together. Raises DataError when a column has a reserved name.
+        """
+        found = dict.fromkeys(available_columns)
+        for sample in inputs:
+            found.update(dict.fromkeys(sample.columns))
+        columns = [name for name in found if name not in UNPASSED_COLUMNS]
+        if reserved := [name for name in columns if name in LIBRARY_PARAMETERS]:
+            raise DataError(reserved_column_message(reserved))
+        values: dict[str, Any] = {name: [sample.columns.get(name) for sample in inputs] for name in columns}
+        values["prompts"] = [sample.prompt for sample in inputs]
+        values["completions"] = [format_completion(sample.prompt, sample.completion) for sample in inputs]
+        values["completion_ids"] = [sample.completion_ids for sample in inputs]
+        values["trainer_state"] = trainer_state
+        return {name: value for name, value in values.items() if self.accepts(name)}
+
+
+def format_completion(prompt: str | Messages, text: str) -> str | Messages:
+    """The completion in the form of its prompt: text for text, one assistant message for chat messages (as in TRL)."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def reserved_column_message(columns: Sequence[str]) -> str:
+    return (
+        f"dataset columns {columns} have names that the library itself passes to reward functions "
+        f"({', '.join(LIBRARY_PARAMETERS)}); rename them"
+    )
+
+
+def unwrap_partial(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def function_name(function: Any) -> str:
+    """Name of a reward function in metrics: `__name__`, for a partial the inner name, for an object its class."""
+    inner = unwrap_partial(function)
+    name = getattr(inner, "__name__", None)
+    return name if isinstance(name, str) else type(inner).__name__
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """The second and later functions of one name get _2, _3, ..."""
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+def is_async_callable(function: Any) -> bool:
+    """Whether calling gives a coroutine; looks through partials and at `__call__` of objects."""
+    inner = unwrap_partial(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def refuse_unusable(function: Any) -> None:
+    """Raise for what cannot be a reward function.
+
+    NotYetSupportedError for reward models (a string or a torch module), ConfigError for classes and non-callables.
+    """
+    torch = sys.modules.get("torch")  # a module can only exist once torch is imported
+    is_module = torch is not None and isinstance(unwrap_partial(function), torch.nn.Module)
+    if isinstance(function, str) or is_module:
+        what = repr(function) if isinstance(function, str) else type(unwrap_partial(function)).__name__
+        raise NotYetSupportedError(
+            f"reward_funcs holds {what}, a sequence-classification reward model; only Python functions work so far: "
+            "pass a function that calls the model"
+        )
+    if inspect.isclass(function):
+        raise ConfigError(f"reward_funcs holds the class {function.__name__}; pass an instance of it")
+    if not callable(function):
+        raise ConfigError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
+
+
+def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
+    """Read the signature, and refuse parameters that nothing can fill (unchecked when the columns are unknown)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward function {name!r} has no readable signature; wrap it in a `def`") from error
+    kinds = inspect.Parameter
+    takes_everything = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
+    named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    if unnamed := [p.name for p in parameters if p.kind is kinds.POSITIONAL_ONLY and p.default is kinds.empty]:
+        raise ConfigError(
+            f"reward function {name!r} has positional-only parameters {unnamed}; everything is passed by keyword"
+        )
+    if available_columns is not None:
+        columns = [column for column in available_columns if column not in UNPASSED_COLUMNS]
+        fillable = {*columns, *LIBRARY_PARAMETERS}
+        for parameter in named:
+            if parameter.default is kinds.empty and parameter.name not in fillable:
+                near = difflib.get_close_matches(parameter.name, sorted(fillable), n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"reward function {name!r} requires the parameter {parameter.name!r}, but the dataset has no such "
+                    f"column (columns: {', '.join(columns) or 'none'}; always passed: {', '.join(LIBRARY_PARAMETERS)})"
+                    f"{hint}"
+                )
+    return RewardFunction(
+        name=name,
+        function=function,
+        is_async=is_async_callable(function),
+        parameters=None if takes_everything else frozenset(parameter.name for parameter in named),
+        bound=bound_keywords(function),
+    )
+
+
+def bound_keywords(function: Any) -> frozenset[str]:
+    bound: set[str] = set()
+    while isinstance(function, functools.partial):
+        bound |= function.keywords.keys()
+        function = function.func
+    return frozenset(bound)
+
+
+def resolve_functions(reward_funcs: Any, available_columns: Sequence[str] | None = None) -> list[RewardFunction]:
+    """One function or a list of them -> records with unique names. Raises ConfigError, NotYetSupportedError."""
+    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if not given:
+        raise ConfigError("reward_funcs is empty; pass at least one function")
+    for function in given:
+        refuse_unusable(function)
+    columns = set(available_columns or ()) - UNPASSED_COLUMNS
+    if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
+        raise ConfigError(reserved_column_message(reserved))
+    names = unique_names(function_name(function) for function in given)
+    return [inspect_function(f, name, available_columns) for f, name in zip(given, names, strict=True)]

@@ -1,0 +1,92 @@
+"""From logits to tokens and their log-probabilities.
+
+One uniform number per token, a pure function of (seed, position), is turned into a token by inverting the cumulative
+distribution. A sample therefore does not depend on what else is in the batch, up to floating-point ties in the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.native import keyed_uniform
+from hybrid_rl.rollout.base import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """The parameters of B requests as tensors [B]; `truncates` says whether any row needs top-k, top-p or min-p."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    truncates: bool
+    greedy: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
+        """Collect the parameters of B requests."""
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
+
+        return cls(
+            temperature=column("temperature", torch.float32),
+            top_k=column("top_k", torch.int64),
+            top_p=column("top_p", torch.float32),
+            min_p=column("min_p", torch.float32),
+            seed=column("seed", torch.int64),
+            truncates=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
+            greedy=any(p.temperature == 0 for p in params),
+        )
+
+    def select(self, index: Tensor) -> SamplingTensors:
+        """The rows at int64 index."""
+        parts = {name: getattr(self, name)[index] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+        return SamplingTensors(**parts, truncates=self.truncates, greedy=self.greedy)
+
+
+def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose one token per row.
+
+    logits: float32 [B, V]; positions: int64 [B], index of the token within its completion. Returns tokens int64 [B] and
+    float32 [B] ln p of each under the distribution that it was drawn from: tempered and truncated; for temperature 0
+    under the model's own distribution.
+    """
+    tempered = torch.where(params.temperature > 0, params.temperature, 1.0)
+    logprobs = torch.log_softmax(logits / tempered[:, None], dim=1)
+    if params.truncates:
+        logprobs = truncate(logprobs, params)
+    cumulative = logprobs.exp().to(torch.float64).cumsum(1)
+    # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
+    words = keyed_uniform(params.seed, positions, 2).to(torch.float64)
+    uniform = words[:, :1] + (words[:, 1:] - 0.5) * 2.0**-23
+    # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token.
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+    if params.greedy:
+        tokens = torch.where(params.temperature > 0, tokens, logits.argmax(1))
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def truncate(logprobs: Tensor, params: SamplingTensors) -> Tensor:
+    """Keep the tokens that top-k, top-p and min-p allow (the best one always) and renormalise.
+
+    logprobs: float32 [B, V]. Returns float32 [B, V], -inf for what was cut. Top-p keeps the smallest set of best tokens
+    whose mass reaches p (Holtzman et al., arXiv:1904.09751); min-p keeps p >= min_p * p_best (arXiv:2407.01082). Greedy
+    rows are left alone.
+    """
+    ordered, order = logprobs.sort(dim=1, descending=True)
+    rank = torch.arange(logprobs.shape[1], device=logprobs.device)
+    top_k = torch.where(params.top_k > 0, params.top_k, logprobs.shape[1])
+    mass_before = ordered.exp().cumsum(1) - ordered.exp()
+    keep = (rank < top_k[:, None]) & (mass_before < params.top_p[:, None])
+    keep &= ordered >= ordered[:, :1] + params.min_p[:, None].log()
+    keep[:, 0] = True
+    keep |= (params.temperature == 0)[:, None]
+    mask = torch.zeros_like(keep).scatter(1, order, keep)
+    return torch.log_softmax(logprobs.masked_fill(~mask, -torch.inf), dim=1)

@@ -1,0 +1,399 @@
+"""The trainer: one driver that runs the loop of rollout, reward, advantages, update and handoff."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybrid_rl.assembly import build_rewards, choose_model, load_data
+from hybrid_rl.batch import Batch
+from hybrid_rl.callbacks import Callback
+from hybrid_rl.checkpoint import find_checkpoint, read_state
+from hybrid_rl.config import (
+    TrainerConfig,
+    load_config,
+    num_training_steps,
+    optimizer_steps_per_training_step,
+    resolve,
+    to_dict,
+)
+from hybrid_rl.controller import LocalBackend, WorkerGroup
+from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, NotYetSupportedError
+from hybrid_rl.interrupts import deferred_interrupt
+from hybrid_rl.metrics import Timings, now
+from hybrid_rl.models import stop_token_ids
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout import SamplingParams
+from hybrid_rl.rollout.buffer import SampleBuffer
+from hybrid_rl.rollout.client import GroupRolloutClient
+from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of
+from hybrid_rl.runlog import RunLog
+from hybrid_rl.workers import HybridWorker, WorkerSetup
+
+logger = logging.getLogger("hybrid_rl")
+
+
+class StepResult(NamedTuple):
+    """What one training step gives: its batch and its metrics."""
+
+    batch: Batch
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains a language model with reinforcement learning.
+
+    model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
+    reward_funcs: a function or several, `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
+    list[float | None]`, plain or async. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
+    parquet file, with a column `prompt` (text or chat messages). config: a YAML file, a mapping or a `TrainerConfig`;
+    every key may also be given as a keyword, by leaf name or path (`hybrid-rl keys` lists them).
+
+    Raises ConfigError, DataError, ModelError or RewardError before any work starts where something cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        config: TrainerConfig | Mapping[str, Any] | str | Path | None = None,
+        tokenizer: Any = None,
+        callbacks: Sequence[Callback] = (),
+        peft_config: Any = None,
+        **overrides: Any,
+    ) -> None:
+        self._closing = contextlib.ExitStack()
+        if peft_config is not None:
+            raise NotYetSupportedError(
+                "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
+            )
+        loaded, given = load_config(config, overrides)
+        if hasattr(model, "dtype") and "model.dtype" not in given:
+            loaded, _ = load_config(loaded, {"dtype": str(model.dtype).removeprefix("torch.")})
+        has_eval = eval_dataset is not None or loaded.data.eval_path is not None
+        self.config = resolve(loaded, given, has_eval=has_eval)
+        resume = find_checkpoint(self.config.resume, self.config.output_dir, self.config.run_name)
+        choice = choose_model(model, tokenizer, self.config)
+        self.tokenizer = choice.tokenizer
+        self._data = load_data(train_dataset, eval_dataset, self.config, choice)
+        size = len(self._data.train) if hasattr(self._data.train, "__len__") else None
+        self.max_steps = num_training_steps(self.config, size)
+        self._sampler = PromptSampler(self._data.train, shuffle=self.config.data.shuffle, seed=self.config.seed)
+        self._rewards = self._closing.enter_context(
+            contextlib.closing(build_rewards(reward_funcs, self.config, self._data))
+        )
+        self._callbacks = tuple(callbacks)
+        module = choice.load(self.config)
+        stop_ids = stop_token_ids(module, self.tokenizer, self.config.rollout.stop_token_ids)
+        self._train_params = SamplingParams(
+            max_tokens=self.config.rollout.max_completion_length,
+            temperature=self.config.rollout.temperature,
+            stop_token_ids=stop_ids,
+        )
+        setup = WorkerSetup(
+            module=module,
+            config=self.config,
+            num_optimizer_steps=self.max_steps * optimizer_steps_per_training_step(self.config),
+            max_length=(self._data.longest_prompt or self._data.encoder.max_prompt_length or 0)
+            + self.config.rollout.max_completion_length,
+            probe_ids=self._data.probe_ids,
+        )
+        self.policy = WorkerGroup(HybridWorker, LocalBackend("policy", lambda: HybridWorker(setup)))
+        self._closing.callback(self.policy.close)
+        self.collector = Collector(
+            GroupRolloutClient(self.policy),
+            self._rewards,
+            self._decode,
+            seed=self.config.seed,
+            max_failure_share=self.config.rewards.max_reward_failure_share,
+        )
+        self.buffer = SampleBuffer(capacity=0)
+        self.global_step = 0
+        self.num_tokens = 0
+        self._committed = self._sampler.state_dict()
+        if resume is not None:
+            self._restore(resume)
+        self._handoff = self.policy.publish_weights(self.global_step)
+        self._log = RunLog(self.config, self.max_steps, self.global_step, resume)
+        self._closing.callback(self._log.close)
+        self._extras: dict[str, dict[int, Any]] = {}
+        self._save_due = False
+        self._started = resume is not None
+
+    @property
+    def run_folder(self) -> Path:
+        """Where config.yaml, metrics.jsonl, samples.jsonl and checkpoints of this run lie."""
+        return self._log.path
+
+    # --------------------------------------------------------------------------------------------- the loop
+
+    def fit(self) -> dict[str, float]:
+        """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
+
+        Ctrl-C ends it cleanly: results and, where checkpoints were asked for, the last complete step are saved, then
+        KeyboardInterrupt goes on. A later call continues after the last complete step.
+        """
+        self._require_open()
+        metrics: dict[str, float] = {}
+        self._notify("on_fit_start")
+        self._log.start(self.global_step)
+        try:
+            self._evaluate_at_start()
+            for result in self.steps():
+                metrics = result.metrics
+            if self._save_due:
+                self._save_now(final=True)
+        except KeyboardInterrupt:
+            self._after_interrupt()
+            raise
+        finally:
+            self._notify("on_fit_end")
+            self._log.stop()
+        return metrics
+
+    def steps(self) -> Iterator[StepResult]:
+        """The training steps that are left, one by one."""
+        while self.global_step < self.max_steps:
+            yield self.step()
+
+    def step(self) -> StepResult:
+        """One training step, logged, with what is due after it (evaluation, checkpoint)."""
+        self._require_open()
+        if self.global_step >= self.max_steps:
+            raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
+        try:
+            result = self._train_step()
+        except BaseException:
+            self._forget_unfinished()
+            raise
+        metrics = result.metrics
+        every = self.config.eval.eval_steps
+        is_last = self.global_step == self.max_steps
+        if self._data.eval is not None and (is_last or (every is not None and self.global_step % every == 0)):
+            metrics.update(self.evaluate())
+        self._log.samples(self.global_step, result.batch, self._rewards.names, self._extras)
+        self._log.metrics(self.global_step, metrics)
+        self._notify("on_step_end", self.global_step, result.batch, metrics)
+        every = self.config.save_steps
+        self._save_due |= every is not None and (is_last or self.global_step % every == 0)
+        if self._save_due:
+            self._save_now(final=False)
+        return result
+
+    def _train_step(self) -> StepResult:
+        """The algorithm: collect, score, advantages, update, publish."""
+        start, step = now(), self.global_step + 1
+        collected = self._collect(step)
+        timings, batch = collected.timings, self.buffer.take(version=self.global_step)
+        with timings.measure("logprobs"):
+            batch = self.policy.score(batch, step)
+        batch = self.policy.advantages(batch)
+        with deferred_interrupt():
+            with timings.measure("update"):
+                metrics = self.policy.update(batch, step)
+            self._handoff = self.policy.publish_weights(step)
+            self.global_step = step
+            self.num_tokens += batch["prompt_ids"].values.numel() + batch["completion_ids"].values.numel()
+            self._committed = self._sampler.state_dict()
+        metrics |= collected.metrics | self._handoff
+        metrics |= self._run_metrics(batch, timings, now() - start)
+        return StepResult(batch, metrics)
+
+    def _collect(self, step: int) -> Collected:
+        """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
+        collected = self.collector.collect(
+            self._sampler,
+            self.config.data.prompts_per_step,
+            self.config.algorithm.num_generations,
+            self._train_params,
+            self.global_step,
+            self._state(step),
+        )
+        self.buffer.put(collected.batch)
+        self._extras = collected.extras
+        return collected
+
+    def _run_metrics(self, batch: Batch, timings: Timings, seconds: float) -> dict[str, float]:
+        completion_tokens = batch["completion_ids"].values.numel()
+        all_tokens = completion_tokens + batch["prompt_ids"].values.numel()
+        return {
+            **timings.result("timing"),
+            **self.policy.memory_metrics(),
+            "timing/step": seconds,
+            "step_time": seconds,
+            "perf/rollout_tokens_per_second": completion_tokens / max(timings.seconds["rollout"], 1e-9),
+            "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
+            "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
+            "num_tokens": float(self.num_tokens),
+            "epoch": self._sampler.epoch,
+        }
+
+    # ------------------------------------------------------------------------------ evaluation and generation
+
+    def evaluate(self) -> dict[str, float]:
+        """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
+
+        eval/accuracy is the share of samples whose reward reaches eval.success_reward; one that could not be scored
+        does not.
+        """
+        self._require_open()
+        if self._data.eval is None:
+            raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
+        settings = self.config.eval
+        params = SamplingParams(
+            max_tokens=self.config.rollout.max_completion_length,
+            temperature=settings.eval_temperature,
+            top_p=settings.eval_top_p,
+            top_k=settings.eval_top_k,
+            min_p=settings.eval_min_p,
+            stop_token_ids=self._train_params.stop_token_ids,
+        )
+        start = now()
+        rows = [self._data.eval[index] for index in range(len(self._data.eval))]
+        collected = self.collector.rollout(
+            rows, 1, params, self.global_step, self._state(self.global_step), purpose=f"evaluation/{self.global_step}"
+        )
+        metrics = {
+            f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]
+        }
+        metrics["eval/accuracy"] = float((collected.batch["rewards"] >= settings.success_reward).double().mean())
+        metrics["timing/evaluate"] = now() - start
+        self._notify("on_evaluate", self.global_step, metrics)
+        return metrics
+
+    def generate(
+        self,
+        prompts: Sequence[Any] | str,
+        *,
+        num_generations: int = 1,
+        max_completion_length: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+    ) -> list[Generation]:
+        """Completions of prompts (texts or chat message lists) by the present policy, num_generations for each, in
+        order.
+
+        max_completion_length and temperature default to those of the rollout; temperature 0 is greedy.
+        """
+        self._require_open()
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            return []
+        if num_generations < 1:
+            raise ConfigError(f"num_generations={num_generations} must be at least 1")
+        rollout = self.config.rollout
+        params = SamplingParams(
+            max_tokens=rollout.max_completion_length if max_completion_length is None else max_completion_length,
+            temperature=rollout.temperature if temperature is None else temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            stop_token_ids=self._train_params.stop_token_ids,
+            seed=seed,
+        )
+        encoded = self._data.encoder.encode(prompts)
+        rows = [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))]
+        collector = Collector(GroupRolloutClient(self.policy), None, self._decode, seed=0, max_failure_share=1.0)
+        batch = collector.rollout(
+            rows, num_generations, params, self.global_step, self._state(self.global_step), purpose="generate"
+        ).batch
+        return generations_of(batch)
+
+    # --------------------------------------------------------------------------------------- saving and closing
+
+    def save(self, folder: str | Path | None = None) -> Path:
+        """Write a checkpoint (weights and tokenizer as `from_pretrained` reads them, optimizer, data position).
+
+        folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
+        """
+        self._require_open()
+        target = Path(folder) if folder is not None else self.run_folder / f"checkpoint-{self.global_step}"
+        state = {
+            "global_step": self.global_step,
+            "num_tokens": self.num_tokens,
+            "sampler": self._committed,
+            "config": to_dict(self.config),
+        }
+        self.policy.save(target.resolve(), state, self.tokenizer)
+        # Saving leased the optimizer's memory; what follows finds the engine as a training step would leave it.
+        self._notify("on_save", self.global_step, target)
+        return target
+
+    def close(self) -> None:
+        """Release workers, reward processes and trackers; a second call does nothing."""
+        self._closing.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------- details
+
+    def _save_now(self, *, final: bool) -> None:
+        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step."""
+        try:
+            target = self.save()
+        except CheckpointError as error:
+            if final:
+                raise
+            logger.warning("%s; trying again after the next step", error)
+            return
+        self._save_due = False
+        self._log.message(f"saved {target}")
+
+    def _after_interrupt(self) -> None:
+        if self.config.save_steps is not None and self.global_step:
+            self._save_now(final=True)
+        self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
+
+    def _forget_unfinished(self) -> None:
+        """Take back what a step that did not complete had taken from the data."""
+        self.buffer.clear()
+        self._sampler.load_state_dict(self._committed)
+
+    def _evaluate_at_start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        record = dict(self._handoff)
+        if self._data.eval is not None and self.config.eval.eval_on_start:
+            record |= self.evaluate()
+            self._log.message(f"before training: eval/accuracy {record['eval/accuracy']:.1%}")
+        self._log.metrics(0, record)
+
+    def _notify(self, hook: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def _state(self, step: int) -> TrainerState:
+        return TrainerState(step, self.max_steps, self._sampler.epoch)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = read_state(checkpoint)
+        self.policy.load(checkpoint)
+        self._sampler.load_state_dict(state["sampler"])
+        self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
+        self._committed = self._sampler.state_dict()
+
+    def _require_open(self) -> None:
+        if not hasattr(self, "policy"):
+            raise HybridRLError("this Trainer was not made completely; make a new one")

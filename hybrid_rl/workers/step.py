@@ -1,0 +1,175 @@
+"""The arithmetic of a training step on one rank: packing a micro-batch, its logprobs, its share of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos import Algorithm, PolicyLoss, kl_estimate, row_mean, token_weights
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config import AlgorithmConfig
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.models import CausalLM
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch as one row. token_ids: int64 [T]; lengths: tokens of each sample; targets: int64 [M], the places of
+    the completion tokens; rows: int64 [M], the sample of each."""
+
+    token_ids: Tensor
+    lengths: list[int]
+    targets: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Packed:
+        """Prompt and completion of every sample, one sample after the other."""
+        prompts, completions = batch["prompt_ids"], batch["completion_ids"]
+        token_ids = torch.cat([part for pair in zip(prompts, completions, strict=True) for part in pair])
+        lengths = prompts.lengths + completions.lengths
+        # The j-th completion token of sample i lies behind all earlier samples and its own prompt.
+        before = lengths.cumsum(0) - lengths + prompts.lengths - completions.offsets[:-1]
+        rows = completions.row_index()
+        targets = torch.arange(rows.numel()) + before[rows]
+        return cls(token_ids.to(device), lengths.tolist(), targets.to(device), rows.to(device))
+
+
+def micro_batch_logprobs(model: CausalLM, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """ln p and entropy of the completion tokens of a micro-batch, float32 [M] each, in the order of completion_ids."""
+    packed = Packed.of(batch, model.device)
+    return model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
+
+
+@torch.no_grad()
+def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: Sequence[Sequence[int]], temperature: float) -> Jagged:
+    """ln p of all completion tokens of a batch, computed micro-batch by micro-batch, aligned with completion_ids."""
+    completions = batch["completion_ids"]
+    values = torch.zeros(completions.values.shape[0], dtype=torch.float32)
+    place = completions.with_values(torch.arange(completions.values.shape[0]))
+    for rows in micro_batches:
+        index = torch.as_tensor(rows)
+        logprobs, _ = micro_batch_logprobs(model, batch.select(index), temperature)
+        values[place.select(index).values] = logprobs.float().cpu()
+    return completions.with_values(values)
+
+
+def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
+    """Completion tokens that take part in the loss, bool [M]: made by the policy, of a sample that was scored and, on
+    request, not cut off by the length limit."""
+    mask, rows = batch["completion_mask"].values, batch["completion_ids"].row_index()
+    keep = ~batch["rewards"].isnan()
+    if mask_truncated_completions:
+        keep &= torch.tensor([reason != "length" for reason in batch["finish_reason"]])
+    return mask & keep[rows]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Denominators of a mini-batch over all ranks: tokens in the loss, and samples that were scored."""
+
+    num_tokens: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, batch: Batch, config: AlgorithmConfig) -> Counts:
+        """Count a mini-batch."""
+        mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions)
+        return cls(int(mask.sum()), int((~batch["rewards"].isnan()).sum()))
+
+
+def micro_batch_loss(
+    model: CausalLM,
+    batch: Batch,
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    counts: Counts,
+    *,
+    temperature: float,
+    max_completion_length: int,
+) -> tuple[Tensor, MetricSums, Tensor]:
+    """This micro-batch's part of the mini-batch's loss: a scalar to call backward on; the parts add up to the loss.
+
+    Returns the loss, sums for the metrics, and the detached logprobs [M]. Without a column old_logprobs the learner's
+    own are used, detached: the ratio is 1 and carries the gradient.
+    """
+    device = model.device
+    packed = Packed.of(batch, device)
+    logprobs, entropy = model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
+    mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions).to(device)
+    old = batch["old_logprobs"].values.to(device) if "old_logprobs" in batch else logprobs.detach()
+    advantages = batch["advantages"].values.to(device)
+    num_rows = batch.num_samples
+    loss = algorithm.policy_loss(
+        logprobs, old, advantages, mask, packed.rows, num_rows, **options_of(config, algorithm.loss_options)
+    )
+    per_token = loss.per_token
+    sums = MetricSums()
+    if config.beta > 0:
+        kl = kl_estimate(logprobs, batch["ref_logprobs"].values.to(device), config.kl_estimator)
+        if config.use_bias_correction_kl:
+            kl = kl * loss.weight
+        per_token = per_token + config.beta * kl
+        sums.mean("kl", float(kl.detach()[mask].sum()), _count(mask))
+    weights = token_weights(
+        mask,
+        packed.rows,
+        num_rows,
+        config.loss_type,
+        num_tokens=counts.num_tokens,
+        num_samples=counts.num_samples,
+        max_completion_length=max_completion_length,
+    )
+    # torch.where keeps an overflow in a masked token (0 * inf) out of the sum.
+    total = torch.where(mask, weights * per_token, torch.zeros_like(per_token)).sum()
+    _add_metrics(sums, loss, entropy.detach(), mask, packed.rows, num_rows)
+    return total, sums, logprobs.detach()
+
+
+def options_of(config: AlgorithmConfig, names: Sequence[str]) -> Mapping[str, Any]:
+    """The config leaves that an algorithm's function takes by keyword."""
+    return {name: getattr(config, name) for name in names}
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.sum())
+
+
+def _add_metrics(
+    sums: MetricSums, loss: PolicyLoss, entropy: Tensor, mask: Tensor, rows: Tensor, num_rows: int
+) -> None:
+    count = _count(mask)
+    if not count:
+        return
+    sums.mean("entropy", float(entropy[mask].sum()), count)
+    clipped = {"low": loss.clipped_low, "high": loss.clipped_high, "region": loss.clipped_low | loss.clipped_high}
+    for side, which in clipped.items():
+        sums.mean(f"clip_ratio/{side}_mean", float(which[mask].sum()), count)
+    present = torch.zeros(num_rows, dtype=torch.bool, device=mask.device).index_fill(0, rows[mask], True)
+    sums.low("clip_ratio/low_min", float(row_mean(loss.clipped_low.float(), mask, rows, num_rows)[present].min()))
+    sums.high("clip_ratio/high_max", float(row_mean(loss.clipped_high.float(), mask, rows, num_rows)[present].max()))
+    sums.mean("ratio/mean", float(loss.ratio[mask].sum()), count)
+    sums.low("ratio/min", float(loss.ratio[mask].min()))
+    sums.high("ratio/max", float(loss.ratio[mask].max()))
+
+
+def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> MetricSums:
+    """How far the engine's logprobs are from the trainer's, on the sampled tokens. All [M]; both before any update.
+
+    sampling/sampling_logp_difference: |difference of ln p| (TRL); mismatch/prob_difference_mean: |difference of p|
+    (verl: below 0.005 is good, above 0.01 a precision problem); mismatch/kl: k3 estimate of KL(rollout || trainer).
+    """
+    sums = MetricSums()
+    count = _count(mask)
+    if count:
+        mine, theirs = logprobs[mask].double(), rollout_logprobs[mask].double()
+        gap = (mine - theirs).abs()
+        sums.mean("sampling/sampling_logp_difference/mean", float(gap.sum()), count)
+        sums.high("sampling/sampling_logp_difference/max", float(gap.max()))
+        sums.mean("mismatch/prob_difference_mean", float((mine.exp() - theirs.exp()).abs().sum()), count)
+        sums.mean("mismatch/kl", float(kl_estimate(theirs, mine, "k3").sum()), count)
+    return sums

@@ -1,0 +1,55 @@
+"""The plan of the house as data: rooms, layers, who may import whom, and the limits of size."""
+
+from __future__ import annotations
+
+import re
+
+PACKAGE = "hybrid_rl"
+
+# Lowest first. A room is a module or a package directly under hybrid_rl/; it imports from lower lines only.
+# ROOT is hybrid_rl/__init__.py, the users' door: only the top line may come in through it.
+ROOT = "__init__"
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"batch", "config", "errors", "metrics", "progress", "native", "report", "callbacks", "interrupts"}),
+    frozenset({"controller"}),
+    frozenset({"resharding", "memory", "algos", "data", "rewards", "checkpoint"}),
+    frozenset({"rollout", "models"}),
+    frozenset({"workers"}),
+    frozenset({"assembly", "runlog"}),
+    frozenset({"trainer"}),
+    frozenset({ROOT}),
+    frozenset({"cli", "__main__"}),
+)
+
+# Exceptions to "siblings do not import each other": (importing room, imported room). Every room may raise our errors.
+SIBLINGS_ALLOWED = frozenset({("rollout", "models"), ("callbacks", "batch"), ("report", "metrics")}) | {(room, "errors") for room in LAYERS[0] - {"errors"}}
+
+# A room listed here imports nothing else of the package, whatever the layers say.
+ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors"})}
+
+# A library and the one place (file, or folder with a slash) that may import it.
+LIBRARY_HOMES: dict[str, str] = {
+    "vllm": "hybrid_rl/rollout/vllm/",
+    "ray": "hybrid_rl/controller/ray_backend.py",
+    "omegaconf": "hybrid_rl/config/load.py",
+}
+
+# torch.ops is the door to the extension; PyTorch's own operators may be named anywhere.
+EXTENSION_HOME = "hybrid_rl/native.py"
+TORCH_OPS_ALLOWED = frozenset({"aten", "prims", "_c10d_functional"})
+
+# Names that a file must not hold at all, comments included.
+UNMENTIONABLE: dict[str, re.Pattern[str]] = {
+    "hybrid_rl/trainer.py": re.compile(r"\b(?:torch\.distributed|vllm|ray)\b|\bfrom torch import\b.*\bdistributed\b"),
+}
+
+MEASURED = ("hybrid_rl", "recipes", "benchmarks", "setup.py")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 100
+
+# Paths that exist on one machine only. A path that starts a word; URLs and relative paths do not count.
+MACHINE_PATH = re.compile(
+    r"(?<![\w./:~-])/(?:home|root|Users|work|workspace|mnt|scratch|opt|tmp)/[\w.-]+|\b[A-Za-z]:\\Users\\"
+)
+# Folders that are not part of the project, for trees without git.
+NOT_OURS = frozenset({".git", ".venv", "build", "dist", "runs", "__pycache__", "node_modules"})

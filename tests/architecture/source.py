@@ -1,0 +1,112 @@
+"""Reads a tree of Python files: modules, their syntax trees, and what they import."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .layers import PACKAGE, ROOT
+
+IMPORT_CALLS = frozenset({"import_module", "__import__"})
+
+
+@dataclass(frozen=True)
+class Import:
+    """`target` (absolute, dotted) is named by an import on `line`; `name` is what `from target import name` takes."""
+
+    target: str
+    name: str | None
+    line: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file: its path relative to the root of the tree, dotted name and text."""
+
+    path: str
+    name: str
+    text: str
+    is_package: bool
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text, filename=self.path)
+
+    @property
+    def room(self) -> str:
+        """The part of the name directly under the package; ROOT for the package itself."""
+        return room_of(self.name)
+
+    @functools.cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """All imports, wherever they stand: in functions, under TYPE_CHECKING, and by `import_module("...")`."""
+        return tuple(self._imports())
+
+    def _imports(self) -> Iterator[Import]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (Import(alias.name, None, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node.module, node.level)
+                yield from (Import(base, alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.Call) and node.args and _last_name(node.func) in IMPORT_CALLS:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield Import(first.value, None, node.lineno)
+
+    def _absolute(self, module: str | None, level: int) -> str:
+        if level == 0:
+            return module or ""
+        parts = self.name.split(".")
+        base = parts[: len(parts) - level + (1 if self.is_package else 0)]
+        return ".".join([*base, *([module] if module else [])])
+
+
+def room_of(name: str) -> str:
+    """The room of a dotted name inside the package."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ROOT
+
+
+def read_module(root: Path, path: Path) -> Module:
+    """Reads one file of the tree under `root`."""
+    relative = path.relative_to(root)
+    parts = list(relative.with_suffix("").parts)
+    is_package = parts[-1] == "__init__"
+    return Module(relative.as_posix(), ".".join(parts[:-1] if is_package else parts), path.read_text(), is_package)
+
+
+def read_modules(root: Path, places: tuple[str, ...] = (PACKAGE,)) -> list[Module]:
+    """Reads the Python files of files and folders under `root`; places that do not exist are passed over."""
+    files = [
+        file
+        for place in places
+        for file in ([root / place] if (root / place).is_file() else sorted((root / place).rglob("*.py")))
+    ]
+    return [read_module(root, file) for file in files]
+
+
+def imported_module(item: Import, names: frozenset[str]) -> str | None:
+    """The module of the tree (among `names`) that an import reaches, or None: `from a import b` may mean a.b or a."""
+    if item.name is not None and f"{item.target}.{item.name}" in names:
+        return f"{item.target}.{item.name}"
+    return item.target if item.target in names else None
+
+
+def dotted_name(node: ast.AST) -> str:
+    """`a.b.c` for a chain of attributes on a name, else an empty string."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,127 @@
+"""Each rule of the house can fail, and lets pass what it should: small synthetic trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import rules
+
+Tree = dict[str, str]
+
+
+def write(root: Path, tree: Tree) -> Path:
+    for path, text in tree.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 100
+HOME = "/".join(["", "home", "someone", "models"])  # in pieces, so that this file keeps the rule itself
+
+# rule, tree, and a part of the one finding that it must give
+BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
+    (rules.layers, {"hybrid_rl/batch.py": "import hybrid_rl.workers.base"}, "batch.py:1: batch imports workers"),
+    (rules.layers, {"hybrid_rl/data/a.py": "from hybrid_rl import trainer"}, "data imports trainer, which is above"),
+    (rules.layers, {"hybrid_rl/data/a.py": "from hybrid_rl import Trainer"}, "data imports __init__, which is above"),
+    (rules.layers, {"hybrid_rl/data/a.py": "from ..rewards import b"}, "data imports its sibling rewards"),
+    (rules.layers, {"hybrid_rl/data/__init__.py": "from ..rewards import b"}, "data imports its sibling rewards"),
+    (rules.layers, {"hybrid_rl/models/a.py": "from hybrid_rl.rollout import b"}, "models imports its sibling rollout"),
+    (rules.layers, {"hybrid_rl/metrics.py": "from hybrid_rl.batch import B"}, "metrics imports its sibling batch"),
+    (rules.layers, {"hybrid_rl/errors.py": "from hybrid_rl.batch import B"}, "errors imports its sibling batch"),
+    (rules.layers, {"hybrid_rl/batch.py": "def f():\n    import hybrid_rl.trainer"}, "batch.py:2: batch imports"),
+    (
+        rules.layers,
+        {"hybrid_rl/batch.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybrid_rl.data import a"},
+        "batch.py:3: batch imports data",
+    ),
+    (rules.layers, {"hybrid_rl/utils.py": ""}, "room 'utils' is not in the table"),
+    (rules.layers, {"hybrid_rl/trainer.py": "import hybrid_rl.utils"}, "imports room 'utils', which is not"),
+    (
+        rules.layers,
+        {"hybrid_rl/batch.py": 'import importlib\nm = importlib.import_module("hybrid_rl.trainer")'},
+        "batch.py:2: batch imports trainer",
+    ),
+    (rules.only_imports, {"hybrid_rl/algos/a.py": "from hybrid_rl.batch import Batch"}, "algos imports batch"),
+    (
+        rules.cycles,
+        {"hybrid_rl/data/a.py": "from hybrid_rl.data.b import x", "hybrid_rl/data/b.py": "def f(): from . import a"},
+        "hybrid_rl.data.a, hybrid_rl.data.b",
+    ),
+    (
+        rules.cycles,
+        {"hybrid_rl/data/__init__.py": "from .a import x", "hybrid_rl/data/a.py": "from hybrid_rl.data import y"},
+        "hybrid_rl.data, hybrid_rl.data.a",
+    ),
+    (rules.cycles, {"hybrid_rl/batch.py": "import hybrid_rl.batch"}, "import cycle: hybrid_rl.batch"),
+    (rules.sizes, {"recipes/grpo.py": "x = 1\n" * 401}, "401 lines; at most 400"),
+    (rules.sizes, {"setup.py": LONG_FUNCTION}, "f has 101 lines; at most 100"),
+    (rules.sizes, {"benchmarks/a/b.py": LONG_FUNCTION.replace("def", "async def")}, "f has 101 lines"),
+    (rules.libraries, {"hybrid_rl/rollout/base.py": "def f():\n    from vllm import LLM"}, "base.py:2: imports vllm"),
+    (rules.libraries, {"hybrid_rl/controller/group.py": "import ray.util"}, "imports ray"),
+    (rules.libraries, {"recipes/grpo.py": "import omegaconf"}, "imports omegaconf"),
+    (rules.extension, {"hybrid_rl/rollout/sampling.py": "import torch\ntorch.ops.hybrid_rl.f()"}, "uses torch.ops"),
+    (rules.extension, {"hybrid_rl/memory/region.py": "from torch import ops"}, "imports the extension"),
+    (rules.extension, {"hybrid_rl/memory/region.py": "import torch as t\nt.ops.load_library(1)"}, "calls load_library"),
+    (rules.unmentionables, {"hybrid_rl/trainer.py": "# as in ray"}, "trainer.py:1: names 'ray'"),
+    (rules.unmentionables, {"hybrid_rl/trainer.py": "\nx = config.rollout.vllm"}, "trainer.py:2: names 'vllm'"),
+    (rules.unmentionables, {"hybrid_rl/trainer.py": "import torch.distributed as d"}, "names 'torch.distributed'"),
+    (rules.unmentionables, {"hybrid_rl/trainer.py": "from torch import nn, distributed"}, "distributed"),
+    (rules.docstrings, {"hybrid_rl/batch.py": "def split():\n    pass"}, "public split has no docstring"),
+    (rules.docstrings, {"hybrid_rl/data/a.py": "class Sampler:\n    x = 1"}, "public Sampler has no docstring"),
+    (rules.docstrings, {"hybrid_rl/__init__.py": "async def f(): pass"}, "public f has no docstring"),
+    (rules.machine_paths, {"docs/a.md": f"see\n{HOME}"}, "docs/a.md:2: names the path"),
+    (rules.machine_paths, {"recipes/grpo.py": f'MODEL = "{HOME}"'}, "recipes/grpo.py:1: names the path"),
+    (rules.machine_paths, {"a.txt": HOME.replace("home", "Users")}, "names the path"),
+]
+
+# Trees that look alike and keep the rule
+KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
+    (rules.layers, {"hybrid_rl/__init__.py": "from hybrid_rl.trainer import Trainer"}),
+    (rules.layers, {"hybrid_rl/cli.py": "from hybrid_rl import Trainer"}),
+    (rules.layers, {"hybrid_rl/rollout/a.py": "from hybrid_rl.models import b\nfrom . import c\nimport torch"}),
+    (rules.layers, {"hybrid_rl/batch.py": "from hybrid_rl.errors import DataError"}),
+    (rules.only_imports, {"hybrid_rl/algos/a.py": "from . import b\nfrom hybrid_rl.errors import ConfigError"}),
+    (
+        rules.cycles,
+        {
+            "hybrid_rl/__init__.py": "from .data import a",
+            "hybrid_rl/data/__init__.py": "from .a import x",
+            "hybrid_rl/data/a.py": "from hybrid_rl.data.b import y",
+            "hybrid_rl/data/b.py": "from hybrid_rl.errors import DataError",
+            "hybrid_rl/errors.py": "",
+        },
+    ),
+    (rules.sizes, {"hybrid_rl/batch.py": "x = 1\n" * 400, "recipes/a.py": LONG_FUNCTION.removesuffix("    x = 1\n")}),
+    (rules.sizes, {"tests/unit/test_batch.py": "x = 1\n" * 401}),
+    (rules.libraries, {"hybrid_rl/rollout/vllm/engine.py": "import vllm"}),
+    (rules.libraries, {"hybrid_rl/rollout/base.py": "from . import vllm\nfrom .vllm import engine"}),
+    (rules.libraries, {"hybrid_rl/controller/ray_backend.py": "import ray"}),
+    (rules.libraries, {"hybrid_rl/config/load.py": "import omegaconf"}),
+    (rules.extension, {"hybrid_rl/native.py": "import torch\ntorch.ops.load_library(1)"}),
+    (rules.extension, {"hybrid_rl/resharding/trace.py": "import torch\nx = torch.ops.aten.copy_.default"}),
+    (rules.unmentionables, {"hybrid_rl/trainer.py": "array = num_ranks"}),
+    (rules.docstrings, {"hybrid_rl/batch.py": "def _f(): pass\n\n\ndef g():\n    'Says.'"}),
+    (rules.docstrings, {"hybrid_rl/_x.py": "def f(): 1"}),
+    (rules.machine_paths, {"a.md": "https://example.org/home/page and ./home/a/b and /usr/lib/x"}),
+    (rules.machine_paths, {".venv/pyvenv.cfg": HOME, "image.bin": "\0" + HOME}),
+]
+
+
+@pytest.mark.parametrize(("rule", "tree", "finding"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_rule_finds(rule: Callable[[Path], list[str]], tree: Tree, finding: str, tmp_path: Path) -> None:
+    findings = rule(write(tmp_path, tree))
+    assert len(findings) == 1, findings
+    assert finding in findings[0]
+
+
+@pytest.mark.parametrize(("rule", "tree"), KEPT, ids=lambda value: getattr(value, "__name__", None))
+def test_rule_lets_pass(rule: Callable[[Path], list[str]], tree: Tree, tmp_path: Path) -> None:
+    assert rule(write(tmp_path, tree)) == []
+
+
+def test_every_rule_is_shown_to_fail() -> None:
+    assert {rule for rule, _, _ in BROKEN} == set(rules.RULES)

@@ -1,0 +1,302 @@
+"""Every form of a dataset gives the same prompts; every unusable one is refused before work starts."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hybrid_rl.data import source as source_module
+from hybrid_rl.data.prompts import PromptEncoder
+from hybrid_rl.data.source import SizedSource, StreamSource, load_source
+from hybrid_rl.errors import DataError
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (10, 20), (3, 4), (100, 200))]
+IdsOf: TypeAlias = Callable[[str], list[int]]
+
+
+@pytest.fixture
+def encoder(tokenizer: Any) -> PromptEncoder:
+    return PromptEncoder(tokenizer, max_prompt_length=None)
+
+
+def sized(dataset: Any, encoder: PromptEncoder) -> SizedSource:
+    source = load_source(dataset, encoder)
+    assert isinstance(source, SizedSource)
+    return source
+
+
+def stream(dataset: Any, encoder: PromptEncoder) -> StreamSource:
+    source = load_source(dataset, encoder)
+    assert isinstance(source, StreamSource)
+    return source
+
+
+class Indexed:
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+class Repeatable:
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(ROWS)
+
+
+def as_file(form: str, folder: Path) -> Any:
+    hub = datasets.Dataset.from_list(ROWS)
+    if form == "folder":
+        hub.save_to_disk(folder / "saved")
+        return folder / "saved"
+    path = folder / f"data.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in ROWS) + "\n", encoding="utf-8")
+    return str(path)
+
+
+SIZED_FORMS = ["list", "tuple", "indexed", "hub", "hub_numpy", "hub_transform", "table", "frame"]
+FILE_FORMS = ["jsonl", "json", "parquet", "folder"]
+
+
+def as_sized(form: str, folder: Path) -> Any:
+    if form in FILE_FORMS:
+        return as_file(form, folder)
+    hub = datasets.Dataset.from_list(ROWS)
+    if form == "frame":
+        return pytest.importorskip("pandas").DataFrame(ROWS)
+    return {
+        "list": ROWS,
+        "tuple": tuple(ROWS),
+        "indexed": Indexed(),
+        "hub": hub,
+        "hub_numpy": hub.with_format("numpy"),
+        "hub_transform": datasets.Dataset.from_dict({"at": [0, 1, 2, 3]}).with_transform(
+            lambda batch: {key: [ROWS[at][key] for at in batch["at"]] for key in ("prompt", "answer")}
+        ),
+        "table": pyarrow.Table.from_pylist(ROWS),
+    }[form]
+
+
+@pytest.mark.parametrize("form", SIZED_FORMS + FILE_FORMS)
+def test_every_sized_form_gives_the_same_prompts(
+    form: str, encoder: PromptEncoder, tmp_path: Path, ids_of: IdsOf
+) -> None:
+    source = sized(as_sized(form, tmp_path), encoder)
+    assert len(source) == 4
+    assert source.column_names == ("prompt", "answer")
+    for index, row in enumerate(ROWS):
+        found = source[index]
+        assert (found.index, found.prompt) == (index, row["prompt"])
+        assert found.prompt_ids == tuple(ids_of(row["prompt"]))
+        assert dict(found.columns) == {"answer": row["answer"]}
+    assert source.fingerprint == sized(ROWS, encoder).fingerprint
+    for outside in (4, -1):
+        with pytest.raises(IndexError):
+            source[outside]
+
+
+@pytest.mark.parametrize("form", ["function", "function_of_list", "iterable", "hub"])
+def test_every_stream_gives_the_same_prompts_at_every_pass(form: str, encoder: PromptEncoder) -> None:
+    dataset = {
+        "function": lambda: iter(ROWS),
+        "function_of_list": lambda: ROWS,
+        "iterable": Repeatable(),
+        "hub": datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    }[form]
+    source = stream(dataset, encoder)
+    assert source.column_names == ("prompt", "answer")
+    reference = [sized(ROWS, encoder)[index] for index in range(4)]
+    for _ in range(2):
+        assert list(source) == reference
+    assert list(source.iterate(start=3)) == reference[3:]
+    assert list(source.iterate(start=4)) == []
+
+
+def test_chunks_do_not_change_the_result(encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sized(ROWS, encoder)
+    monkeypatch.setattr(source_module, "_CHUNK_ROWS", 3)
+    chunked = sized(ROWS, encoder)
+    assert [chunked[i] for i in range(4)] == [whole[i] for i in range(4)]
+    messages = [{"role": "user", "content": "1"}]
+    with pytest.raises(DataError, match="row 3: the prompt is messages, but that of row 0 is text"):
+        sized([{"prompt": "1"}] * 3 + [{"prompt": messages}], encoder)
+
+
+def test_messages_with_columns(chat_tokenizer: Any, ids_of: IdsOf) -> None:
+    rows = [{"prompt": [{"role": "user", "content": str(i)}], "answer": i} for i in range(3)]
+    encoder = PromptEncoder(chat_tokenizer, max_prompt_length=None)
+    hub = datasets.Dataset.from_list(rows)
+    for dataset in (rows, hub, hub.with_format("numpy")):
+        found = sized(dataset, encoder)[2]
+        assert isinstance(found.prompt, list)
+        assert found.prompt == [{"role": "user", "content": "2"}]
+        assert found.prompt_ids == tuple(ids_of("[u2]/"))
+        assert dict(found.columns) == {"answer": 2}
+
+
+def test_fingerprint_depends_on_prompts_and_tokens(tokenizer: Any, encoder: PromptEncoder) -> None:
+    prints = {
+        sized(ROWS, encoder).fingerprint,
+        sized(ROWS[:3], encoder).fingerprint,
+        sized([ROWS[1], ROWS[0], *ROWS[2:]], encoder).fingerprint,
+        sized(ROWS, PromptEncoder(tokenizer, max_prompt_length=5, overlong_prompts="truncate")).fingerprint,
+        stream(Repeatable(), encoder).fingerprint,
+        stream(lambda: ROWS[1:], encoder).fingerprint,
+    }
+    assert len(prints) == 6
+
+
+def test_overlong_error_tells_the_whole_story(tokenizer: Any) -> None:
+    encoder = PromptEncoder(tokenizer, max_prompt_length=5)
+    message = r"max_prompt_length=5, but 2 prompt\(s\) .* the longest has 8 tokens, the first is row 1\..*'drop'"
+    with pytest.raises(DataError, match=message):
+        sized(ROWS, encoder)
+    with pytest.raises(DataError, match=r"but 1 prompt\(s\).* 6 tokens, the first is row 1"):
+        list(stream(lambda: ROWS, encoder))
+
+
+def test_overlong_drop(tokenizer: Any) -> None:
+    encoder = PromptEncoder(tokenizer, max_prompt_length=5, overlong_prompts="drop")
+    source = sized(ROWS, encoder)
+    assert (len(source), source.num_dropped, source.num_truncated) == (2, 2, 0)
+    assert [source[i].index for i in range(2)] == [0, 2]
+    assert source[1].columns == {"answer": "7"}
+    one_by_one = stream(lambda: ROWS, encoder)
+    assert [row.index for row in one_by_one] == [0, 2]
+    assert one_by_one.num_dropped == 2
+    assert [row.index for row in one_by_one.iterate(start=1)] == [2]
+
+
+def test_overlong_truncate_keeps_the_end(tokenizer: Any, ids_of: IdsOf) -> None:
+    encoder = PromptEncoder(tokenizer, max_prompt_length=5, overlong_prompts="truncate")
+    source = sized(ROWS, encoder)
+    assert (len(source), source.num_dropped, source.num_truncated) == (4, 0, 2)
+    assert source[3].prompt_ids == tuple(ids_of("+200="))
+    assert source[3].prompt == "100+200="
+    one_by_one = stream(lambda: ROWS, encoder)
+    assert list(one_by_one) == [source[i] for i in range(4)]
+    assert one_by_one.num_truncated == 2
+
+
+def test_dropping_everything_is_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = PromptEncoder(tokenizer, max_prompt_length=2, overlong_prompts="drop")
+    with pytest.raises(DataError, match="all 4 prompts are longer than max_prompt_length=2.*the shortest has 4 tokens"):
+        sized(ROWS, encoder)
+    with pytest.raises(DataError, match="4 rows in a row, up to row 3, are longer than max_prompt_length=2"):
+        list(stream(lambda: ROWS, encoder))
+    monkeypatch.setattr(source_module, "_MAX_DROPS_IN_A_ROW", 3)
+
+    def endless() -> Iterator[dict[str, str]]:
+        while True:
+            yield {"prompt": "123"}
+
+    with pytest.raises(DataError, match="3 rows in a row, up to row 2"):
+        next(iter(stream(endless, encoder)))
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: lambda: rows], ids=["sized", "stream"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "is empty"),
+        (["1+1="], "row 0: '1[+]1=' is of type str; every row must be a dict"),
+        ([{"prompt": "1"}, 5], "row 1: 5 is of type int"),
+        ([{"question": "1"}], "row 0 has no `prompt` column; its columns are 'question'"),
+        ([{"prompt": "1", "completions": "2"}], "row 0 has a column 'completions'"),
+        ([{"prompt": "1", "a": 1}, {"prompt": "1", "b": 2}], r"row 1: .*missing: \['a'\], extra: \['b'\]"),
+        ([{"prompt": "1"}, {"prompt": "1", "b": 2}], r"row 1: .*missing: \[\], extra: \['b'\]"),
+        ([{"prompt": "1"}, {"prompt": None}], "row 1: the prompt None is of type NoneType"),
+        ([{"prompt": "1"}, {"prompt": ""}], "row 1: the prompt '' is empty"),
+        ([{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}]}], "row 1: .*messages.*row 0 is text"),
+    ],
+)
+def test_bad_rows(wrap: Any, rows: Any, message: str, encoder: PromptEncoder) -> None:
+    with pytest.raises(DataError, match=message):
+        source = load_source(wrap(rows), encoder)
+        list(source) if isinstance(source, StreamSource) else None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "the splits 'train'; pass one"),
+        ({"prompt": ["1"]}, "a dict with the keys .*prompt.*Dataset.from_dict"),
+        ((row for row in ROWS), "a one-shot generator, which cannot start again"),
+        (iter(ROWS), "a one-shot list_iterator"),
+        (7, "the dataset 7 is of type int"),
+        (b"data.jsonl", "is of type bytes"),
+        (None, "the dataset None is of type NoneType"),
+        (lambda: 5, "the dataset function returned 5"),
+        ("no/such.jsonl", "'no/such.jsonl' is neither a file nor a folder"),
+        (datasets.Dataset.from_dict({"prompts": ["1"]}), "no `prompt` column; .*nearest name is 'prompts'"),
+        (pyarrow.table({"text": ["1"]}), "the table has no `prompt` column"),
+        (datasets.Dataset.from_dict({"prompt": []}), "the dataset is empty"),
+        (pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "the dataset is empty"),
+    ],
+)
+def test_unusable_datasets(dataset: Any, message: str, encoder: PromptEncoder) -> None:
+    with pytest.raises(DataError, match=message):
+        load_source(dataset, encoder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "1"}\n\n{"prompt": \n', r"data\.jsonl, line 3: not valid JSON"),
+        (b'[\n{"prompt": "1"}\n]\n', "line 1: .*a JSON array"),
+        (b'[{"prompt": "1"}]\n', r"line 1: \[\{'prompt': '1'\}\] is not an object"),
+        (b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
+        (b"\n", "the dataset is empty"),
+        (b'{"prompt": "1"}\n{"prompt": " "}\n', "row 1: the prompt ' ' is empty"),
+    ],
+)
+def test_bad_json_lines(content: bytes, message: str, encoder: PromptEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_source(path, encoder)
+
+
+def test_bad_files_and_folders(encoder: PromptEncoder, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("prompt\n1\n")
+    with pytest.raises(DataError, match=r"ends in '.csv'; use .jsonl, .json or .parquet"):
+        load_source(tmp_path / "data.csv", encoder)
+    (tmp_path / "data.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match=r"data.parquet' cannot be read"):
+        load_source(tmp_path / "data.parquet", encoder)
+    with pytest.raises(DataError, match="was not saved by datasets' save_to_disk"):
+        load_source(tmp_path, encoder)
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read: .*save the dataset again"):
+        load_source(tmp_path, encoder)
+    datasets.DatasetDict(a=datasets.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="the splits 'a'; pass one"):
+        load_source(tmp_path / "splits", encoder)
+
+
+def test_a_stream_that_cannot_be_resumed_or_restarted(encoder: PromptEncoder) -> None:
+    source = stream(lambda: ROWS, encoder)
+    with pytest.raises(DataError, match="ended after 4 rows of pass 0, but 5 were taken before"):
+        list(source.iterate(start=5))
+    once = iter(ROWS)
+    exhausted = stream(lambda: once, encoder)
+    assert len(list(exhausted)) == 3  # the first row was read to check it
+    with pytest.raises(DataError, match="gave no row in pass 1; pass a function that returns a new iterator"):
+        list(exhausted.iterate(epoch=1))
+
+
+def test_the_epoch_reaches_a_shuffled_stream(encoder: PromptEncoder) -> None:
+    rows = [{"prompt": str(i)} for i in range(50)]
+    shuffled = datasets.Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=50)
+    source = stream(shuffled, encoder)
+    passes = [[row.prompt for row in source.iterate(epoch=epoch)] for epoch in (0, 1, 0)]
+    assert passes[0] == passes[2] != passes[1]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(str(i) for i in range(50))

@@ -1,0 +1,272 @@
+"""Reward processes: real hangs, real deaths, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.rewards import RewardInput, RewardRunner
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class State:
+    global_step: int
+
+
+def samples(*completions):
+    return [RewardInput(10 + i, "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)]
+
+
+def reasons(result):
+    return [(failure.key, failure.reason) for failure in result.failures]
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+def pid_function():
+    def pid(completions, log_extra):
+        log_extra("pid", [os.getpid()] * len(completions))
+        return [1.0] * len(completions)
+
+    return pid
+
+
+def test_closures_lambdas_coroutines_logs_and_state_through_two_processes():
+    offset = 100
+
+    def closure(completions, log_extra, log_metric, **kwargs):
+        log_extra("pid", [os.getpid()] * len(completions))
+        log_metric("size", len(completions))
+        return [offset + float(text) for text in completions]
+
+    async def slow(completions, trainer_state, **kwargs):
+        await asyncio.sleep(0.01)
+        return [trainer_state] * len(completions)
+
+    functions = [closure, lambda answer: [len(a) for a in answer], slow]
+    with RewardRunner(functions, num_processes=2) as runner:
+        result = runner.score(samples("1", "22", "3"), 7)
+        again = runner.score(samples("1", "22", "3"), 7)
+    np.testing.assert_array_equal(result.values, [[101, 1, 7], [122, 2, 7], [103, 1, 7]])
+    assert result.metrics == {"size": [1.0, 2.0]}
+    np.testing.assert_array_equal(again.values, result.values)
+    assert os.getpid() not in result.extras["pid"].values()
+    assert list(result.extras["pid"]) == [10, 11, 12]
+    assert not result.failures
+
+
+def test_state_objects_travel():
+    with RewardRunner(lambda completions, trainer_state: [trainer_state.global_step], num_processes=1) as runner:
+        assert runner.score(samples("a"), State(5)).rewards == [5.0]
+
+
+def test_processes_start_at_first_use_are_kept_and_end_with_close():
+    with RewardRunner(pid_function(), num_processes=1) as runner:
+        assert not runner._pool.processes
+        pids = {runner.score(samples("a"), None).extras["pid"][10] for _ in range(3)}
+        assert len(pids) == 1
+        assert is_alive(*pids)
+    with pytest.raises(ProcessLookupError):  # reaped, not only dead
+        os.kill(*pids, 0)
+    runner.close()
+
+
+def test_one_raising_sample_masks_only_itself():
+    def f(completions):
+        return [float(text) for text in completions]
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples("1", "oops", "3"), None)
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 3.0])
+    assert reasons(result) == [(11, "raised")]
+    assert "could not convert string to float: 'oops'" in result.failures[0].detail
+
+
+def test_a_hanging_sample_is_killed_and_only_it_is_masked():
+    def f(completions):
+        while "hang" in completions:
+            pass
+        return [1.0] * len(completions)
+
+    with RewardRunner([f, pid_function()], num_processes=1, timeout_seconds=0.5) as runner:
+        before = runner.score(samples("a"), None).extras["pid"][10]
+        result = runner.score(samples("a", "hang", "b"), None)
+        assert not is_alive(before)
+        assert runner.score(samples("a"), None).rewards == [2.0]
+    np.testing.assert_array_equal(result.rewards, [2.0, NAN, 2.0])
+    assert reasons(result) == [(11, "timeout")]
+    assert "killed" in result.failures[0].detail
+
+
+def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
+    def f(completions):
+        if "exit" in completions:
+            os._exit(3)
+        if "crash" in completions:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples("a", "exit", "b", "crash"), None)
+        assert runner.score(samples("a"), None).rewards == [1.0]
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 1.0, NAN])
+    assert reasons(result) == [(11, "died"), (13, "died")]
+    assert "exit code 3" in result.failures[0].detail
+    assert "SIGSEGV" in result.failures[1].detail
+
+
+def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
+    def f(completions):
+        os._exit(1)
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples(*"abcdefghij"), None)
+    assert reasons(result) == [(10 + i, "died") for i in range(10)]
+    assert ["not called again" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 2
+
+
+def test_killing_takes_along_what_the_function_started(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    def f(completions):
+        child = subprocess.Popen(["sleep", "3600"])
+        pid_file.write_text(str(child.pid))
+        child.wait()
+
+    with RewardRunner(f, num_processes=1, timeout_seconds=1.0) as runner:
+        assert reasons(runner.score(samples("a"), None)) == [(10, "timeout")]
+    wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+def test_submissions_of_single_samples_use_all_processes():
+    def meet(completions, log_extra, answer):
+        log_extra("pid", [os.getpid()])
+        time.sleep(0.3)
+        return [1.0]
+
+    with RewardRunner(meet, num_processes=2) as runner:
+        futures = [runner.submit(samples("a"), None) for _ in range(8)]
+        pids = {future.result(20).extras["pid"][10] for future in futures}
+    assert len(pids) == 2
+
+
+def test_close_during_a_call_answers_its_future(tmp_path):
+    started = tmp_path / "started"
+
+    def f(completions):
+        started.write_text(str(os.getpid()))
+        time.sleep(3600)
+
+    runner = RewardRunner(f, num_processes=1)
+    future = runner.submit(samples("a"), None)
+    wait_until(lambda: started.exists() and started.read_text())
+    runner.close()
+    with pytest.raises(RewardError, match="closed before"):
+        future.result(10)
+    assert not is_alive(int(started.read_text()))
+
+
+def test_a_function_that_cannot_travel_is_refused_at_construction():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"'f' cannot be sent.*lock"):
+
+        def f(completions):
+            return [lock]
+
+        RewardRunner(f, num_processes=1)
+
+
+class BreaksOnLoading:
+    def __call__(self, completions):
+        return [1.0]
+
+    def __reduce__(self):
+        return exec, ("raise ImportError('no such thing here')",)
+
+
+def test_functions_that_cannot_be_loaded_raise_from_the_future():
+    with (
+        RewardRunner(BreaksOnLoading(), num_processes=1) as runner,
+        pytest.raises(RewardError, match="no such thing here"),
+    ):
+        runner.score(samples("a"), None)
+
+
+def test_arguments_that_cannot_travel_raise_from_the_future():
+    with (
+        RewardRunner(lambda completions, trainer_state: [1.0], num_processes=1) as runner,
+        pytest.raises(RewardError, match="trainer_state"),
+    ):
+        runner.score(samples("a"), (x for x in ()))
+
+
+SCRIPT = """
+    import os, re, sys, time
+    from hybrid_rl.rewards import RewardInput, RewardRunner
+
+    def hangs(completions, **kwargs):
+        print(os.getpid(), flush=True)
+        {body}
+
+    runner = RewardRunner(hangs, num_processes=1)
+    runner.submit([RewardInput(0, "p", "c", [], {{}})], None)
+    {end}
+"""
+
+
+def start_script(tmp_path, body, end):
+    """A user's script without `if __name__ == "__main__"`; returns it and the process of its reward function."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT).format(body=body, end=end))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=env)
+    return script, int(script.stdout.readline())
+
+
+@pytest.mark.parametrize("body", ["time.sleep(3600)", "re.match('(a*)*b', 'a' * 60)"], ids=["sleep", "holds the GIL"])
+def test_processes_do_not_outlive_a_killed_trainer(tmp_path, body):
+    script, pid = start_script(tmp_path, body, "time.sleep(3600)")
+    script.kill()
+    script.wait()
+    script.stdout.close()
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_processes_end_with_a_script_that_forgets_close(tmp_path):
+    script, pid = start_script(tmp_path, "time.sleep(3600)", "time.sleep(0.5)")
+    script.stdout.close()
+    assert script.wait(20) == 0
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_reward_process_does_not_import_torch():
+    def modules(completions):
+        return [float("torch" in sys.modules or "numpy" in sys.modules)]
+
+    with RewardRunner(modules, num_processes=1) as runner:
+        assert runner.score(samples("a"), None).rewards == [0.0]

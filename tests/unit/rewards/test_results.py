@@ -1,0 +1,129 @@
+"""Weighted sums, masking, and the judgement and report of failures."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hybrid_rl.errors import RewardError
+from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
+from hybrid_rl.rewards.calling import CallLog, CallOutcome, check_values, failed_call
+from hybrid_rl.rewards.results import assemble
+from hybrid_rl.rewards.runner import PendingScore
+
+SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
+
+
+def outcome(*values, errors=None, extras=None, metrics=()):
+    return CallOutcome(list(values), errors or {}, None, extras or {}, list(metrics))
+
+
+def result_with(rewards, failures=()):
+    rewards = np.array(rewards)
+    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {})
+
+
+def test_weighted_sum_leaves_out_none_and_masks_failures():
+    parts = [
+        (0, (SAMPLES, outcome(1.0, 2.0, 3.0))),
+        (1, (SAMPLES[:1], outcome(0.5))),
+        (1, (SAMPLES[1:2], failed_call("raised", "boom"))),
+        (1, (SAMPLES[2:], outcome(None))),
+    ]
+    result = assemble(["f", "g"], [2.0, -4.0], SAMPLES, parts)
+    np.testing.assert_array_equal(result.rewards, [2.0 * 1.0 - 4.0 * 0.5, math.nan, 2.0 * 3.0])
+    np.testing.assert_array_equal(result.values, [[1, 0.5], [2, math.nan], [3, math.nan]])
+    assert result.keys == [7, 3, 5]
+    assert result.rewards.dtype == result.values.dtype == np.float64
+    assert result.failures == [RewardFailure("g", 3, "raised", "boom")]
+
+
+def test_none_from_all_functions_masks_and_counts():
+    parts = [(0, (SAMPLES, outcome(None, 0.0, None))), (1, (SAMPLES, outcome(None, None, 0.0)))]
+    result = assemble(["f", "g"], [1.0, 1.0], SAMPLES, parts)
+    np.testing.assert_array_equal(result.rewards, [math.nan, 0.0, 0.0])
+    assert [(f.function, f.key, f.reason) for f in result.failures] == [("all functions", 7, "none")]
+
+
+def test_extras_and_metrics_are_joined_by_key():
+    parts = [
+        (0, (SAMPLES[:2], outcome(0.0, 0.0, extras={"x": ["a", "b"]}, metrics=[("m", 1.0)]))),
+        (0, (SAMPLES[2:], outcome(0.0, extras={"x": ["c"]}, metrics=[("m", 2.0), ("n", 3.0)]))),
+    ]
+    result = assemble(["f"], [1.0], SAMPLES, parts)
+    assert result.extras == {"x": {7: "a", 3: "b", 5: "c"}}
+    assert result.metrics == {"m": [1.0, 2.0], "n": [3.0]}
+
+
+@pytest.mark.parametrize(
+    "returned", [[True, 2, 0.5], (np.True_, np.int64(2), np.float32(0.5)), np.array([1, 2, 0.5]), "torch", "scalars"]
+)
+def test_numbers_of_every_kind_are_accepted(returned):
+    if isinstance(returned, str):
+        torch = pytest.importorskip("torch")
+        tensor = torch.tensor([1.0, 2.0, 0.5], requires_grad=True)
+        returned = tensor if returned == "torch" else list(tensor)
+    checked = check_values(returned, CallLog(3))
+    assert checked.values == [1.0, 2.0, 0.5]
+    assert not checked.errors
+    assert checked.failure is None
+
+
+def test_bad_values_fail_only_their_sample():
+    checked = check_values([1.0, math.nan, math.inf, "2", 10**400, None, [1.0]], CallLog(7))
+    assert {position: reason for position, (reason, _) in checked.errors.items()} == {
+        1: "nan",
+        2: "nan",
+        3: "type",
+        4: "nan",
+        6: "type",
+    }
+    assert checked.values[0] == 1.0
+    assert checked.values[5] is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [([1.0], "count"), ([1.0] * 3, "count"), (np.ones((2, 1)), "type"), (1.0, "type"), (None, "type"), ("ab", "type")],
+)
+def test_a_wrong_container_fails_the_call(returned, reason):
+    assert check_values(returned, CallLog(2)).failure[0] == reason
+
+
+def test_failure_share():
+    failures = [RewardFailure("f", 1, "raised", "Traceback ...\nValueError: the user's error")]
+    results = [result_with([0.0, math.nan], failures), result_with([1.0, 1.0])]
+    check_failure_share(results, 4, 0.25, step=3)
+    check_failure_share([], 0, 0.0, step=3)
+    with pytest.raises(RewardError) as raised:
+        check_failure_share(results, 4, 0.2, step=3)
+    for part in ["step 3", "1 of 4", "25.0%", "max_failure_share=0.2", "reward f", "ValueError: the user's error"]:
+        assert part in str(raised.value)
+
+
+def test_a_sample_on_which_two_functions_fail_counts_once():
+    failures = [RewardFailure(name, 1, "raised", "x") for name in ("f", "g")]
+    check_failure_share([result_with([0.0, math.nan], failures)], 2, 0.5, step=1)
+
+
+def test_failure_report_groups_by_function_and_reason():
+    failures = [RewardFailure("f", key, "raised", f"line {key}\nend") for key in range(10)]
+    failures.insert(3, RewardFailure("g", 42, "timeout", "too slow"))
+    assert format_failures(failures) == (
+        "reward f: 10 samples raised an exception (samples 0, 1, 2, 3, 4, 5, 6, 7, ...); first:\n"
+        "  line 0\n"
+        "  end\n"
+        "reward g: 1 samples ran past timeout_seconds (samples 42); first:\n"
+        "  too slow"
+    )
+    assert format_failures([]) == ""
+
+
+def test_a_second_outcome_of_a_call_comes_too_late():
+    pending = PendingScore(["f", "g"], [1.0, 1.0], SAMPLES[:1], num_calls=2)
+    pending.add(0, 0, [(SAMPLES[:1], failed_call("timeout", "too slow"))])
+    pending.add(0, 0, [(SAMPLES[:1], outcome(1.0))])
+    assert not pending.future.done()
+    pending.add(1, 1, [(SAMPLES[:1], outcome(1.0))])
+    pending.fail(RewardError("closed"))
+    assert [failure.reason for failure in pending.future.result().failures] == ["timeout"]

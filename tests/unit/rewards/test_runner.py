@@ -1,0 +1,280 @@
+"""RewardRunner inside the trainer's process: every way in which a function can succeed or fail."""
+
+import asyncio
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.rewards import RewardInput, RewardRunner
+
+NAN = math.nan
+
+
+def samples(*completions):
+    return [RewardInput(10 + i, "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)]
+
+
+def run(functions, inputs, **options):
+    with RewardRunner(functions, **options) as runner:
+        return runner.score(inputs, "state")
+
+
+def reasons(result):
+    return [(failure.function, failure.key, failure.reason) for failure in result.failures]
+
+
+def number(completions, **kwargs):
+    return [float(text) for text in completions]
+
+
+def test_values_are_returned_in_the_order_of_the_inputs():
+    def is_upper(completions, answer, trainer_state):
+        assert trainer_state == "state"
+        return [text == upper for text, upper in zip(completions, answer, strict=True)]
+
+    result = run(
+        [is_upper, lambda completions: [len(text) for text in completions]], samples("A", "bb"), weights=[1, 0.5]
+    )
+    np.testing.assert_array_equal(result.values, [[1.0, 1.0], [0.0, 2.0]])
+    np.testing.assert_array_equal(result.rewards, [1.5, 1.0])
+    assert result.keys == [10, 11]
+    assert not result.failures
+
+
+def test_one_raising_sample_masks_only_itself_and_its_traceback_is_kept():
+    calls = []
+
+    def recorded(completions):
+        calls.append(len(completions))
+        return number(completions)
+
+    result = run([recorded, lambda completions: [1.0] * len(completions)], samples("1", "oops", "3"))
+    np.testing.assert_array_equal(result.rewards, [2.0, NAN, 4.0])
+    assert reasons(result) == [("recorded", 11, "raised")]
+    assert calls == [3, 1, 1, 1]
+    detail = result.failures[0].detail
+    assert "could not convert string to float: 'oops'" in detail
+    assert "in recorded" in detail
+    assert "call_sync" not in detail
+
+
+def test_sys_exit_counts_as_raised():
+    result = run(lambda completions: exit(3), samples("a"))
+    assert [reason for _, _, reason in reasons(result)] == ["raised"]
+
+
+def test_logs_of_a_failed_call_are_dropped_and_those_of_its_repetition_kept():
+    def f(completions, log_extra, log_metric):
+        log_extra("text", completions)
+        log_metric("calls", 1)
+        return number(completions)
+
+    result = run(f, samples("1", "oops", "3"))
+    assert result.extras == {"text": {10: "1", 12: "3"}}
+    assert result.metrics == {"calls": [1.0, 1.0]}
+
+
+def test_log_extra_of_the_wrong_length_is_an_error_of_the_function():
+    result = run(lambda completions, log_extra: log_extra("x", [1, 2]), samples("a"))
+    assert "got 2 values for 1 samples" in result.failures[0].detail
+
+
+def test_wrong_count_fails_the_whole_call_without_another():
+    calls = []
+
+    def f(completions):
+        calls.append(len(completions))
+        return [1.0]
+
+    assert reasons(run(f, samples("1", "2"))) == [("f", 10, "count"), ("f", 11, "count")]
+    assert calls == [2]
+
+
+def test_nan_and_non_numbers_and_none():
+    result = run(lambda completions: [NAN, "x", None, 1.0], samples("a", "b", "c", "d"))
+    np.testing.assert_array_equal(result.rewards, [NAN, NAN, NAN, 1.0])
+    assert reasons(result) == [("<lambda>", 10, "nan"), ("<lambda>", 11, "type"), ("all functions", 12, "none")]
+
+
+def test_a_coroutine_from_a_plain_function_is_explained():
+    async def inner():
+        return [1.0]
+
+    assert "async def" in run(lambda completions: inner(), samples("a")).failures[0].detail
+
+
+def test_submit_returns_before_the_function_and_submissions_may_overlap():
+    gate = threading.Event()
+
+    def waits(completions):
+        assert gate.wait(10)
+        return number(completions)
+
+    with RewardRunner(waits) as runner:
+        first, second = runner.submit(samples("1"), None), runner.submit(samples("2"), None)
+        assert not first.done()
+        gate.set()
+        assert first.result(10).rewards == [1.0]
+        assert second.result(10).rewards == [2.0]
+
+
+def test_no_samples_no_call():
+    result = run(lambda completions: 1 / 0, [])
+    assert result.values.shape == (0, 1)
+    assert result.rewards.shape == (0,)
+
+
+def barrier_function(barriers, parties):
+    async def meets(completions):
+        barrier = barriers.setdefault("one", asyncio.Barrier(parties))
+        await asyncio.wait_for(barrier.wait(), 10)
+        return number(completions)
+
+    return meets
+
+
+def test_coroutine_functions_of_one_submission_run_concurrently():
+    meets = barrier_function({}, 2)
+    np.testing.assert_array_equal(run([meets, meets], samples("1", "2")).rewards, [2.0, 4.0])
+
+
+def test_coroutines_of_several_submissions_run_concurrently():
+    with RewardRunner(barrier_function({}, 3)) as runner:
+        futures = [runner.submit(samples(str(i)), None) for i in range(3)]
+        assert [future.result(10).rewards[0] for future in futures] == [0.0, 1.0, 2.0]
+
+
+def test_an_async_function_that_raises_is_isolated():
+    async def f(completions):
+        await asyncio.sleep(0)
+        return number(completions)
+
+    result = run(f, samples("1", "oops", "3"))
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 3.0])
+    assert reasons(result) == [("f", 11, "raised")]
+
+
+def test_a_cancellation_inside_an_async_function_is_its_own_failure():
+    async def f(completions):
+        raise asyncio.CancelledError
+
+    assert reasons(run(f, samples("1"))) == [("f", 10, "raised")]
+
+
+def test_a_hanging_coroutine_is_cancelled_and_only_its_sample_masked():
+    cancelled = []
+
+    async def f(completions):
+        try:
+            await asyncio.sleep(3600 if "hang" in completions else 0)
+        except asyncio.CancelledError:
+            cancelled.append(len(completions))
+            raise
+        return [1.0] * len(completions)
+
+    result = run(f, samples("a", "hang", "b"), timeout_seconds=0.2)
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 1.0])
+    assert reasons(result) == [("f", 11, "timeout")]
+    assert cancelled == [3, 1]
+
+
+def test_a_timeout_error_of_the_function_itself_is_raised_not_timeout():
+    async def f(completions):
+        raise TimeoutError("the judge did not answer")
+
+    assert reasons(run(f, samples("a"), timeout_seconds=10)) == [("f", 10, "raised")]
+
+
+def test_a_coroutine_that_blocks_the_event_loop_does_not_hang_the_step():
+    release = threading.Event()
+
+    async def f(completions):
+        if "hang" in completions:
+            release.wait(30)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, timeout_seconds=0.1) as runner:
+        assert reasons(runner.score(samples("hang"), None)) == [("f", 10, "timeout")]
+        assert runner.score(samples("a"), None).rewards == [1.0]
+        release.set()
+
+
+def test_a_hanging_plain_function_is_left_behind_and_the_next_call_gets_a_fresh_thread():
+    release = threading.Event()
+    threads = []
+
+    def f(completions):
+        threads.append(threading.current_thread())
+        if "hang" in completions:
+            release.wait(30)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, timeout_seconds=0.2) as runner:
+        hung = runner.score(samples("hang", "a"), None)
+        assert reasons(hung) == [("f", 10, "timeout"), ("f", 11, "timeout")]
+        assert "set num_processes" in hung.failures[0].detail
+        assert runner.score(samples("a"), None).rewards == [1.0]
+        assert runner.score(samples("b"), None).rewards == [1.0]
+        assert threads[0] is not threads[1]
+        assert threads[1] is threads[2]
+        release.set()
+        threads[0].join(10)
+        assert not threads[0].is_alive()
+
+
+def test_close_is_idempotent_answers_open_futures_and_refuses_new_work():
+    release = threading.Event()
+
+    async def waits(completions):
+        await asyncio.sleep(3600)
+
+    runner = RewardRunner([waits, lambda completions: release.wait(30)])
+    future = runner.submit(samples("a"), None)
+    threading.Timer(0.1, release.set).start()
+    runner.close()
+    runner.close()
+    with pytest.raises(RewardError, match="closed before"):
+        future.result(10)
+    with pytest.raises(RewardError, match="is closed"):
+        runner.submit(samples("a"), None)
+
+
+def test_closing_ends_the_threads():
+    async def f(completions):
+        return [1.0]
+
+    def reward_threads():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("reward")}
+
+    before = reward_threads()
+    run([f, lambda completions: [1.0]], samples("a"), timeout_seconds=1.0)
+    deadline = time.monotonic() + 10
+    while reward_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not reward_threads() - before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": [1.0, 1.0]},
+        {"weights": [NAN]},
+        {"weights": ["1"]},
+        {"num_processes": -1},
+        {"num_processes": 1.5},
+        {"timeout_seconds": 0},
+        {"available_columns": ["answers"]},
+    ],
+)
+def test_bad_settings_are_refused(options):
+    with pytest.raises(ConfigError):
+        RewardRunner(lambda completions, answer: [0.0], **options)
+
+
+def test_repeated_keys_are_refused():
+    with RewardRunner(number) as runner, pytest.raises(DataError, match="repeated keys"):
+        runner.submit(samples("1") * 2, None)
