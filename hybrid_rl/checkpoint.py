@@ -91,7 +91,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
-    """The checkpoint that `resume` means: None, a folder, or "auto" for the newest of the run (None if there is none yet)."""
+    """The checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None while there is none)."""
     if resume is None:
         return None
     if resume == "auto":

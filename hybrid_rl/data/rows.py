@@ -86,6 +86,7 @@ class ArrowRows:
 
 
 def frame_table(frame: Any) -> Any:
+    """The Arrow table of a pandas.DataFrame, without its index. Raises DataError where it cannot be read."""
     try:
         import pyarrow
     except ImportError as error:
@@ -97,6 +98,7 @@ def frame_table(frame: Any) -> Any:
 
 
 def read_path(path: Path) -> Any:
+    """The rows of a dataset file or saved folder. Raises DataError for what is missing, unknown or damaged."""
     if not path.exists():
         raise DataError(
             f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. Names on a hub are not "

@@ -84,6 +84,7 @@ def format_completion(prompt: str | Messages, text: str) -> str | Messages:
 
 
 def reserved_column_message(columns: Sequence[str]) -> str:
+    """What to say of columns that would hide what the library itself passes."""
     return (
         f"dataset columns {columns} have names that the library itself passes to reward functions "
         f"({', '.join(LIBRARY_PARAMETERS)}); rename them"
@@ -91,6 +92,7 @@ def reserved_column_message(columns: Sequence[str]) -> str:
 
 
 def unwrap_partial(function: Any) -> Any:
+    """The function inside any number of partials."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -175,6 +177,7 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
 
 
 def bound_keywords(function: Any) -> frozenset[str]:
+    """Keywords that partials have fixed already."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
         bound |= function.keywords.keys()

@@ -123,6 +123,6 @@ def check_failure_share(results: Iterable[RewardResult], num_samples: int, max_s
     failures = [failure for result in results for failure in result.failures]
     raise RewardError(
         f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward, more "
-        f"than max_reward_failure_share={max_share}; correct the reward function, or raise max_reward_failure_share if such "
-        f"failures are expected\n{format_failures(failures)}"
+        f"than max_reward_failure_share={max_share}; correct the reward function, or raise max_reward_failure_share "
+        f"if such failures are expected\n{format_failures(failures)}"
     )

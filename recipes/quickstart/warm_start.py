@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from recipes.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrations
 
-WARM_START_STEPS = 900
+WARM_START_STEPS = 1200
 WARM_START_LR = 3e-3
 CONTINUED_LR = 1e-3
 BATCH_SIZE = 128

@@ -97,7 +97,7 @@ def test_failure_share():
     check_failure_share([], 0, 0.0, step=3)
     with pytest.raises(RewardError) as raised:
         check_failure_share(results, 4, 0.2, step=3)
-    for part in ["step 3", "1 of 4", "25.0%", "max_failure_share=0.2", "reward f", "ValueError: the user's error"]:
+    for part in ["step 3", "1 of 4", "25.0%", "max_reward_failure_share=0.2", "reward f", "ValueError: the user's error"]:
         assert part in str(raised.value)
 
 
@@ -113,7 +113,7 @@ def test_failure_report_groups_by_function_and_reason():
         "reward f: 10 samples raised an exception (samples 0, 1, 2, 3, 4, 5, 6, 7, ...); first:\n"
         "  line 0\n"
         "  end\n"
-        "reward g: 1 samples ran past timeout_seconds (samples 42); first:\n"
+        "reward g: 1 samples ran past reward_timeout_seconds (samples 42); first:\n"
         "  too slow"
     )
     assert format_failures([]) == ""

@@ -1,0 +1,127 @@
+"""GRPO, from nothing to a model that has learned: `make run`, or `python recipes/grpo.py [key=value ...]`.
+
+Without a model it builds the quickstart (recipes/quickstart): a small Qwen2, its tokenizer and sums to learn on. It is warm
+started by supervised learning and improved by GRPO; supervised learning goes on for the same time beside it, for comparison.
+
+With a model it trains that on your data, with your reward function, from the library's defaults:
+
+    python recipes/grpo.py model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_path=train.jsonl reward=my_reward.py:score
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_rl import Trainer
+from hybrid_rl.cli import run_recipe
+from hybrid_rl.config import load_config
+from hybrid_rl.errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from recipes.quickstart.model import build_model, build_tokenizer  # noqa: E402
+from recipes.quickstart.task import build_task, exact_answer  # noqa: E402
+from recipes.quickstart.warm_start import ContinuedReport, WarmStartReport, continue_supervised, warm_start  # noqa: E402
+
+console = Console(highlight=False)
+
+
+def main(arguments: list[str]) -> None:
+    """Run on `key=value` arguments."""
+    reward, arguments = take_reward(arguments)
+    config, _ = load_config(None, arguments=arguments)
+    if config.model.path is None:
+        if reward is not None:
+            raise ConfigError("reward= goes with a model and data of your own: set model.path and data.train_path too")
+        quickstart(arguments)
+        return
+    if reward is None:
+        raise ConfigError("reward=FILE.py:FUNCTION is missing: the function that scores completions")
+    with Trainer(reward_funcs=load_reward(reward), config=config) as trainer:
+        trainer.fit()
+        console.print(f"results: {trainer.run_folder}", soft_wrap=True)
+
+
+def quickstart(arguments: list[str]) -> None:
+    """Build, warm start, improve by GRPO, compare."""
+    config, _ = load_config(HERE / "grpo.yaml", arguments=arguments)
+    task, tokenizer = build_task(config.seed), build_tokenizer()
+    model = build_model(tokenizer, config.seed)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"task: {len(task.train)} problems such as {task.train[0]['prompt']}{task.train[0]['answer']}, ", end="")
+    console.print(f"{len(task.heldout)} held out with other operands; model: Qwen2, {size / 1e6:.2f}M parameters")
+    with console.status("supervised warm start") as status:
+        warm = warm_start(
+            model,
+            tokenizer,
+            task,
+            config.seed,
+            on_progress=lambda p: status.update(f"supervised warm start: step {p.step}, loss {p.loss:.3f}"),
+        )
+    console.print(f"warm start: {warm.accuracy:.1%} held-out accuracy after {warm.steps} supervised steps")
+    supervised = copy.deepcopy(model)
+    started = time.perf_counter()
+    with Trainer(model, exact_answer, task.train, task.heldout, tokenizer=tokenizer, config=config) as trainer:
+        metrics = trainer.fit()
+        run, steps = trainer.run_folder, trainer.global_step
+    seconds = time.perf_counter() - started
+    with console.status(f"supervised learning for the same {seconds:.0f} s, for comparison"):
+        continued = continue_supervised(supervised, tokenizer, task, seconds, config.seed)
+    show_results(run, warm, (metrics["eval/accuracy"], steps, seconds), continued)
+
+
+def show_results(
+    run: Path, warm: WarmStartReport, grpo: tuple[float, int, float], continued: ContinuedReport
+) -> None:
+    """The closing table, also written to comparison.json in the run folder."""
+    rows = {
+        "supervised warm start": (warm.accuracy, warm.steps, warm.seconds),
+        "then GRPO": grpo,
+        "then supervised learning instead": (continued.accuracy, continued.steps, continued.seconds),
+    }
+    table = Table(title="held-out greedy accuracy", title_justify="left")
+    for column in ("", "accuracy", "steps", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, (accuracy, steps, seconds) in rows.items():
+        table.add_row(name, f"{accuracy:.1%}", str(steps), f"{seconds:.0f}")
+    console.print(table)
+    record = {name: dict(zip(("accuracy", "steps", "seconds"), row, strict=True)) for name, row in rows.items()}
+    (run / "comparison.json").write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"curves, metrics and samples: {run}", soft_wrap=True)
+
+
+def take_reward(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split `reward=FILE.py:FUNCTION` off the configuration arguments."""
+    rewards = [argument.removeprefix("reward=") for argument in arguments if argument.startswith("reward=")]
+    return (rewards[-1] if rewards else None), [a for a in arguments if not a.startswith("reward=")]
+
+
+def load_reward(reference: str) -> Callable[..., Any]:
+    """The function FUNCTION of FILE.py. Raises ConfigError where either is missing."""
+    file, _, name = reference.rpartition(":")
+    if not file or not Path(file).is_file():
+        raise ConfigError(f"reward={reference!r} is not FILE.py:FUNCTION with a file that exists")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    namespace: Mapping[str, Any] = vars(module)
+    if name not in namespace:
+        raise ConfigError(f"reward={reference!r}: {file} has no {name!r}")
+    function: Callable[..., Any] = namespace[name]
+    return function
+
+
+if __name__ == "__main__":
+    run_recipe(main)

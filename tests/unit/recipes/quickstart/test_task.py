@@ -1,0 +1,96 @@
+import re
+
+import pytest
+import reasoning_gym
+
+from hybrid_rl.errors import ConfigError, DataError
+from recipes.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
+
+
+@pytest.fixture(scope="module", params=[0, 1, 7])
+def task(request: pytest.FixtureRequest) -> Task:
+    return build_task(request.param)
+
+
+def test_no_operand_is_shared_between_training_and_heldout(task: Task) -> None:
+    train, heldout = (
+        {number for row in rows for number in re.findall(r"\d+", row["prompt"])} for rows in (task.train, task.heldout)
+    )
+    assert len(train) == 72 and len(heldout) == 18  # of the 90 two-digit numbers, two in each decade are held out
+    assert train.isdisjoint(heldout)
+
+
+def test_problems_are_distinct_and_as_many_as_asked_for(task: Task) -> None:
+    assert len({row["prompt"] for row in task.train}) == 6000
+    assert len({row["prompt"] for row in task.heldout}) == 200
+
+
+def test_answers_are_right_by_arithmetic_and_by_the_scorer_of_reasoning_gym(task: Task) -> None:
+    scorer = reasoning_gym.create_dataset("chain_sum", seed=0, size=1)
+    for row in task.heldout:
+        left, operator, right = re.fullmatch(r"(\d\d)([+-])(\d\d)=", row["prompt"]).groups()
+        assert int(row["answer"]) == (int(left) + int(right) if operator == "+" else int(left) - int(right))
+        assert scorer.score_answer(row["answer"], row) == 1.0
+
+
+def test_the_slip_is_right_on_35_percent(task: Task) -> None:
+    for rows, expected in ((task.train, 2100), (task.heldout, 70)):
+        assert sum(row["slip"] == row["answer"] for row in rows) == expected
+
+
+def test_a_seed_gives_one_task_and_another_seed_another() -> None:
+    first, again, other = (build_task(seed, num_train=50, num_heldout=20) for seed in (3, 3, 4))
+    assert first == again
+    assert {row["prompt"] for row in first.heldout} != {row["prompt"] for row in other.heldout}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("37+48=", "75"),  # 7 + 8 = 15: the ten is forgotten
+        ("67+58=", "115"),
+        ("31+42=", "73"),  # nothing to forget
+        ("52-17=", "45"),  # 7 - 2 instead of borrowing
+        ("17-52=", "45"),  # and never a sign
+        ("58-24=", "34"),
+        ("52-57=", "5"),
+    ],
+)
+def test_slip(prompt: str, expected: str) -> None:
+    assert slip(prompt) == expected
+
+
+def test_demonstrations_slip_three_times_in_five() -> None:
+    rows = [{"prompt": "37+48=", "answer": "85", "slip": "75"}, {"prompt": "52-17=", "answer": "35", "slip": "45"}]
+    shown = demonstrations(rows)
+    assert [row["answer"] for row in shown] == ["85", "85", "75", "75", "75", "35", "35", "45", "45", "45"]
+    assert {tuple(row) for row in shown} == {("prompt", "answer")}
+
+
+def test_exact_answer_is_stricter_than_the_number() -> None:
+    completions = ["85", "085", "85 ", "", "8", "-85"]
+    scores = exact_answer(["37+48="] * 6, completions, answer=["85"] * 6, slip=["75"] * 6)
+    assert scores == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_exact_answer_refuses_lists_of_unequal_length() -> None:
+    with pytest.raises(ValueError):
+        exact_answer(["37+48="], ["85", "85"], answer=["85"])
+
+
+def test_a_shared_operand_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"\[48\]"):
+        check_disjoint(Task(train=[{"prompt": "37+48="}], heldout=[{"prompt": "48-12="}]))
+
+
+@pytest.mark.parametrize("prompt", ["7+48=", "37*48=", "37+48", "37 + 48 ="])
+def test_operands_of_a_foreign_prompt_is_an_error(prompt: str) -> None:
+    with pytest.raises(DataError, match="two-digit"):
+        operands(prompt)
+
+
+def test_more_problems_than_there_are_is_an_error_before_training() -> None:
+    with pytest.raises(ConfigError, match="num_heldout=2000"):
+        build_task(0, num_heldout=2000)
+    with pytest.raises(ConfigError, match="num_train=0"):
+        build_task(0, num_train=0)
