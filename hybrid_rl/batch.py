@@ -111,7 +111,7 @@ class Jagged:
         lengths = self.lengths[indices]
         offsets = lengths_to_offsets(lengths)
         within = torch.arange(int(offsets[-1]), device=self.values.device) - offsets[:-1].repeat_interleave(lengths)
-        return Jagged(self.values[self.offsets[indices].repeat_interleave(lengths) + within], offsets)
+        return Jagged(self.values[self.offsets[:-1][indices].repeat_interleave(lengths) + within], offsets)
 
     def to_padded(self, value: float | int | bool, length: int | None = None) -> Tensor:
         """[N, longest, ...], rows on the left, `value` behind them."""
@@ -150,11 +150,11 @@ class Batch(Mapping[str, Column]):
     def __init__(self, columns: Mapping[str, Column]) -> None:
         if not columns:
             raise DataError("a batch needs at least one column")
+        for name, column in columns.items():
+            _check_column(name, column)
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"columns differ in their number of samples: {lengths}")
-        for name, column in columns.items():
-            _check_column(name, column)
         _check_alignment(columns)
         self._columns = MappingProxyType(dict(columns))
         self.num_samples: int = next(iter(lengths.values()))
@@ -194,7 +194,10 @@ class Batch(Mapping[str, Column]):
 
     def select(self, indices: Tensor | Sequence[int]) -> Batch:
         """The samples at `indices` (int64 [M] or a list), in that order."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        index = torch.as_tensor(indices)
+        if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
+            raise DataError(f"samples are selected by int64 indices, not {index.dtype}; a mask has .nonzero()[:, 0]")
+        index = index.to(torch.int64)
         chosen = index.tolist()
         return Batch({name: _take(column, index, chosen) for name, column in self._columns.items()})
 
@@ -225,6 +228,8 @@ def _check_column(name: str, column: Column) -> None:
     expected: type = {"object": list, "sample": Tensor}.get(field.align, Jagged)
     if not isinstance(column, expected):
         raise DataError(f"column {name!r} must be a {expected.__name__}, not {type(column).__name__}")
+    if isinstance(column, Tensor) and column.dim() != 1:
+        raise DataError(f"column {name!r} must be [N], not {list(column.shape)}")
     values = column.values if isinstance(column, Jagged) else column
     if isinstance(values, Tensor) and values.dtype != field.dtype:
         raise DataError(f"column {name!r} must have dtype {field.dtype}, not {values.dtype}")

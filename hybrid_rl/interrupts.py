@@ -11,15 +11,16 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block is done, then raise KeyboardInterrupt. A second one passes at once.
+    """Hold a Ctrl-C back until the block is done, then deliver it: KeyboardInterrupt, or whatever handler was there
+    before, an outer block of this kind included. A second one passes at once.
 
-    Only the main thread gets signals; elsewhere the block simply runs.
+    Only the main thread gets signals; elsewhere, and where Ctrl-C is ignored, the block simply runs.
     """
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield
         return
     pending: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
 
     def hold(number: int, frame: FrameType | None) -> None:
         if pending:
@@ -32,4 +33,4 @@ def deferred_interrupt() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
     if pending:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)

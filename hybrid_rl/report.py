@@ -103,8 +103,8 @@ class RunFolder:
         """Drop the records of later steps: a resumed run makes them again."""
         for file in (self.metrics, self.samples):
             if file.path.exists():
-                lines = [line for line in file.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-                self.write_text(file.path.name, "".join(line + "\n" for line in lines))
+                lines = [line for line in _lines(file.path) if _step_of(line) <= step]
+                self.write_text(file.path.name, "".join(line.decode() + "\n" for line in lines))
 
     def finish(self) -> None:
         """Draw the curves and write what is pending. Raises HybridRLError where records still cannot be written."""
@@ -123,7 +123,7 @@ class RunFolder:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All records of a JSON-lines file; [] where it does not exist."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [json.loads(line) for line in _lines(path)] if path.exists() else []
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
@@ -152,7 +152,12 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def _step_of(line: str) -> int:
+def _lines(path: Path) -> list[bytes]:
+    # Not str.splitlines, which also cuts at U+2028 and others that JSON leaves as they are inside a string.
+    return [line for line in path.read_bytes().split(b"\n") if line]
+
+
+def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line).get("step", 0))
     except ValueError:

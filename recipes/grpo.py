@@ -59,7 +59,9 @@ def quickstart(arguments: list[str]) -> None:
     task, tokenizer = build_task(config.seed), build_tokenizer()
     model = build_model(tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"task: {len(task.train)} problems such as {task.train[0]['prompt']}{task.train[0]['answer']}, ", end="")
+    console.print(
+        f"task: {len(task.train)} problems such as {task.train[0]['prompt']}{task.train[0]['answer']}, ", end=""
+    )
     console.print(f"{len(task.heldout)} held out with other operands; model: Qwen2, {size / 1e6:.2f}M parameters")
     with console.status("supervised warm start") as status:
         warm = warm_start(
@@ -81,9 +83,7 @@ def quickstart(arguments: list[str]) -> None:
     show_results(run, warm, (metrics["eval/accuracy"], steps, seconds), continued)
 
 
-def show_results(
-    run: Path, warm: WarmStartReport, grpo: tuple[float, int, float], continued: ContinuedReport
-) -> None:
+def show_results(run: Path, warm: WarmStartReport, grpo: tuple[float, int, float], continued: ContinuedReport) -> None:
     """The closing table, also written to comparison.json in the run folder."""
     rows = {
         "supervised warm start": (warm.accuracy, warm.steps, warm.seconds),

@@ -48,7 +48,8 @@ def clipped_policy_loss(
     shapes = {tuple(t.shape) for t in (logprobs, old_logprobs, advantages, mask, rows)}
     if len(shapes) != 1 or logprobs.dim() != 1:
         raise ValueError(f"logprobs, old_logprobs, advantages, mask and rows must all be [T], not {sorted(shapes)}")
-    log_ratio = logprobs - old_logprobs.detach()
+    # torch.where: where the mask is off an overflow of exp would reach the gradient as 0 * inf.
+    log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
     if importance_sampling_level == "sequence":
         log_ratio = row_mean(log_ratio, mask, rows, num_rows)[rows]
     elif importance_sampling_level != "token":

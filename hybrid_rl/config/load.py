@@ -129,12 +129,12 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
                 value = given.get(union.tag, value)
             elif given is not None:
                 value = given
-        if value in union.planned:
+        if isinstance(value, str) and value in union.planned:
             raise NotYetSupportedError(
                 f"{section}.{union.tag}={value} is planned ({union.planned[value]}) but does not work yet; "
                 f"use {' or '.join(union.members)}"
             )
-        if value not in union.members:
+        if not isinstance(value, str) or value not in union.members:
             near = difflib.get_close_matches(str(value), union.members, n=1)
             raise ConfigError(
                 f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
@@ -205,6 +205,7 @@ def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) 
             ("minimum", "at least", lambda limit: converted >= limit),
             ("maximum", "at most", lambda limit: converted <= limit),
             ("above", "above", lambda limit: converted > limit),
+            ("below", "below", lambda limit: converted < limit),
         )
         for bound, words, holds in bounds:
             limit = metadata[bound]

@@ -16,10 +16,16 @@ from typing import Any, Literal
 
 
 def key(
-    default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None, above: float | None = None
+    default: Any,
+    doc: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A configuration leaf. minimum and maximum are inclusive bounds, `above` an exclusive lower bound."""
-    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above}
+    """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones."""
+    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -102,8 +108,8 @@ class OptimizerConfig:
 
     learning_rate: float = key(1e-6, "peak learning rate", minimum=0)
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
-    adam_beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=1)
-    adam_beta2: float = key(0.999, "decay of the second moment", minimum=0, maximum=1)
+    adam_beta1: float = key(0.9, "decay of the first moment", minimum=0, below=1)
+    adam_beta2: float = key(0.999, "decay of the second moment", minimum=0, below=1)
     adam_epsilon: float = key(1e-8, "added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, "gradients are scaled down to this norm; None = never", above=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(

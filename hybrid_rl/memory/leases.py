@@ -54,7 +54,7 @@ class Leases:
     def __init__(self, residents: Iterable[Resident] = ()) -> None:
         self._residents: dict[str, Resident] = {}
         self._awake: set[str] = set()
-        self._leased: frozenset[str] = frozenset()
+        self._leased: frozenset[str] | None = None
         self._broken: str | None = None
         self.transitions: list[Transition] = []
         for resident in residents:
@@ -92,7 +92,7 @@ class Leases:
         if self._broken is not None:
             raise MemoryStateError(f"memory is in an unknown state since this failed: {self._broken}")
         outer = self._leased
-        if outer:
+        if outer is not None:
             if wanted - outer:
                 raise MemoryStateError(
                     f"a lease on {sorted(outer)} is held; {sorted(wanted - outer)} cannot be had inside it"
@@ -104,7 +104,7 @@ class Leases:
         try:
             yield
         finally:
-            self._leased = frozenset()
+            self._leased = None
 
     def _move_to(self, wanted: frozenset[str]) -> None:
         for tag in sorted(self._awake - wanted):

@@ -8,7 +8,7 @@ cache when generating. The registered mask function returns None, so transformer
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +70,8 @@ def attention_forward(
         )
     if getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal; only causal language models are supported")
+    if attention_mask is not None:  # ours is None: the architecture made one itself, which packing would ignore
+        raise ModelError(f"{type(module).__name__} makes an attention mask of its own; it cannot run packed")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values cannot be cached")
@@ -88,17 +90,28 @@ def attention_configs(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def packed_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Route attention through this module's function inside the block only: a user's own calls of the model stay as
-    they were."""
+def attention_functions(configs: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
+    """Inside the block the layers of each config use the attention function of that name."""
     before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = NAME
+    for config, name in zip(configs, names, strict=True):
+        config._attn_implementation = name
     try:
         yield
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation = name
+
+
+def packed_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
+    """Route attention through this module's function inside the block only: a user's own calls of the model stay as
+    they were."""
+    return attention_functions(configs, [NAME] * len(configs))
+
+
+def checkpoint_contexts(configs: Sequence[Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the block above was
+    left, uses the attention function of its forward pass."""
+    return nullcontext(), attention_functions(configs, [config._attn_implementation for config in configs])
 
 
 class PackedAttention:
@@ -205,4 +218,5 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
     scores = (query @ key.transpose(-1, -2)) * scale
     scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return scores.softmax(-1, dtype=precise).to(value.dtype) @ value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import AttentionContext, PackedAttention, attention_configs, packed_attention
+from hybrid_rl.models.attention import (
+    AttentionContext,
+    PackedAttention,
+    attention_configs,
+    attention_functions,
+    checkpoint_contexts,
+    packed_attention,
+)
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
-# logit.
-VERIFY_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}
+# logit. transformers' eager attention takes its softmax in float32, in float64 models too.
+VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}
 
 
 class CausalLM:
@@ -64,7 +72,8 @@ class CausalLM:
             raise ModelError(
                 f"{type(self.module).__name__} cannot recompute activations; set gradient_checkpointing=false"
             )
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        contexts = partial(checkpoint_contexts, self._configs)
+        self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         self.module.train()  # transformers checkpoints in training mode only; dropout is off in any mode
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
@@ -112,7 +121,9 @@ class CausalLM:
         except (TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{name} does not run with packed sequences: {error}") from error
         parts: Any = tokens.split(lengths)
-        plain = torch.cat([self.module(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+        # Eager attention defines an architecture: the others leave out what they lack, SDPA Gemma-2's soft-capping.
+        with attention_functions(self._configs, ["eager"] * len(self._configs)):
+            plain = torch.cat([self.module(input_ids=part[None], use_cache=False).logits[0] for part in parts])
         gap = float((mine - plain.to(mine.dtype)).abs().max() / plain.abs().max().clamp(min=1e-6))
         if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
             raise ModelError(

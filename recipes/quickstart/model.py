@@ -1,4 +1,4 @@
-"""Tokenizer and model of the quickstart: bare characters and a Qwen2 of 0.45 million parameters, both built on the spot."""
+"""Tokenizer and model of the quickstart: bare characters, and a Qwen2 of 0.45 million parameters."""
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -31,7 +31,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised fp32 Qwen2 (3 layers, hidden 128, two query heads per key head); the same weights per seed.
+    """A randomly initialised fp32 Qwen2 (3 layers, hidden 128, two query heads per key head), the same for a seed.
 
     The caller's random state is left as it was.
     """
@@ -45,7 +45,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        # The usual 0.02 suits wide layers; at this width it starves the first layers of signal and learning starts late.
+        # The usual 0.02 suits wide layers; at this width it starves the first layers of signal.
         initializer_range=hidden**-0.5,
         attention_dropout=0.0,
         bos_token_id=None,

@@ -18,7 +18,7 @@ from hybrid_rl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
-MAX_COMPLETION_TOKENS = 6  # the longest answers, "198" and "-89", take four with <eos>; two spare so that running on is seen
+MAX_COMPLETION_TOKENS = 6  # "198" and "-89" take four with <eos>; two spare, so that running on is seen
 NUM_DRAWS = 30_000  # of 16,200 possible problems, enough to meet about 84 % of them
 HELD_OUT_PER_DECADE = 2  # of ten numbers: 18 held-out operands in all
 EASY_SHARE = 0.35  # problems on which the careless worker is right all the same; fixes where the warm start ends

@@ -140,7 +140,7 @@ def greedy_accuracy(
     inputs = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     was_training = model.training
     model.eval()
-    generated = model.generate(
+    generated = model.generate(  # type: ignore[misc]  # its self is annotated with a protocol that no model matches
         **inputs,
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -183,7 +183,7 @@ def warm_start(
         loss = trainer.run_until(_at_multiple)
         accuracy = greedy_accuracy(model, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
         if low <= accuracy <= high:
-            inside = (accuracy, trainer.num_steps, copy.deepcopy(model.state_dict()))
+            inside = (accuracy, trainer.num_steps, model.state_dict())
         if on_progress is not None:
             on_progress(SupervisedProgress(trainer.num_steps, loss, accuracy, time.perf_counter() - started))
     if inside is None:
@@ -241,5 +241,5 @@ def _ramp(step: int) -> float:
 
 
 def _warm_start_schedule(step: int) -> float:
-    """Up over 50 steps, flat, and linearly towards 0 over the last two fifths: quiet weights are a better start for GRPO."""
+    """Up over 50 steps, flat, and over the last two fifths linearly towards 0: GRPO starts better from quiet weights."""
     return _ramp(step) * min(1.0, (WARM_START_STEPS - step) / (0.4 * WARM_START_STEPS))

@@ -28,7 +28,9 @@ def test_problems_are_distinct_and_as_many_as_asked_for(task: Task) -> None:
 def test_answers_are_right_by_arithmetic_and_by_the_scorer_of_reasoning_gym(task: Task) -> None:
     scorer = reasoning_gym.create_dataset("chain_sum", seed=0, size=1)
     for row in task.heldout:
-        left, operator, right = re.fullmatch(r"(\d\d)([+-])(\d\d)=", row["prompt"]).groups()
+        match = re.fullmatch(r"(\d\d)([+-])(\d\d)=", row["prompt"])
+        assert match is not None
+        left, operator, right = match.groups()
         assert int(row["answer"]) == (int(left) + int(right) if operator == "+" else int(left) - int(right))
         assert scorer.score_answer(row["answer"], row) == 1.0
 

@@ -1,12 +1,14 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from recipes.quickstart import warm_start as module
 from recipes.quickstart.model import build_model, build_tokenizer
-from recipes.quickstart.task import Task, build_task
+from recipes.quickstart.task import Row, Task, build_task
 from recipes.quickstart.warm_start import (
     SupervisedProgress,
     SupervisedTrainer,
@@ -77,8 +79,14 @@ def test_a_seed_gives_one_course_of_training() -> None:
 
 
 def test_run_until_stops_at_its_condition_and_returns_the_last_loss() -> None:
-    trainer, seen = make_trainer(), []
-    last = trainer.run_until(lambda num_steps, loss: bool(seen.append(loss)) or num_steps == 3)
+    trainer = make_trainer()
+    seen: list[float] = []
+
+    def stop_condition(num_steps: int, loss: float) -> bool:
+        seen.append(loss)
+        return num_steps == 3
+
+    last = trainer.run_until(stop_condition)
     assert trainer.num_steps == 3
     assert len(seen) == 3 and last == seen[-1] < seen[0]
 
@@ -149,9 +157,14 @@ def test_continue_supervised_chooses_its_rows(
     monkeypatch: pytest.MonkeyPatch, small_task: Task, from_answers: bool, num_answers: int
 ) -> None:
     monkeypatch.setattr(module, "BATCH_SIZE", 4)
-    sizes = []
+    sizes: list[int] = []
     original = module.encode
-    monkeypatch.setattr(module, "encode", lambda tokenizer, rows: sizes.append(len(rows)) or original(tokenizer, rows))
+
+    def counting_encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        sizes.append(len(rows))
+        return original(tokenizer, rows)
+
+    monkeypatch.setattr(module, "encode", counting_encode)
     model = build_model(TOKENIZER, 0)
     before = model.lm_head.weight.clone()
     report = continue_supervised(model, TOKENIZER, small_task, seconds=1e-9, from_answers=from_answers)
@@ -178,7 +191,9 @@ def test_warm_start_lands_in_the_band_with_something_to_learn_in_most_groups() -
     rows = [row for row in task.train[:100] for _ in range(8)]
     inputs = TOKENIZER([row["prompt"] for row in rows], return_tensors="pt")
     torch.manual_seed(0)
-    sampled = model.generate(**inputs, max_new_tokens=6, do_sample=True, temperature=1.0, top_k=0)
+    sampled = model.generate(  # type: ignore[misc]
+        **inputs, max_new_tokens=6, do_sample=True, temperature=1.0, top_k=0
+    )
     texts = TOKENIZER.batch_decode(sampled[:, 6:], skip_special_tokens=True)
     num_right = torch.tensor([float(text == row["answer"]) for text, row in zip(texts, rows, strict=True)]).view(100, 8)
     mixed = (num_right.sum(1) > 0) & (num_right.sum(1) < 8)

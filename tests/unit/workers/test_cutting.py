@@ -1,0 +1,97 @@
+"""How a mini-batch is cut and ordered changes neither loss nor gradient nor metrics."""
+
+import math
+
+import pytest
+import torch
+
+from tests.reference.grpo_case import REWARDS, load_recorded
+from tests.unit.workers.grpo_step import case_batch, case_config, loss_and_gradient, plan_of, with_advantages
+
+RECORDED = load_recorded()["dapo_kl"]
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+# Sums of some hundred rounded terms of order 0.1, taken in another order.
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+ONE_FAILED = [math.nan if index in (1, 6) else reward for index, reward in enumerate(REWARDS)]
+
+
+def equal_cuts(count: int, order: list[int]) -> list[list[int]]:
+    size = len(order) // count
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def batch_and_config(loss_type: str, rewards=REWARDS, **keys):
+    batch = with_advantages(case_batch(RECORDED.old_logprobs, RECORDED.ref_logprobs, rewards))
+    return batch, case_config(loss_type=loss_type, beta=0.04, **keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("rewards", "keys"),
+    [
+        (REWARDS, {}),
+        (ONE_FAILED, {"mask_truncated_completions": True}),
+        (REWARDS, {"importance_sampling_level": "sequence"}),
+    ],
+    ids=["plain", "failed+truncated", "sequence"],
+)
+def test_cut_and_order_change_nothing(loss_type: str, rewards, keys, dtype: torch.dtype) -> None:
+    batch, config = batch_and_config(loss_type, rewards, **keys)
+    whole = list(range(16))
+    expected_loss, expected, expected_metrics = loss_and_gradient(batch, config, [whole], dtype)
+    shuffled = torch.randperm(16).tolist()
+    for count in (2, 4, 8, 16):
+        for order in (whole, shuffled):
+            loss, gradient, metrics = loss_and_gradient(batch, config, equal_cuts(count, order), dtype)
+            assert abs(loss - expected_loss) < TOLERANCE[dtype]
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=TOLERANCE[dtype])
+            assert metrics == pytest.approx(expected_metrics, abs=1e-5)  # metrics are summed in float32
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("cap", [16, 30, 60, 100])
+def test_token_cap_changes_nothing(loss_type: str, cap: int) -> None:
+    batch, config = batch_and_config(loss_type)
+    expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
+    plan = plan_of(batch, cap, seed=cap)[0]
+    assert len(plan) > 1
+    loss, gradient, _ = loss_and_gradient(batch, config, plan)
+    assert abs(loss - expected_loss) < 1e-6
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_failed_sample_might_as_well_not_be_there(loss_type: str) -> None:
+    """Masked: not in the baseline, not in the loss, not in a denominator, although the batch keeps it."""
+    batch, config = batch_and_config(loss_type, ONE_FAILED)
+    scored = [index for index, reward in enumerate(ONE_FAILED) if not math.isnan(reward)]
+    small = batch.without("advantages").select(scored)
+    with_loss, with_gradient, _ = loss_and_gradient(batch, config, [list(range(16))], torch.float64)
+    loss, gradient, _ = loss_and_gradient(with_advantages(small), config, [list(range(14))], torch.float64)
+    assert abs(loss - with_loss) < 1e-12
+    torch.testing.assert_close(gradient, with_gradient, rtol=0, atol=1e-12)
+
+
+def test_tokens_of_no_policy_have_no_gradient() -> None:
+    """completion_mask False (a tool's answer, say) takes a token out of numerator and denominator."""
+    batch, config = batch_and_config("dapo")
+    mask = batch["completion_mask"].values.clone()
+    mask[::3] = False
+    masked = batch.without("completion_mask").with_columns(completion_mask=batch["completion_ids"].with_values(mask))
+    weird = masked["old_logprobs"].values.clone()
+    weird[::3] = -200.0  # exp(200) overflows float32: it must not reach the sum
+    spoilt = masked.without("old_logprobs").with_columns(old_logprobs=masked["completion_ids"].with_values(weird))
+    loss, gradient, _ = loss_and_gradient(masked, config, [list(range(16))])
+    spoilt_loss, spoilt_gradient, _ = loss_and_gradient(spoilt, config, [list(range(16))])
+    assert loss == spoilt_loss
+    assert torch.equal(gradient, spoilt_gradient)
+
+
+def test_masked_sample_without_any_token_in_the_loss() -> None:
+    """All samples of a mini-batch unscored: loss 0, gradient 0, no division by zero."""
+    batch, config = batch_and_config("grpo", [math.nan] * 16)
+    loss, gradient, metrics = loss_and_gradient(batch, config, [list(range(8)), list(range(8, 16))])
+    assert loss == 0.0
+    assert not gradient.any()
+    assert "entropy" not in metrics
