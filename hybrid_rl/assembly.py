@@ -3,13 +3,14 @@ refuse."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
@@ -37,6 +38,33 @@ class ModelChoice:
             module = load_model(self.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         check_tokenizer(self.tokenizer, module)
         return module
+
+
+def record_arguments(
+    config: TrainerConfig, given: frozenset[str], model: Any, train: Any, evaluation: Any
+) -> TrainerConfig:
+    """The config with what was passed as an argument, so that the run folder names it: paths, and a module's dtype.
+
+    Raises ConfigError where argument and key disagree.
+    """
+    named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
+    found = {key: str(value) for key, value in named.items() if isinstance(value, (str, os.PathLike))}
+    configured = {"model.path": config.model.path, "data.train_path": config.data.train_path}
+    configured["data.eval_path"] = config.data.eval_path
+    for key, value in named.items():
+        if value is not None and configured[key] is not None and configured[key] != found.get(key):
+            what = found.get(key, f"a {type(value).__name__}")
+            raise ConfigError(
+                f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give one of them"
+            )
+    if isinstance(model, PreTrainedModel):
+        dtype = str(model.dtype).removeprefix("torch.")
+        if "model.dtype" in given and config.model.dtype != dtype:
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}, but the module holds {dtype}; convert it with .to(...) or leave dtype out"
+            )
+        found["model.dtype"] = dtype
+    return load_config(config, found)[0]
 
 
 def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:

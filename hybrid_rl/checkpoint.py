@@ -65,9 +65,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
     try:
-        return json.loads(path.read_text())
+        state = json.loads(path.read_text())
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, not an object")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
+    return state
 
 
 def read_optimizer(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
@@ -58,7 +59,7 @@ class ProgressDisplay:
 
     def message(self, text: str) -> None:
         """One line of its own."""
-        self.console.print(escape(text))
+        self.console.print(Text(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a training step."""
@@ -66,7 +67,7 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, line=escape(self._line()))
         elif step % self._every == 0 or step in (1, self._max_steps):
-            self.console.print(escape(f"step {step}/{self._max_steps}  {self._line()}  {handoff_line(metrics)}"))
+            self.message(f"step {step}/{self._max_steps}  {self._line()}  {handoff_line(metrics)}")
 
     def _line(self) -> str:
         return "  ".join(
@@ -79,7 +80,8 @@ class ProgressDisplay:
         for title in ("prompt", "completion", "reward"):
             table.add_column(title, overflow="fold")
         for prompt, completion, reward in samples:
-            table.add_row(escape(prompt), escape(completion), "masked" if reward is None else f"{reward:.3f}")
+            # Text, not str: markup and emoji codes of a model are shown as they are.
+            table.add_row(Text(prompt), Text(completion), "masked" if reward is None else f"{reward:.3f}")
         self.console.print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -44,7 +45,8 @@ class JsonLines:
         if not self._pending:
             return True
         size = self.path.stat().st_size if self.path.exists() else 0
-        data = "".join(self._pending).encode()
+        # Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
+        data = "".join(self._pending).encode(errors="backslashreplace")
         try:
             with open(self.path, "ab", buffering=0) as file:
                 written = file.write(data)
@@ -185,23 +187,28 @@ def _claim(base: Path, name: str, keep: bool) -> Path:
     raise ConfigError(f"{base / name} and 9,998 numbered siblings exist; choose another run_name")
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is not installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"report_to={list(names)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
+
+
 class Trackers:
     """Experiment trackers beside metrics.jsonl: "tensorboard" (into the run folder) and "wandb"."""
 
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
         self._writer: Any = None
         self._wandb: Any = None
-        try:
-            if "tensorboard" in names:
-                from torch.utils.tensorboard import SummaryWriter
+        check_trackers(names)
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(str(run / "tensorboard"))
-            if "wandb" in names:
-                import wandb
+            self._writer = SummaryWriter(str(run / "tensorboard"))
+        if "wandb" in names:
+            import wandb
 
-                self._wandb = wandb.init(name=run.name, dir=str(run), config=dict(config), reinit="create_new")
-        except ImportError as error:
-            raise ConfigError(f"report_to={list(names)}: {error}; pip install {' '.join(names)}") from error
+            self._wandb = wandb.init(name=run.name, dir=str(run), config=dict(config), reinit="create_new")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send a step's finite metrics."""

@@ -13,6 +13,7 @@ import transformers
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
+from hybrid_rl.metrics import Timings
 from hybrid_rl.progress import ProgressDisplay
 from hybrid_rl.report import RunFolder, Trackers
 
@@ -69,6 +70,20 @@ class RunLog:
         self._trackers.close()
 
 
+def cost_metrics(batch: Batch, timings: Timings, seconds: float) -> dict[str, float]:
+    """What a training step of so many seconds cost, by part, and what it achieved with them."""
+    completion_tokens = batch["completion_ids"].values.numel()
+    all_tokens = completion_tokens + batch["prompt_ids"].values.numel()
+    return {
+        **timings.result("timing"),
+        "timing/step": seconds,
+        "step_time": seconds,
+        "perf/rollout_tokens_per_second": completion_tokens / max(timings.seconds["rollout"], 1e-9),
+        "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
+        "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
+    }
+
+
 def _sample_record(
     step: int, batch: Batch, index: int, names: Sequence[str], extras: Mapping[str, Mapping[int, Any]]
 ) -> dict[str, Any]:
@@ -88,10 +103,16 @@ def _sample_record(
 
 
 def _open_folder(config: TrainerConfig, step: int, checkpoint: Path | None) -> RunFolder:
-    """A checkpoint inside a run folder continues that run; anything else begins a new one."""
+    """A checkpoint inside a run folder continues that run, as does resume=auto where it found none, from the beginning:
+    a job that died before its first checkpoint finds the later ones under the same name. Anything else begins a new
+    run."""
     if checkpoint is not None and (checkpoint.resolve().parent / "config.yaml").is_file():
         folder = checkpoint.resolve().parent
         run = RunFolder(str(folder.parent), folder.name, "", keep=True)
         run.keep_until(step)
+        return run
+    if config.resume == "auto" and checkpoint is None:
+        run = RunFolder(config.output_dir, config.run_name, "", keep=True)
+        run.keep_until(-1)
         return run
     return RunFolder(config.output_dir, config.run_name, config.algorithm.name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.assembly import build_rewards, choose_model, load_data
+from hybrid_rl.assembly import build_rewards, choose_model, load_data, record_arguments
 from hybrid_rl.batch import Batch
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import find_checkpoint, read_state
@@ -24,14 +24,15 @@ from hybrid_rl.controller import LocalBackend, WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, NotYetSupportedError
 from hybrid_rl.interrupts import deferred_interrupt
-from hybrid_rl.metrics import Timings, now
+from hybrid_rl.metrics import now
 from hybrid_rl.models import stop_token_ids
+from hybrid_rl.report import check_trackers
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.client import GroupRolloutClient
 from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of
-from hybrid_rl.runlog import RunLog
+from hybrid_rl.runlog import RunLog, cost_metrics
 from hybrid_rl.workers import HybridWorker, WorkerSetup
 
 logger = logging.getLogger("hybrid_rl")
@@ -70,15 +71,16 @@ class Trainer:
         **overrides: Any,
     ) -> None:
         self._closing = contextlib.ExitStack()
+        self._closed = False
         if peft_config is not None:
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
         loaded, given = load_config(config, overrides)
-        if hasattr(model, "dtype") and "model.dtype" not in given:
-            loaded, _ = load_config(loaded, {"dtype": str(model.dtype).removeprefix("torch.")})
+        loaded = record_arguments(loaded, given, model, train_dataset, eval_dataset)
         has_eval = eval_dataset is not None or loaded.data.eval_path is not None
         self.config = resolve(loaded, given, has_eval=has_eval)
+        check_trackers(self.config.report_to)
         resume = find_checkpoint(self.config.resume, self.config.output_dir, self.config.run_name)
         choice = choose_model(model, tokenizer, self.config)
         self.tokenizer = choice.tokenizer
@@ -126,6 +128,7 @@ class Trainer:
         self._extras: dict[str, dict[int, Any]] = {}
         self._save_due = False
         self._started = resume is not None
+        self._torn = False  # the weights lie between two training steps
 
     @property
     def run_folder(self) -> Path:
@@ -164,18 +167,25 @@ class Trainer:
             yield self.step()
 
     def step(self) -> StepResult:
-        """One training step, logged, with what is due after it (evaluation, checkpoint)."""
+        """One training step, logged, with what is due after it (evaluation, checkpoint).
+
+        Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
+        """
         self._require_open()
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
-        try:
-            result = self._train_step()
-        except BaseException:
-            self._forget_unfinished()
-            raise
+        with contextlib.ExitStack() as hold:
+            try:
+                result = self._train_step(hold)
+            except BaseException:
+                self._forget_unfinished()
+                raise
+            self._after_step(result)
+        return result
+
+    def _after_step(self, result: StepResult) -> None:
         metrics = result.metrics
-        every = self.config.eval.eval_steps
-        is_last = self.global_step == self.max_steps
+        is_last, every = self.global_step == self.max_steps, self.config.eval.eval_steps
         if self._data.eval is not None and (is_last or (every is not None and self.global_step % every == 0)):
             metrics.update(self.evaluate())
         self._log.samples(self.global_step, result.batch, self._rewards.names, self._extras)
@@ -185,25 +195,27 @@ class Trainer:
         self._save_due |= every is not None and (is_last or self.global_step % every == 0)
         if self._save_due:
             self._save_now(final=False)
-        return result
 
-    def _train_step(self) -> StepResult:
-        """The algorithm: collect, score, advantages, update, publish."""
+    def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
+        """The algorithm: collect, score, advantages, update, publish. hold: gets what holds Ctrl-C back."""
         start, step = now(), self.global_step + 1
         collected = self._collect(step)
         timings, batch = collected.timings, self.buffer.take(version=self.global_step)
         with timings.measure("logprobs"):
             batch = self.policy.score(batch, step)
         batch = self.policy.advantages(batch)
-        with deferred_interrupt():
-            with timings.measure("update"):
-                metrics = self.policy.update(batch, step)
-            self._handoff = self.policy.publish_weights(step)
-            self.global_step = step
-            self.num_tokens += batch["prompt_ids"].values.numel() + batch["completion_ids"].values.numel()
-            self._committed = self._sampler.state_dict()
-        metrics |= collected.metrics | self._handoff
-        metrics |= self._run_metrics(batch, timings, now() - start)
+        hold.enter_context(deferred_interrupt())
+        self._torn = True
+        with timings.measure("update"):
+            metrics = self.policy.update(batch, step)
+        self._handoff = self.policy.publish_weights(step)
+        self.global_step = step
+        self.num_tokens += batch["prompt_ids"].values.numel() + batch["completion_ids"].values.numel()
+        self._committed = self._sampler.state_dict()
+        self._torn = False
+        metrics |= collected.metrics | self._handoff | self.policy.memory_metrics()
+        metrics |= cost_metrics(batch, timings, now() - start)
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
         return StepResult(batch, metrics)
 
     def _collect(self, step: int) -> Collected:
@@ -220,28 +232,12 @@ class Trainer:
         self._extras = collected.extras
         return collected
 
-    def _run_metrics(self, batch: Batch, timings: Timings, seconds: float) -> dict[str, float]:
-        completion_tokens = batch["completion_ids"].values.numel()
-        all_tokens = completion_tokens + batch["prompt_ids"].values.numel()
-        return {
-            **timings.result("timing"),
-            **self.policy.memory_metrics(),
-            "timing/step": seconds,
-            "step_time": seconds,
-            "perf/rollout_tokens_per_second": completion_tokens / max(timings.seconds["rollout"], 1e-9),
-            "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
-            "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
-            "num_tokens": float(self.num_tokens),
-            "epoch": self._sampler.epoch,
-        }
-
     # ------------------------------------------------------------------------------ evaluation and generation
 
     def evaluate(self) -> dict[str, float]:
         """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
 
-        eval/accuracy is the share of samples whose reward reaches eval.success_reward; one that could not be scored
-        does not.
+        eval/accuracy is the share of samples whose reward reaches eval.success_reward; an unscored one does not.
         """
         self._require_open()
         if self._data.eval is None:
@@ -280,8 +276,7 @@ class Trainer:
         min_p: float = 0.0,
         seed: int = 0,
     ) -> list[Generation]:
-        """Completions of prompts (texts or chat message lists) by the present policy, num_generations for each, in
-        order.
+        """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
 
         max_completion_length and temperature default to those of the rollout; temperature 0 is greedy.
         """
@@ -317,7 +312,7 @@ class Trainer:
         folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
         """
         self._require_open()
-        target = Path(folder) if folder is not None else self.run_folder / f"checkpoint-{self.global_step}"
+        target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         state = {
             "global_step": self.global_step,
             "num_tokens": self.num_tokens,
@@ -325,12 +320,12 @@ class Trainer:
             "config": to_dict(self.config),
         }
         self.policy.save(target.resolve(), state, self.tokenizer)
-        # Saving leased the optimizer's memory; what follows finds the engine as a training step would leave it.
         self._notify("on_save", self.global_step, target)
         return target
 
     def close(self) -> None:
         """Release workers, reward processes and trackers; a second call does nothing."""
+        self._closed = True
         self._closing.close()
 
     def __enter__(self) -> Trainer:
@@ -358,7 +353,7 @@ class Trainer:
         self._log.message(f"saved {target}")
 
     def _after_interrupt(self) -> None:
-        if self.config.save_steps is not None and self.global_step:
+        if self.config.save_steps is not None and self.global_step and not self._torn:
             self._save_now(final=True)
         self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
 
@@ -368,14 +363,14 @@ class Trainer:
         self._sampler.load_state_dict(self._committed)
 
     def _evaluate_at_start(self) -> None:
-        if self._started:
+        if self._started or self.global_step:
             return
-        self._started = True
         record = dict(self._handoff)
         if self._data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
             self._log.message(f"before training: eval/accuracy {record['eval/accuracy']:.1%}")
         self._log.metrics(0, record)
+        self._started = True
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -397,3 +392,9 @@ class Trainer:
     def _require_open(self) -> None:
         if not hasattr(self, "policy"):
             raise HybridRLError("this Trainer was not made completely; make a new one")
+        if self._closed:
+            raise HybridRLError("this Trainer is closed; make a new one")
+        if self._torn:
+            raise HybridRLError(
+                f"the update after training step {self.global_step} was broken off: make a new Trainer, with resume="
+            )

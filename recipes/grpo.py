@@ -1,7 +1,8 @@
 """GRPO, from nothing to a model that has learned: `make run`, or `python recipes/grpo.py [key=value ...]`.
 
-Without a model it builds the quickstart (recipes/quickstart): a small Qwen2, its tokenizer and sums to learn on. It is warm
-started by supervised learning and improved by GRPO; supervised learning goes on for the same time beside it, for comparison.
+Without a model it builds the quickstart (recipes/quickstart): a small Qwen2, its tokenizer and sums to learn on. It is
+warm started by supervised learning and improved by GRPO; supervised learning goes on for the same time beside it, for
+comparison.
 
 With a model it trains that on your data, with your reward function, from the library's defaults:
 
@@ -22,14 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_rl import Trainer
-from hybrid_rl.cli import run_recipe
-from hybrid_rl.config import load_config
-from hybrid_rl.errors import ConfigError
-
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent))  # a script is started with its own folder on the path, not the project's
 
+from hybrid_rl import Trainer  # noqa: E402
+from hybrid_rl.cli import run_recipe  # noqa: E402
+from hybrid_rl.config import load_config  # noqa: E402
+from hybrid_rl.errors import ConfigError  # noqa: E402
 from recipes.quickstart.model import build_model, build_tokenizer  # noqa: E402
 from recipes.quickstart.task import build_task, exact_answer  # noqa: E402
 from recipes.quickstart.warm_start import ContinuedReport, WarmStartReport, continue_supervised, warm_start  # noqa: E402

@@ -16,6 +16,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# Models of a few thousand parameters: more threads only wait for each other, on a busy machine many times longer.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run; `-ra` prints why."""

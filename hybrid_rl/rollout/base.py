@@ -58,6 +58,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("seed", -(2**63) <= self.seed < 2**63, "a signed 64-bit integer"),
         )
         for name, holds, words in checks:
             if not holds:
@@ -143,8 +144,8 @@ class RolloutEngine(ABC):
     def update_weights(self, source: TensorSource, version: int) -> HandoffReport:
         """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
 
-        Raises EngineStateError while requests run that are not held by pause("keep"), or for a version that does not
-        rise.
+        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
+        holds back (they were promised the version they were submitted for), or for a version that does not rise.
         """
 
     @abstractmethod

@@ -36,13 +36,15 @@ class SampleBuffer:
         """The oldest batch, for a learner at this policy version. Raises ValueError for one that is too stale."""
         if not self._batches:
             raise ValueError("the buffer is empty; collect a batch first")
-        batch = self._batches.popleft()
+        batch = self._batches[0]
         versions = batch["policy_version"].values
-        staleness = version - int(versions.min()) if versions.numel() else 0
+        made = versions[versions >= 0]  # -1: not made by any policy
+        staleness = version - int(made.min()) if made.numel() else 0
         if staleness > self.max_staleness:
             raise ValueError(
                 f"a batch is {staleness} policy versions old, more than max_staleness={self.max_staleness}"
             )
+        self._batches.popleft()
         return batch
 
     def clear(self) -> None:

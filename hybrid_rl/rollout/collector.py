@@ -15,6 +15,7 @@ import torch
 
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import (
     RewardInput,
@@ -93,9 +94,10 @@ class Collector:
 
         The noise of a sample depends on the seed, the step and its place in the batch alone.
         """
-        return self.rollout(
-            sampler.take(num_prompts), num_generations, params, version, state, purpose=f"train/{state.global_step}"
-        )
+        rows = sampler.take(num_prompts)
+        if len(rows) < num_prompts:
+            raise DataError(f"the training data gave {len(rows)} of {num_prompts} prompts: it has ended or is empty")
+        return self.rollout(rows, num_generations, params, version, state, purpose=f"train/{state.global_step}")
 
     def rollout(
         self,
@@ -111,20 +113,22 @@ class Collector:
         timings = Timings()
         requests = self._requests(rows, num_generations, params, purpose)
         first = requests[0].id
-        finished: list[FinishedSample | None] = [None] * len(requests)
+        finished: dict[int, FinishedSample] = {}
+        texts: dict[int, str] = {}
         futures: list[Future[RewardResult]] = []
         with timings.measure("rollout"):
             for events in self._client.stream(requests, version):
-                for event in events:
-                    finished[event.id - first] = event
+                keys = [event.id - first for event in events]
+                finished.update(zip(keys, events, strict=True))
+                texts.update((key, self._decode(finished[key].completion_ids)) for key in keys)
                 if self._rewards is not None:
                     inputs = [
-                        self._reward_input(event, event.id - first, rows[(event.id - first) // num_generations])
-                        for event in events
+                        _reward_input(key, rows[key // num_generations], finished[key], texts[key]) for key in keys
                     ]
                     futures.append(self._rewards.submit(inputs, state))
-        samples = [sample for sample in finished if sample is not None]
-        columns = _sample_columns(rows, samples, num_generations, self._decode, first_group=first)
+        samples = [finished[key] for key in range(len(requests))]
+        columns = _sample_columns(rows, samples, num_generations, first_group=first)
+        columns["completion"] = [texts[key] for key in range(len(requests))]
         metrics = _length_metrics(samples)
         extras: dict[str, dict[int, Any]] = {}
         if self._rewards is not None:
@@ -151,9 +155,6 @@ class Collector:
                 identity = first + group * num_generations + generation
                 requests.append(RolloutRequest(identity, tuple(row.prompt_ids), own, group=first + group))
         return requests
-
-    def _reward_input(self, event: FinishedSample, key: int, row: PromptRow) -> RewardInput:
-        return RewardInput(key, row.prompt, self._decode(event.completion_ids), event.completion_ids, row.columns)
 
     def _reward_columns(
         self, results: list[RewardResult], num_samples: int, state: TrainerState, purpose: str
@@ -197,13 +198,12 @@ class Collector:
         return {**metrics, **logged.result()}
 
 
+def _reward_input(key: int, row: PromptRow, sample: FinishedSample, text: str) -> RewardInput:
+    return RewardInput(key, row.prompt, text, sample.completion_ids, row.columns)
+
+
 def _sample_columns(
-    rows: Sequence[PromptRow],
-    samples: list[FinishedSample],
-    num_generations: int,
-    decode: Callable[[Sequence[int]], str],
-    *,
-    first_group: int,
+    rows: Sequence[PromptRow], samples: list[FinishedSample], num_generations: int, *, first_group: int
 ) -> dict[str, Any]:
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     per_sample = [row for row in rows for _ in range(num_generations)]
@@ -224,7 +224,6 @@ def _sample_columns(
         "turn": torch.zeros(len(samples), dtype=torch.int64),
         "finish_reason": [sample.finish_reason for sample in samples],
         "prompt": [row.prompt for row in per_sample],
-        "completion": [decode(sample.completion_ids) for sample in samples],
         "row": [dict(row.columns) for row in per_sample],
     }
 

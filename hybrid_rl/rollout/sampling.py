@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rl.errors import ModelError
 from hybrid_rl.native import keyed_uniform
 from hybrid_rl.rollout.base import SamplingParams
 
@@ -63,11 +64,17 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
     if params.truncates:
         logprobs = truncate(logprobs, params)
     cumulative = logprobs.exp().to(torch.float64).cumsum(1)
+    total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        rows = total.isfinite().logical_not().nonzero()[:, 0].tolist()
+        raise ModelError(
+            f"the model's logits are not finite in {len(rows)} of {len(total)} rows: its weights have diverged"
+        )
     # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
     words = keyed_uniform(params.seed, positions, 2).to(torch.float64)
     uniform = words[:, :1] + (words[:, 1:] - 0.5) * 2.0**-23
     # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token.
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+    tokens = torch.searchsorted(cumulative, uniform * total)[:, 0]
     if params.greedy:
         tokens = torch.where(params.temperature > 0, tokens, logits.argmax(1))
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -78,7 +85,7 @@ def truncate(logprobs: Tensor, params: SamplingTensors) -> Tensor:
 
     logprobs: float32 [B, V]. Returns float32 [B, V], -inf for what was cut. Top-p keeps the smallest set of best tokens
     whose mass reaches p (Holtzman et al., arXiv:1904.09751); min-p keeps p >= min_p * p_best (arXiv:2407.01082). Greedy
-    rows are left alone.
+    rows, and rows that ask for none of these, come back to the bit.
     """
     ordered, order = logprobs.sort(dim=1, descending=True)
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
@@ -87,6 +94,7 @@ def truncate(logprobs: Tensor, params: SamplingTensors) -> Tensor:
     keep = (rank < top_k[:, None]) & (mass_before < params.top_p[:, None])
     keep &= ordered >= ordered[:, :1] + params.min_p[:, None].log()
     keep[:, 0] = True
-    keep |= (params.temperature == 0)[:, None]
     mask = torch.zeros_like(keep).scatter(1, order, keep)
-    return torch.log_softmax(logprobs.masked_fill(~mask, -torch.inf), dim=1)
+    cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    cuts &= params.temperature > 0
+    return torch.where(cuts[:, None], torch.log_softmax(logprobs.masked_fill(~mask, -torch.inf), dim=1), logprobs)

@@ -60,6 +60,7 @@ class Actor:
     def _optimizer_step(self, batch: Batch, micro_batches: list[list[int]], *, compare: bool) -> MetricSums:
         """One update from the samples of one mini-batch. compare: the weights are still those of the rollout."""
         config = self._config
+        self.optimizer.clear()  # of what an update that was broken off left behind
         sums = MetricSums()
         counts = Counts.of(batch.select([row for micro in micro_batches for row in micro]), config.algorithm)
         learning_rate = self.optimizer.learning_rate

@@ -165,9 +165,10 @@ class HybridWorker(WorkerBase):
     def abort_all(self) -> list[FinishedSample]:
         """End every request and return them, so that the engine is empty."""
         self._engine.pause("abort")
-        aborted = self._engine.step()
-        self._engine.resume()
-        return aborted
+        try:
+            return self._engine.step()
+        finally:
+            self._engine.resume()
 
     @dispatch(collect="leader")
     def engine_stats(self) -> EngineStats:

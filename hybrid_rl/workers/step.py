@@ -101,7 +101,9 @@ def micro_batch_loss(
     packed = Packed.of(batch, device)
     logprobs, entropy = model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
     mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions).to(device)
-    old = batch["old_logprobs"].values.to(device) if "old_logprobs" in batch else logprobs.detach()
+    # In a masked token every ratio is 1: an overflow there would reach the gradient as 0 * inf.
+    own = logprobs.detach()
+    old = torch.where(mask, batch["old_logprobs"].values.to(device), own) if "old_logprobs" in batch else own
     advantages = batch["advantages"].values.to(device)
     num_rows = batch.num_samples
     loss = algorithm.policy_loss(
@@ -110,7 +112,8 @@ def micro_batch_loss(
     per_token = loss.per_token
     sums = MetricSums()
     if config.beta > 0:
-        kl = kl_estimate(logprobs, batch["ref_logprobs"].values.to(device), config.kl_estimator)
+        reference = torch.where(mask, batch["ref_logprobs"].values.to(device), own)
+        kl = kl_estimate(logprobs, reference, config.kl_estimator)
         if config.use_bias_correction_kl:
             kl = kl * loss.weight
         per_token = per_token + config.beta * kl
@@ -124,10 +127,9 @@ def micro_batch_loss(
         num_samples=counts.num_samples,
         max_completion_length=max_completion_length,
     )
-    # torch.where keeps an overflow in a masked token (0 * inf) out of the sum.
-    total = torch.where(mask, weights * per_token, torch.zeros_like(per_token)).sum()
+    total = (weights * per_token).sum()
     _add_metrics(sums, loss, entropy.detach(), mask, packed.rows, num_rows)
-    return total, sums, logprobs.detach()
+    return total, sums, own
 
 
 def options_of(config: AlgorithmConfig, names: Sequence[str]) -> Mapping[str, Any]:

@@ -20,8 +20,8 @@ Row = dict[str, Any]
 
 MAX_COMPLETION_TOKENS = 6  # "198" and "-89" take four with <eos>; two spare, so that running on is seen
 NUM_DRAWS = 30_000  # of 16,200 possible problems, enough to meet about 84 % of them
-HELD_OUT_PER_DECADE = 2  # of ten numbers: 18 held-out operands in all
-EASY_SHARE = 0.35  # problems on which the careless worker is right all the same; fixes where the warm start ends
+NUM_HELD_OUT_OPERANDS = 15  # of 90
+EASY_SHARE = 0.3  # problems on which the careless worker is right all the same; fixes where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
 _SUM = re.compile(r"(\d\d)([+-])(\d\d)=")
 
@@ -34,18 +34,14 @@ class Task:
     heldout: list[Row]
 
 
-def build_task(seed: int, num_train: int = 6000, num_heldout: int = 200) -> Task:
+def build_task(seed: int, num_train: int = 7000, num_heldout: int = 200) -> Task:
     """The task for `seed`: distinct problems, the same for the same arguments.
 
     In both parts `EASY_SHARE` of the problems need no carry, no borrow and no sign. Raises `ConfigError` when there
     are not enough distinct problems of a kind.
     """
     rng = random.Random(seed)
-    heldout_operands = frozenset(
-        number
-        for decade in range(10, 100, 10)
-        for number in rng.sample(range(decade, decade + 10), HELD_OUT_PER_DECADE)
-    )
+    heldout_operands = _choose_operands(rng)
     train: dict[str, Row] = {}
     heldout: dict[str, Row] = {}
     for row in _draw(seed):
@@ -102,6 +98,23 @@ def exact_answer(prompts: list[str], completions: list[str], answer: list[str], 
     policy for leaving the format that it knows.
     """
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def _choose_operands(rng: random.Random) -> frozenset[int]:
+    """The held-out operands: each tens digit and each ones digit once or twice, so that training lacks none of them."""
+    tens, ones = list(range(1, 10)), list(range(10))
+    while True:
+        chosen = frozenset(
+            10 * ten + one
+            for ten, one in zip(
+                rng.sample(tens, 9) + rng.sample(tens, NUM_HELD_OUT_OPERANDS - 9),
+                rng.sample(ones, 10) + rng.sample(ones, NUM_HELD_OUT_OPERANDS - 10),
+                strict=True,
+            )
+        )
+        # A pair of digits may come up twice: then draw again.
+        if len(chosen) == NUM_HELD_OUT_OPERANDS:
+            return chosen
 
 
 def _draw(seed: int) -> list[Row]:

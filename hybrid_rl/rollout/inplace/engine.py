@@ -280,10 +280,10 @@ class InPlaceEngine(RolloutEngine):
             raise EngineStateError(
                 f"policy version {version} does not follow version {self.policy_version}, which the engine holds"
             )
-        if self._scheduler.running and self._paused != "keep":
+        if (self._ids and self._paused is None) or (self._scheduler.running and self._paused != "keep"):
             raise EngineStateError(
-                f"{len(self._scheduler.running)} requests are running; finish them, or pause('keep') or "
-                f"pause('abort') first"
+                f"{len(self._scheduler.running)} requests are running and {len(self._scheduler.waiting)} waiting; "
+                f"finish them, or hold them by pause('keep'), or end them by pause('abort') and a step"
             )
         current = named_weights(self._model.module)
         if any(current.get(name) is not tensor for name, tensor in self._weights.items()):

@@ -94,13 +94,13 @@ class PagedCache:
         return bool(self._keys)
 
     def allocate(self) -> None:
-        """Get the memory; what it holds is undefined."""
+        """Get the memory. Zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is NaN."""
         slots = self.num_blocks * self.block_size
         for index, layer in self.layers.items():
-            self._keys[index] = torch.empty(
+            self._keys[index] = torch.zeros(
                 slots, layer.num_heads, layer.key_dim, dtype=layer.dtype, device=self._device
             )
-            self._values[index] = torch.empty(
+            self._values[index] = torch.zeros(
                 slots, layer.num_heads, layer.value_dim, dtype=layer.dtype, device=self._device
             )
 

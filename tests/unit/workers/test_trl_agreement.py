@@ -71,7 +71,8 @@ def test_token_level_metrics_are_those_of_trl(name: str) -> None:
     )
 
 
-def test_a_case_is_sensitive_to_each_option() -> None:
-    """Were two cases alike, agreement in one would prove nothing about its option."""
-    losses = sorted(round(case.loss, 4) for name, case in CASES.items() if name not in ("dapo_detach", "grpo_detach"))
-    assert len(set(losses)) == len(losses)
+def test_no_two_cases_are_alike() -> None:
+    """Were two alike, agreement in one would prove nothing about its option."""
+    cases = list(CASES.values())
+    for index, case in enumerate(cases):
+        assert all((case.gradient - other.gradient).abs().max() > 10 * TOLERANCE for other in cases[:index])

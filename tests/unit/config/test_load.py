@@ -1,0 +1,350 @@
+"""From keywords, files and arguments to a config: names, types, unions, precedence and the way back through YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from hybrid_rl.config import (
+    GRPOConfig,
+    Leaf,
+    TrainerConfig,
+    load_config,
+    resolve,
+    to_dict,
+    to_yaml,
+    visible_leaves,
+)
+from hybrid_rl.config import load as load_module
+from hybrid_rl.config.schema import UNIONS, AlgorithmConfig, Union, key
+from hybrid_rl.errors import ConfigError, NotYetSupportedError
+
+
+def loaded(*arguments: str, **keys: Any) -> TrainerConfig:
+    return load_config(None, keys, arguments)[0]
+
+
+def value_at(config: TrainerConfig, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+def example(leaf: Leaf) -> Any:
+    """A value that the key takes; another than its default where there is one."""
+    kind = next((t for t in typing.get_args(leaf.type) if t is not type(None)), leaf.type)
+    if leaf.default is None:
+        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [1.5])
+    if typing.get_origin(leaf.type) is Literal:
+        return typing.get_args(leaf.type)[-1]
+    if isinstance(leaf.default, bool):
+        return not leaf.default
+    others: dict[type, Any] = {int: leaf.default, float: 0.75, str: "text", list: leaf.default, dict: {"a": 1}}
+    return others[type(leaf.default)]
+
+
+@pytest.mark.parametrize("leaf", [leaf for path, leaf in visible_leaves().items() if path != "algorithm.name"])
+def test_a_leaf_name_means_its_path(leaf: Leaf) -> None:
+    """As a keyword, as an argument, and nested as in a file."""
+    value = example(leaf)
+    nested: Any = value
+    for part in reversed(leaf.path.split(".")):
+        nested = {part: nested}
+    expected = load_config({leaf.path: value})
+    assert value_at(expected[0], leaf.path) == value and expected[1] == {leaf.path}
+    name = leaf.path.rsplit(".", 1)[-1]
+    assert load_config({name: value}) == load_config(nested) == expected
+    assert load_config(None, {}, [f"{name}={json.dumps(value)}"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("learning_rat", "unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+        ("optimizer.learningrate", "did you mean 'optimizer.learning_rate'?"),
+        ("model.learning_rate", "unknown key 'model.learning_rate'; did you mean"),
+        ("num_generation", "did you mean 'num_generations'?"),
+        ("--max_steps", "unknown key '--max_steps'; did you mean 'max_steps'?"),
+        ("zzz", r"unknown key 'zzz' \(`hybrid-rl keys` lists all\)"),
+        ("algorithm.kl_coef", "unknown key 'algorithm.kl_coef': set beta"),
+        ("name", "unknown key 'name'"),
+    ],
+)
+def test_unknown_keys(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({given: 1})
+    section, _, leaf = given.rpartition(".")
+    if section:
+        with pytest.raises(ConfigError, match=message):
+            load_config({section: {leaf: 1}})
+
+
+@pytest.mark.parametrize("section", ["model", "data", "rollout.inplace", "algorithm", "controller"])
+@pytest.mark.parametrize("value", [3, None, [1]])
+def test_a_section_is_no_value(section: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=section.replace(".", r"\.")):
+        load_config({section: value})
+
+
+# ------------------------------------------------------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("learning_rate", "1e-6", 1e-6),  # YAML reads 1e-6 as text
+        ("learning_rate", 1, 1.0),
+        ("learning_rate", np.float32(0.5), 0.5),
+        ("max_steps", 16.0, 16),
+        ("max_steps", "1e3", 1000),
+        ("max_steps", np.int64(4), 4),
+        ("max_steps", None, None),
+        ("seed", 2**53 + 1, 2**53 + 1),
+        ("shuffle", False, False),
+        ("path", Path("some") / "model", "some/model"),
+        ("stop_token_ids", (1, 2.0), [1, 2]),
+        ("stop_token_ids", 7, [7]),
+        ("report_to", "tensorboard", ["tensorboard"]),
+        ("reward_weights", [1, "0.5"], [1.0, 0.5]),
+        ("chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
+    ],
+)
+def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
+    found = value_at(load_config({path: value})[0], next(p for p in visible_leaves() if p.split(".")[-1] == path))
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("max_steps", 1.5, "max_steps=1.5 must be of type int"),
+        ("max_steps", True, "max_steps=True must be of type int"),
+        ("max_steps", "many", "max_steps='many' must be of type int"),
+        ("max_steps", float("inf"), "max_steps=inf must be of type int"),
+        ("max_steps", float("nan"), "max_steps=nan must be of type int"),
+        ("learning_rate", None, "learning_rate=None must be of type float"),
+        ("learning_rate", float("nan"), "learning_rate=nan must be of type float"),
+        ("learning_rate", True, "learning_rate=True must be of type float"),
+        ("trust_remote_code", "true", "trust_remote_code='true' must be of type bool"),
+        ("trust_remote_code", 1, "trust_remote_code=1 must be of type bool"),
+        ("output_dir", 3, "output_dir=3 must be of type str"),
+        ("dtype", "bfloat61", r"must be one of float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
+        ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
+        ("kl_estimator", "k1", "kl_estimator='k1' must be one of k2, k3"),
+        ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of tensorboard, wandb"),
+        ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),
+        ("chat_template_kwargs", "x", "must be a mapping"),
+    ],
+)
+def test_values_that_are_refused(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({path: value})
+
+
+# ------------------------------------------------------------------------------------------------------------ unions
+
+
+@pytest.mark.parametrize("section", UNIONS)
+def test_planned_members_say_so(section: str) -> None:
+    union = UNIONS[section]
+    for planned in union.planned:
+        spellings: list[dict[str, Any]] = [
+            {section: planned},
+            {section: {union.tag: planned}},
+            {f"{section}.{union.tag}": planned},
+        ]
+        if union.tag != "name":
+            spellings.append({union.tag: planned})
+        for keys in spellings:
+            with pytest.raises(NotYetSupportedError, match=rf"{re.escape(planned)} is planned .* use {union.default}"):
+                load_config(keys)
+
+
+@pytest.mark.parametrize("section", UNIONS)
+@pytest.mark.parametrize("value", ["grop", "", 3, ["grpo"], {"x": 1}])
+def test_members_that_do_not_exist(section: str, value: Any) -> None:
+    tag = UNIONS[section].tag
+    with pytest.raises(ConfigError, match=rf"{section}\.{tag}=.* is unknown; use one of {UNIONS[section].default}"):
+        load_config({f"{section}.{tag}": value})
+
+
+def test_a_dataclass_is_no_section() -> None:
+    with pytest.raises(ConfigError, match="algorithm.name=GRPOConfig"):
+        load_config({"algorithm": GRPOConfig()})
+    with pytest.raises(ConfigError, match="rollout.engine="):
+        load_config({"rollout": TrainerConfig().rollout})
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherConfig(AlgorithmConfig):
+    name: Literal["other"] = key("other", "an algorithm of this test")
+    horizon: int = key(5, "only here", minimum=1)
+
+
+@pytest.fixture
+def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithms = Union("name", "grpo", {"grpo": GRPOConfig, "other": OtherConfig}, {})
+    monkeypatch.setattr(load_module, "UNIONS", MappingProxyType({**UNIONS, "algorithm": algorithms}))
+
+
+@pytest.mark.usefixtures("two_members")
+@pytest.mark.parametrize(
+    "keys", [{"algorithm": "other"}, {"algorithm": {"name": "other"}}, {"algorithm.name": "other"}]
+)
+def test_a_tag_chooses_the_class(keys: dict[str, Any]) -> None:
+    config = load_config({**keys, "horizon": 7, "num_generations": 2})[0]
+    assert config.algorithm == OtherConfig(horizon=7, num_generations=2)
+    assert load_config(to_dict(config))[0] == config
+
+
+@pytest.mark.usefixtures("two_members")
+@pytest.mark.parametrize("name", ["horizon", "algorithm.horizon"])
+def test_a_key_of_another_member_would_do_nothing(name: str) -> None:
+    message = f"key '{name}' would do nothing: it belongs to algorithm.name=other, not grpo"
+    with pytest.raises(ConfigError, match=message):
+        load_config({name: 7})
+
+
+@pytest.mark.usefixtures("two_members")
+def test_the_last_layer_chooses() -> None:
+    for base, keyword, argument, expected in (
+        ("other", "grpo", [], "grpo"),
+        ("grpo", "other", [], "other"),
+        ("other", "other", ["algorithm=grpo"], "grpo"),
+    ):
+        config, _ = load_config({"algorithm": base}, {"algorithm.name": keyword}, argument)
+        assert config.algorithm.name == expected
+
+
+# ------------------------------------------------------------------------------------------------- layers and sources
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 1\noptimizer:\n  learning_rate: 1e-3\n  weight_decay: 0.5\nrollout.temperature: 0.5\n")
+    config, given = load_config(file, {"learning_rate": 2e-3, "seed": 2}, ["seed=3"])
+    assert (config.seed, config.optimizer.learning_rate, config.optimizer.weight_decay) == (3, 2e-3, 0.5)
+    assert config.rollout.temperature == 0.5
+    assert given == {"seed", "optimizer.learning_rate", "optimizer.weight_decay", "rollout.temperature"}
+
+
+@pytest.mark.parametrize("make", [dict, OmegaConf.create], ids=["mapping", "omegaconf"])
+def test_mappings(make: Any) -> None:
+    assert load_config(make({"seed": 5, "rollout": {"inplace": {"block_size": 8}}}))[0] == loaded(
+        **{"seed": 5, "rollout.inplace.block_size": 8}
+    )
+
+
+def test_nothing_given_is_the_default(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    for nothing in (None, {}, tmp_path / "empty.yaml"):
+        assert load_config(nothing) == (TrainerConfig(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "expected"),
+    [
+        (["max_steps=7"], "max_steps", 7),
+        (["learning_rate=3e-4"], "optimizer.learning_rate", 3e-4),
+        (["report_to=[tensorboard, wandb]"], "report_to", ["tensorboard", "wandb"]),
+        (["stop_token_ids=[1,2]"], "rollout.stop_token_ids", [1, 2]),
+        (["chat_template_kwargs={a.b: 1, c: [x]}"], "data.chat_template_kwargs", {"a.b": 1, "c": ["x"]}),
+        (["max_steps=7", "max_steps="], "max_steps", None),
+        (["model.path=a=b/c.d"], "model.path", "a=b/c.d"),
+        (["shuffle=false"], "data.shuffle", False),
+    ],
+)
+def test_arguments_are_yaml(arguments: list[str], path: str, expected: Any) -> None:
+    assert value_at(loaded(*arguments), path) == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("max_steps", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("report_to=[a", "not YAML"),
+        ("run_name=a: b", "not YAML"),
+        ("run_name=${oc.env:NOT_SET_ANYWHERE}", "not YAML"),
+    ],
+)
+def test_bad_arguments(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(argument)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "must be a mapping"),
+        ("seed: [1\n", "cannot parse"),
+        ("seed: 1\nseed: 2\n", "cannot"),
+        ("seed: ${nowhere}\n", "cannot read"),
+        ("just words", "unknown key 'just words'"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="does not exist"):
+            load_config(str(path))
+
+
+def test_a_number_is_no_config() -> None:
+    with pytest.raises(ConfigError, match="must be a mapping of keys, a YAML file of one, or a TrainerConfig, not 3"):
+        load_config(3)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------- round trip
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False, "delta": 4.0, "epsilon_high": 0.28},
+        {"prompts_per_step": 12, "prompts_per_mini_batch": 4, "num_iterations": 2, "learning_rate": 1e-7},
+        {"max_steps": 3, "stop_token_ids": [1, 2], "report_to": ["wandb"], "reward_weights": [0.1, 2]},
+        {"chat_template_kwargs": {"enable_thinking": False, "depth": {"a": [1, "x", None]}, "odd": "1e5"}},
+        {"model.path": "ümlaut 中文: # 'quoted' \"x\"", "output_dir": "~"},
+    ],
+)
+def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Resolving what was read back, with every key counted as given, changes nothing."""
+    config = resolve(*load_config(keys))
+    file = tmp_path / "config.yaml"
+    file.write_text("# a comment\n" + to_yaml(config), encoding="utf-8")
+    again, given = load_config(file)
+    assert again == config and resolve(again, given) == config
+    assert given == set(visible_leaves())
+    assert load_config(config)[0] == config
+
+
+@pytest.mark.parametrize("name", ["1e5", "007", "null", "true", "no", "0x1f", "1_000", "12:30:00", "2026-01-01", "~"])
+def test_texts_that_look_like_something_else_stay_texts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(loaded(output_dir=name)))
+    assert load_config(tmp_path / "config.yaml")[0].output_dir == name
+
+
+def test_to_dict_is_a_copy() -> None:
+    config = loaded(chat_template_kwargs={"a": [1]})
+    to_dict(config)["data"]["chat_template_kwargs"]["a"].append(2)
+    assert config.data.chat_template_kwargs == {"a": [1]}

@@ -1,0 +1,134 @@
+"""The table of keys itself: unique names, documented, few, and every one of them really read."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import typing
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybrid_rl
+from hybrid_rl.algos import ALGORITHMS
+from hybrid_rl.config import Leaf, TrainerConfig, load_config, visible_leaves
+from hybrid_rl.config.schema import HABITS, UNIONS
+from hybrid_rl.errors import ConfigError
+
+LEAVES = visible_leaves()
+PACKAGE = Path(hybrid_rl.__file__).parent
+TAGS = {f"{section}.{union.tag}" for section, union in UNIONS.items()}
+# Names under which code holds the config or one of its sections.
+HOLDERS = {path.split(".")[-2] for path in LEAVES if "." in path} | {"config", "_config", "settings"}
+BOUNDS = ("minimum", "maximum", "above", "below")
+
+
+def leaf_name(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
+def test_leaf_names_are_unique() -> None:
+    repeated = {name for name, count in Counter(map(leaf_name, LEAVES)).items() if count > 1}
+    assert not repeated
+
+
+def test_fewer_than_a_hundred_keys() -> None:
+    assert len(LEAVES) < 100
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_every_key_is_documented(leaf: Leaf) -> None:
+    assert len(leaf.doc) > 5 and not leaf.doc.endswith(".") and leaf.path not in leaf.doc
+
+
+def _read_names() -> set[str]:
+    """Leaf names read from something that holds a config, outside the code that loads and checks it, and the options
+    that algorithms take by name."""
+    names = {n for record in ALGORITHMS.values() for n in (*record.advantage_options, *record.loss_options)}
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        if file.parent.name == "config":
+            if file.name != "validate.py":
+                continue
+            # Checking a value is not using it; these two functions compute with it.
+            users = {"num_training_steps", "optimizer_steps_per_training_step"}
+            tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in users]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and leaf_name(ast.unparse(node.value)) in HOLDERS:
+                names.add(node.attr)
+    return names
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """Tags are read by choosing a class, num_ranks by refusing more than one rank."""
+    names = _read_names()
+    unread = {path for path in LEAVES if leaf_name(path) not in names} - TAGS - {"num_ranks"}
+    assert not unread
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+def test_defaults_pass_their_own_checks(leaf: Leaf) -> None:
+    """Giving a default by hand changes nothing, not even its type."""
+    config, given = load_config({leaf.path: leaf.default})
+    assert config == TrainerConfig() and given == {leaf.path}
+    value: Any = config
+    for part in leaf.path.split("."):
+        value = getattr(value, part)
+    assert type(value) is type(leaf.default)
+
+
+def test_defaults_are_not_shared() -> None:
+    one, two = TrainerConfig(), TrainerConfig()
+    assert one.data.chat_template_kwargs is not two.data.chat_template_kwargs
+    assert one.rollout.stop_token_ids is not two.rollout.stop_token_ids
+
+
+def _bounded() -> list[tuple[str, str, float]]:
+    return [
+        (leaf.path, bound, leaf.metadata[bound])
+        for leaf in LEAVES.values()
+        for bound in BOUNDS
+        if leaf.metadata[bound] is not None
+    ]
+
+
+@pytest.mark.parametrize(("path", "bound", "limit"), _bounded())
+def test_bounds(path: str, bound: str, limit: float) -> None:
+    """minimum and maximum are allowed themselves, `above` and `below` are not; one step outside never is."""
+    outside = limit + (1 if bound in ("maximum", "below") else -1)
+    refused = [outside] if bound in ("minimum", "maximum") else [outside, limit]
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"{path}={value!r} must be "):
+            load_config({path: value})
+    if bound in ("minimum", "maximum"):
+        load_config({path: limit})
+
+
+def test_numbers_have_bounds() -> None:
+    """Any number is right for success_reward only; everywhere else zero, a negative or a huge value can be wrong."""
+    bounded = {path for path, _, _ in _bounded()}
+    numbers = {
+        leaf.path
+        for leaf in LEAVES.values()
+        if {int, float} & {leaf.type, *typing.get_args(leaf.type)} and typing.get_origin(leaf.type) is not list
+    }
+    assert numbers - bounded == {"eval.success_reward"}
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainerConfig().optimizer.learning_rate = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_habits_are_refused_with_a_key_that_exists(habit: str) -> None:
+    names = set(LEAVES) | set(map(leaf_name, LEAVES))
+    assert habit not in names
+    advice = HABITS[habit]
+    assert set(re.findall(r"[a-z]+(?:[_.][a-z_]+)+|(?<=set )[a-z_.]+", advice)) <= names
+    with pytest.raises(ConfigError) as caught:
+        load_config({habit: 1})
+    assert advice in str(caught.value)

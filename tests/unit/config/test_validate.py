@@ -1,0 +1,194 @@
+"""Sizes that must work together, keys that would do nothing, derived values, and how long a run is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from hybrid_rl.config import (
+    TrainerConfig,
+    load_config,
+    num_training_steps,
+    optimizer_steps_per_training_step,
+    resolve,
+    to_dict,
+)
+from hybrid_rl.errors import ConfigError, NotYetSupportedError
+
+
+def resolved(has_eval: bool = True, **keys: Any) -> TrainerConfig:
+    return resolve(*load_config(None, keys), has_eval=has_eval)
+
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"prompts_per_step": 12, "prompts_per_mini_batch": 5},
+            "prompts_per_mini_batch=5 does not divide prompts_per_step=12; use 1, 2, 3, 4, 6, 12$",
+        ),
+        ({"prompts_per_step": 4, "prompts_per_mini_batch": 8}, "prompts_per_mini_batch=8 does not divide"),
+        ({"num_generations": 1}, "num_generations=1: grpo compares .* use at least 2"),
+        (
+            {"tokens_per_micro_batch": 511},
+            "tokens_per_micro_batch=511 cannot hold one completion of max_completion_length=512",
+        ),
+        (
+            {"old_logprobs": "detach", "num_iterations": 2},
+            "prompts_per_mini_batch=16 and num_iterations=2 make 2; use recompute or rollout",
+        ),
+        ({"old_logprobs": "detach", "prompts_per_mini_batch": 4}, "num_iterations=1 make 4"),
+        ({"beta": 0.1, "kl_estimator": "k2"}, "set use_bias_correction_kl=false or kl_estimator=k3"),
+        ({"resume": "auto"}, "set run_name"),
+        ({"run_name": "a/b"}, "run_name='a/b' names a folder"),
+        ({"run_name": ""}, "run_name='' names a folder"),
+        ({"run_name": "a\n"}, "names a folder"),
+        ({"run_name": ".."}, "names a folder"),
+        ({"run_name": "."}, "names a folder"),
+    ],
+)
+def test_what_cannot_work_together(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tokens_per_micro_batch": 512},
+        {"old_logprobs": "detach"},
+        {"old_logprobs": "rollout", "num_iterations": 3},
+        {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
+        {"resume": "auto", "run_name": "mine"},
+        {"run_name": "grpo_lr=1e-6+warm.2"},
+    ],
+)
+def test_what_can(keys: dict[str, Any]) -> None:
+    resolved(**keys)
+
+
+def test_more_ranks_are_not_there_yet() -> None:
+    with pytest.raises(NotYetSupportedError, match="num_ranks=2 needs the Ray backend"):
+        resolved(num_ranks=2)
+
+
+# ----------------------------------------------------------------------------------------------------- derived values
+
+
+@pytest.mark.parametrize(
+    ("keys", "mini_batch", "old_logprobs", "updates"),
+    [
+        ({}, 16, "detach", 1),
+        ({"num_iterations": 2}, 16, "recompute", 2),
+        ({"prompts_per_mini_batch": 4}, 4, "recompute", 4),
+        ({"prompts_per_step": 6, "prompts_per_mini_batch": 2, "num_iterations": 3}, 2, "recompute", 9),
+        ({"old_logprobs": "recompute"}, 16, "recompute", 1),
+        ({"old_logprobs": "rollout", "prompts_per_mini_batch": 8}, 8, "rollout", 2),
+    ],
+)
+def test_mini_batch_and_old_logprobs(keys: dict[str, Any], mini_batch: int, old_logprobs: str, updates: int) -> None:
+    config = resolved(**keys)
+    assert config.optimizer.prompts_per_mini_batch == mini_batch
+    assert config.algorithm.old_logprobs == old_logprobs
+    assert optimizer_steps_per_training_step(config) == updates
+
+
+@pytest.mark.parametrize(("keys", "high"), [({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 0.28}, 0.28)])
+def test_upper_clip_follows_the_lower(keys: dict[str, Any], high: float) -> None:
+    assert resolved(**keys).algorithm.epsilon_high == high  # type: ignore[attr-defined]
+
+
+def test_nothing_else_is_changed() -> None:
+    """prompts_per_mini_batch, old_logprobs and epsilon_high alone."""
+    before, after = to_dict(TrainerConfig()), to_dict(resolve(TrainerConfig()))
+    after["optimizer"]["prompts_per_mini_batch"] = None
+    after["algorithm"].update(old_logprobs="auto", epsilon_high=None)
+    assert after == before
+
+
+def test_resolving_twice_is_resolving_once() -> None:
+    once = resolved(num_iterations=2)
+    assert resolve(once) == once
+
+
+# --------------------------------------------------------------------------------------------------------- inert keys
+
+INERT = [
+    ({"kl_estimator": "k2"}, {"beta": 0.1, "use_bias_correction_kl": False}),
+    ({"use_bias_correction_kl": False}, {"beta": 0.1}),
+    ({"num_train_epochs": 2.0, "max_steps": 5}, None),
+    ({"warmup_steps": 5}, {"lr_scheduler_type": "constant_with_warmup"}),
+    ({"probe_tolerance": 0.1, "probe_steps": 0}, {"probe_steps": 2}),
+    ({"eval_top_p": 0.9}, {"eval_temperature": 0.7}),
+    ({"eval_top_k": 5}, {"eval_temperature": 0.7}),
+    ({"eval_min_p": 0.1}, {"eval_temperature": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("keys", "remedy"), INERT)
+def test_keys_that_would_do_nothing(keys: dict[str, Any], remedy: dict[str, Any] | None) -> None:
+    name = next(iter(keys))
+    with pytest.raises(ConfigError, match=rf"\b{name}={keys[name]!r} would do nothing: "):
+        resolved(**keys)
+    if remedy is not None:
+        resolved(**{**keys, **remedy})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"eval_steps": 3}, {"eval_on_start": False}, {"eval_temperature": 0.5}, {"success_reward": 0.5}]
+)
+def test_evaluation_keys_need_evaluation_data(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"eval.{next(iter(keys))}=.* there is no eval_dataset"):
+        resolved(has_eval=False, **keys)
+    resolved(has_eval=True, **keys)
+
+
+def test_a_default_given_by_hand_is_no_mistake() -> None:
+    """A config read back from a run folder gives every key."""
+    everything = frozenset({"algorithm.kl_estimator", "eval.eval_top_p", "eval.eval_on_start"})
+    resolve(TrainerConfig(), everything, has_eval=False)
+
+
+def test_only_what_was_given_counts() -> None:
+    config = TrainerConfig(eval=dataclasses.replace(TrainerConfig().eval, eval_top_p=0.5))
+    resolve(config)
+    with pytest.raises(ConfigError, match="eval_top_p"):
+        resolve(config, frozenset({"eval.eval_top_p"}))
+
+
+# ------------------------------------------------------------------------------------------------------ length of a run
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_prompts", "steps"),
+    [
+        ({"max_steps": 7}, 3, 7),
+        ({"max_steps": 7}, None, 7),
+        ({}, 16, 1),
+        ({}, 31, 1),
+        ({}, 32, 2),
+        ({"num_train_epochs": 3, "prompts_per_step": 4}, 10, 7),  # 30 prompts in one sequence
+        ({"num_train_epochs": 0.5, "prompts_per_step": 4}, 24, 3),
+        ({"num_train_epochs": 0.1, "prompts_per_step": 3}, 30, 1),
+        ({"num_train_epochs": 0.7, "prompts_per_step": 7}, 10, 1),  # 0.7 * 10 is just below 7 in floating point
+    ],
+)
+def test_training_steps(keys: dict[str, Any], num_prompts: int | None, steps: int) -> None:
+    assert num_training_steps(resolved(**keys), num_prompts) == steps
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "message"),
+    [
+        (None, "a streaming train_dataset has no length: set max_steps"),
+        (15, "15 prompts times num_train_epochs=1.0 do not fill one step of prompts_per_step=16"),
+    ],
+)
+def test_no_step_at_all(num_prompts: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        num_training_steps(resolved(), num_prompts)

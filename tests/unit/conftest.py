@@ -1,0 +1,72 @@
+"""Trainers on the tiny model, closed when the test ends."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl import Trainer
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+# Different between two runs that are otherwise bit for bit the same.
+CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time")
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
+    any other argument is passed on."""
+    made: list[Trainer] = []
+    missing = object()
+
+    def make(model: Any = missing, reward_funcs: Any = spread, train_dataset: Any = missing, **keys: Any) -> Trainer:
+        if model is missing:
+            model = build_model()
+        if hasattr(model, "parameters"):
+            keys.setdefault("tokenizer", build_tokenizer())
+        if "config" not in keys:
+            defaults = {
+                "prompts_per_step": 4,
+                "num_generations": 2,
+                "max_completion_length": 5,
+                "learning_rate": 1e-2,
+                "output_dir": str(tmp_path / "runs"),
+            }
+            if "num_train_epochs" not in keys:
+                defaults["max_steps"] = 2
+            keys = defaults | keys
+        made.append(Trainer(model, reward_funcs, sums(12) if train_dataset is missing else train_dataset, **keys))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """Model and tokenizer as a user has them on disk."""
+    folder = tmp_path / "model"
+    build_model().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def records() -> Callable[..., list[dict[str, Any]]]:
+    """metrics.jsonl of a run, optionally without what differs from run to run."""
+
+    def read(trainer: Trainer | Path, *, comparable: bool = False, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        folder = trainer if isinstance(trainer, Path) else trainer.run_folder
+        found = read_lines(folder / name)
+        if comparable:
+            found = [{k: v for k, v in line.items() if not k.startswith(CLOCK_AND_MEMORY)} for line in found]
+        return found
+
+    return read

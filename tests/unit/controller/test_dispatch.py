@@ -1,0 +1,71 @@
+"""Declarations of worker methods."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_rl.controller import AXES, Dispatch, dispatch
+from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.errors import ConfigError
+
+
+class Worker:
+    @dispatch(split="groups", collect="concat", axes=("dp_shard",), needs=["actor", "kv_cache"])
+    def declared(self) -> int:
+        """Its own docstring."""
+        return 41
+
+    @dispatch()
+    def plain(self) -> None: ...
+
+    @dispatch(needs=())
+    def without_memory(self) -> None: ...
+
+    def undeclared(self) -> None: ...
+
+
+class Child(Worker):
+    @dispatch(collect="all")
+    def plain(self) -> None: ...
+
+    def declared(self) -> int:
+        return 42
+
+
+def test_axis_names_are_fixed() -> None:
+    assert AXES == ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+def test_what_was_declared() -> None:
+    assert dispatch_of(Worker, "declared") == Dispatch(
+        "groups", "concat", ("dp_shard",), frozenset({"actor", "kv_cache"})
+    )
+    assert dispatch_of(Worker, "plain") == Dispatch("replicate", "leader", ("dp_replicate", "dp_shard"), None)
+
+
+def test_needing_nothing_is_not_leaving_memory_alone() -> None:
+    assert dispatch_of(Worker, "without_memory").needs == frozenset()
+    assert dispatch_of(Worker, "plain").needs is None
+
+
+def test_the_method_stays_itself() -> None:
+    assert Worker().declared() == 41 and Worker.declared.__doc__ == "Its own docstring."
+
+
+def test_subclasses_declare_what_they_override() -> None:
+    assert dispatch_of(Child, "plain").collect == "all"
+    assert dispatch_of(Child, "without_memory") == dispatch_of(Worker, "without_memory")
+    with pytest.raises(AttributeError, match=r"Child has no dispatched method 'declared'"):
+        dispatch_of(Child, "declared")
+
+
+@pytest.mark.parametrize("name", ["undeclared", "missing", "__init__"])
+def test_what_is_not_declared_cannot_be_called(name: str) -> None:
+    known = r"\['declared', 'plain', 'without_memory'\]"
+    with pytest.raises(AttributeError, match=f"Worker has no dispatched method '{name}'; it has {known}"):
+        dispatch_of(Worker, name)
+
+
+def test_axes_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"mesh axes \['pp'\] do not exist; there are dp_replicate"):
+        dispatch(axes=("tp", "pp"))

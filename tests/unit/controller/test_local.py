@@ -1,0 +1,134 @@
+"""A worker group on the local backend: what reaches the worker, what comes back, and how it ends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from hybrid_rl.controller import LocalBackend, WorkerGroup, dispatch
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.close_error: Exception | None = None
+
+    @contextmanager
+    def lease(self, tags: frozenset[str]) -> Iterator[None]:
+        if "missing" in tags:
+            raise LookupError("no such resident")
+        self.log.append(sorted(tags))
+        yield
+        self.log.append("returned")
+
+    def close(self) -> None:
+        self.log.append("closed")
+        if self.close_error is not None:
+            raise self.close_error
+
+    @dispatch(needs={"actor", "kv_cache"})
+    def leased(self, *args: int, **kwargs: int) -> tuple[tuple[int, ...], dict[str, int]]:
+        self.log.append("ran")
+        return args, kwargs
+
+    @dispatch()
+    def free(self) -> str:
+        return "answer"
+
+    @dispatch(needs=())
+    def empty(self) -> None: ...
+
+    @dispatch(collect="all")
+    def everyone(self) -> str:
+        return "answer"
+
+    @dispatch(needs={"missing"})
+    def unleasable(self) -> None: ...
+
+    @dispatch(needs={"actor"})
+    def failing(self, error: BaseException) -> None:
+        raise error
+
+    def undeclared(self) -> None: ...
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+@pytest.fixture
+def group(worker: Worker) -> WorkerGroup:
+    return WorkerGroup(Worker, LocalBackend("policy", lambda: worker))
+
+
+def test_arguments_and_answer_pass_inside_the_lease(group: WorkerGroup, worker: Worker) -> None:
+    assert group.leased(1, 2, three=3) == ((1, 2), {"three": 3})
+    assert worker.log == [["actor", "kv_cache"], "ran", "returned"]
+
+
+def test_memory_is_left_alone_only_without_needs(group: WorkerGroup, worker: Worker) -> None:
+    group.free()
+    assert worker.log == []
+    group.empty()
+    assert worker.log == [[], "returned"]
+
+
+def test_one_rank_collects(group: WorkerGroup) -> None:
+    assert group.num_ranks == 1
+    assert group.free() == "answer" and group.everyone() == ["answer"]
+
+
+def test_an_exception_comes_as_it_is_with_a_note(group: WorkerGroup) -> None:
+    error = ValueError("bad batch")
+    with pytest.raises(ValueError) as caught:
+        group.failing(error)
+    assert caught.value is error and str(error) == "bad batch"
+    assert error.__notes__ == ["in policy.failing() on rank 0 of 1"]
+    assert any(entry.name == "failing" for entry in caught.traceback)
+
+
+def test_a_lease_that_fails_is_noted_as_well(group: WorkerGroup) -> None:
+    with pytest.raises(LookupError) as caught:
+        group.unleasable()
+    assert caught.value.__notes__ == ["in policy.unleasable() on rank 0 of 1"]
+
+
+def test_the_group_works_on_after_an_exception(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError):
+        group.failing(ValueError())
+    assert group.free() == "answer"
+
+
+@pytest.mark.parametrize("name", ["undeclared", "missing", "log"])
+def test_only_dispatched_methods_exist(group: WorkerGroup, name: str) -> None:
+    with pytest.raises(AttributeError, match=f"Worker has no dispatched method '{name}'"):
+        getattr(group, name)
+    assert not hasattr(group, name)
+
+
+@pytest.mark.parametrize("probe", [copy.copy, pickle.dumps])
+def test_private_names_do_not_recurse(probe: Callable[[Any], Any]) -> None:
+    """Copying asks for names on an object whose __init__ has not run."""
+    probe(WorkerGroup(Worker, None))  # type: ignore[arg-type]
+
+
+def test_close_is_done_once(group: WorkerGroup, worker: Worker) -> None:
+    for _ in range(3):
+        group.close()
+    assert worker.log == ["closed"]
+    with pytest.raises(RuntimeError, match="the policy workers are closed; make a new Trainer"):
+        group.free()
+
+
+def test_a_close_that_fails_is_not_repeated(group: WorkerGroup, worker: Worker) -> None:
+    worker.close_error = OSError("device lost")
+    with pytest.raises(OSError):
+        group.close()
+    group.close()
+    assert worker.log == ["closed"]

@@ -1,0 +1,34 @@
+"""What the probe measures is there."""
+
+from __future__ import annotations
+
+import mmap
+
+import psutil
+import pytest
+import torch
+
+from hybrid_rl.memory import measure
+
+SIZE = 64 * 2**20
+
+
+def test_touched_memory_is_seen_and_given_back() -> None:
+    """64 MiB of anonymous pages written; 8 MiB of slack for whatever else the process does."""
+    before = measure()["process"]
+    block = mmap.mmap(-1, SIZE)
+    block.write(b"\1" * SIZE)
+    held = measure()["process"]
+    block.close()
+    after = measure()["process"]
+    slack = SIZE // 8
+    assert held - before > SIZE - slack and after - before < 2 * slack
+
+
+def test_available_is_below_what_the_machine_has() -> None:
+    assert 0 < measure()["available"] <= psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="device numbers are there")
+def test_no_device_no_device_numbers() -> None:
+    assert set(measure()) == {"process", "available"}

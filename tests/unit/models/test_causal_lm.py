@@ -1,0 +1,155 @@
+"""Real architectures under packed attention: the same numbers as their own forward, and the user's model untouched."""
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM, PackedAttention
+from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build
+
+LENGTHS = [9, 1, 5]
+TARGETS = torch.tensor([1, 4, 8, 11, 14])  # index 9 starts, and is, the second sequence; 10 starts the third
+
+
+def plain_logprobs(module, token_ids, temperature):
+    """ln p and entropy of TARGETS by the model's own forward of every sequence alone."""
+    logits = [module(input_ids=part[None], use_cache=False).logits[0] for part in token_ids.split(LENGTHS)]
+    log_p = (torch.cat(logits) / temperature).log_softmax(1)[TARGETS - 1]
+    return log_p.gather(1, token_ids[TARGETS, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+def gradients(module, outputs):
+    direction = torch.linspace(-1, 1, len(TARGETS), dtype=outputs[0].dtype)
+    loss = sum((output * direction.roll(i)).sum() for i, output in enumerate(outputs))
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+
+
+@pytest.fixture
+def token_ids():
+    return torch.randint(0, VOCABULARY, (sum(LENGTHS),))
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported_families_pass_verification(name):
+    assert CausalLM(build(name)).verify() < 2e-6  # fp32: two orders of summation
+
+
+def test_verification_compares_with_the_architecture_not_with_what_sdpa_leaves_out_of_it():
+    """transformers' SDPA ignores Gemma-2's soft-capping, and is its default."""
+    model = CausalLM(build("gemma2", attention="sdpa"))
+    assert model.verify() < 2e-6
+    assert model.module.config._attn_implementation == "sdpa"
+
+
+def test_verification_of_an_fp64_model_bears_with_an_eager_softmax_in_fp32():
+    assert CausalLM(build("qwen2", dtype=torch.float64)).verify() < 1e-6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_would_give_wrong_numbers_are_refused(name):
+    with pytest.raises(ModelError):
+        CausalLM(build(name)).verify()
+
+
+def test_a_head_that_is_not_the_plain_one_is_refused():
+    module = build("cohere")
+    module.config.logit_scale = 1.0
+    model = CausalLM(module)
+    module.logit_scale = 0.25
+    with pytest.raises(ModelError, match="gives other logits"):
+        model.verify()
+
+
+def test_a_model_without_output_head_is_refused():
+    with pytest.raises(ModelError, match="no linear output head"):
+        CausalLM(build("qwen2").model)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_logprobs_entropy_and_gradients_equal_the_models_own(name, token_ids):
+    module = build(name, dtype=torch.float64)
+    mine = CausalLM(module).packed_logprobs(token_ids, LENGTHS, TARGETS, 0.7)
+    reference = plain_logprobs(module, token_ids, 0.7)
+    # Eager attention takes its softmax in fp32: the reference is good to 1e-7 of the largest gradient only.
+    torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+    expected = gradients(module, reference)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+    for key, gradient in gradients(module, mine).items():
+        torch.testing.assert_close(gradient, expected[key], rtol=0, atol=2e-6 * scale, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
+def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
+    module = build(name, attention=attention)
+    model = CausalLM(module)
+    before = model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
+    expected = gradients(module, before)
+    model.enable_gradient_checkpointing()
+    recomputed = []
+    attend = PackedAttention.attend
+
+    def counted(self, layer, *arguments):
+        recomputed.append(layer)
+        return attend(self, layer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedAttention, "attend", counted)
+        after = model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        torch.testing.assert_close(gradients(module, after), expected, rtol=0, atol=0)
+    assert recomputed == [0, 1, 1, 0]
+    assert module.config._attn_implementation == attention
+
+
+def test_gradient_checkpointing_leaves_the_users_own_training_step_alone(token_ids):
+    module = build("qwen2", attention="sdpa")
+    expected = gradients(module, plain_logprobs(module, token_ids, 1.0))
+    CausalLM(module).enable_gradient_checkpointing()
+    again = gradients(module, plain_logprobs(module, token_ids, 1.0))
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])
+def test_the_users_own_forward_and_generate_stay_as_they_were(name, attention, token_ids):
+    module = build(name, attention=attention)
+
+    def own():
+        prompt = token_ids[None, :5]
+        mask = torch.ones_like(prompt)
+        logits = module(input_ids=token_ids[None]).logits
+        return logits, module.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
+
+    with torch.no_grad():
+        before = own()
+        model = CausalLM(module)
+        model.verify()
+        model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
+        torch.testing.assert_close(own(), before, rtol=0, atol=0)
+        with pytest.raises(IndexError):
+            model.hidden_states(torch.tensor([VOCABULARY]), torch.tensor([0]), PackedAttention([1]))
+        torch.testing.assert_close(own(), before, rtol=0, atol=0)
+
+
+def test_dropout_is_off_in_training_mode_too(token_ids):
+    module = build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model = CausalLM(module)
+    module.train()
+    twice = [model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)[0] for _ in range(2)]
+    torch.testing.assert_close(*twice, rtol=0, atol=0)
+    assert all(child.p == 0 for child in module.modules() if isinstance(child, nn.Dropout))
+
+
+def test_weights_are_neither_copied_nor_changed():
+    module = build("qwen2")
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in module.named_parameters()}
+    model = CausalLM(module)
+    model.verify()
+    assert (model.vocab_size, model.max_positions, model.dtype) == (VOCABULARY, 64, torch.float32)
+    for name, parameter in module.named_parameters():
+        pointer, values = before[name]
+        assert parameter.data_ptr() == pointer
+        torch.testing.assert_close(parameter.detach(), values, rtol=0, atol=0)

@@ -1,0 +1,137 @@
+"""Loading: what a complete folder gives, and every incomplete one by name."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from tests.unit.models.families import EOS, VOCABULARY, build
+
+
+@pytest.fixture
+def module():
+    return build("qwen2")
+
+
+@pytest.fixture
+def folder(tmp_path, module):
+    module.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_complete_folder_gives_the_stored_weights_in_the_dtype_asked_for(folder, module, name, dtype):
+    loaded = load_model(str(folder), dtype=name)
+    for key, parameter in module.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(key), parameter.to(dtype), rtol=0, atol=0)
+
+
+def test_a_missing_folder_is_named():
+    for load in (lambda path: load_model(path, dtype="float32"), load_tokenizer):
+        with pytest.raises(ModelError, match="'./no/such/folder' does not exist"):
+            load("./no/such/folder")
+
+
+def test_a_hub_name_that_cannot_be_reached_is_a_model_error():
+    with pytest.raises(ModelError, match="cannot load model 'nobody/nothing'"):
+        load_model("nobody/nothing", dtype="float32")
+
+
+def test_a_folder_without_tokenizer_is_named(folder):
+    with pytest.raises(ModelError, match=r"no tokenizer \(no tokenizer\*\.json\)"):
+        load_tokenizer(str(folder))
+
+
+def test_a_damaged_tokenizer_is_a_model_error(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_missing_tensor_is_named_and_not_left_random(folder):
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"1 missing keys, e\.g\. model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder), dtype="float32")
+
+
+def test_a_tensor_of_another_shape_is_refused(folder):
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)}))
+    with pytest.raises(ModelError):
+        load_model(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 1000, -100])
+def test_a_damaged_weights_file_is_a_model_error(folder, kept_bytes):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(ModelError, match="cannot load model"):
+        load_model(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_folder_without_weights_or_config_is_a_model_error(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match="cannot load model"):
+        load_model(str(folder), dtype="float32")
+
+
+class FakeTokenizer:
+    def __init__(self, size=VOCABULARY, eos_token_id=EOS):
+        self.size, self.eos_token_id = size, eos_token_id
+
+    def __len__(self):
+        return self.size
+
+    def __call__(self, text):
+        return text
+
+    def decode(self, ids):
+        return ids
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (None, "needs tokenizer="),
+        ("gpt2", "tokenizer=str is not a tokenizer"),
+        (FakeTokenizer(VOCABULARY + 1), "98 tokens but the model embeds 97"),
+    ],
+)
+def test_a_tokenizer_that_cannot_go_with_the_model_is_refused(module, tokenizer, message):
+    check_tokenizer(FakeTokenizer(), module)
+    with pytest.raises(ModelError, match=message):
+        check_tokenizer(tokenizer, module)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_eos", "model_eos", "extra", "expected"),
+    [
+        (5, None, [], (5,)),
+        (None, [9, 2], [], (2, 9)),
+        (5, [5, 7], [3, 5], (3, 5, 7)),
+        (None, None, [0], (0,)),
+    ],
+)
+def test_stop_tokens_are_those_of_all_sources_once(module, tokenizer_eos, model_eos, extra, expected):
+    module.generation_config = SimpleNamespace(eos_token_id=model_eos)
+    assert stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_eos", "extra", "message"),
+    [(None, [], "set stop_token_ids"), (5, [97], r"\[97\] are outside"), (5, [-1], r"\[-1\] are outside")],
+)
+def test_unusable_stop_tokens_are_refused(module, tokenizer_eos, extra, message):
+    module.generation_config = None
+    with pytest.raises(ModelError, match=message):
+        stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra)

@@ -1,0 +1,102 @@
+"""What the contract tests know of an engine: how to make one. A new engine joins by one line in FACTORIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.models import CausalLM
+from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
+from hybrid_rl.rollout import FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
+from hybrid_rl.rollout.base import TAGS
+from hybrid_rl.rollout.inplace import InPlaceEngine
+from tests.unit.models.families import VOCABULARY, build
+
+
+@dataclass
+class Rig:
+    """An engine beside the trainer's model whose weights it gets."""
+
+    engine: RolloutEngine
+    module: PreTrainedModel
+
+    def publish(self, version: int) -> HandoffReport:
+        return self.engine.update_weights(TensorSource.of(self.module), version)
+
+    def ready(self, version: int = 1) -> Rig:
+        self.engine.wake(TAGS)
+        self.publish(version)
+        return self
+
+    def run(self, requests: list[RolloutRequest], version: int = 1) -> list[FinishedSample]:
+        return generate(self.engine, requests, version)
+
+    def perturb(self) -> None:
+        """An optimizer step: every weight moves, in place."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+
+
+def inplace(family: str = "qwen2", **settings: int) -> Rig:
+    module = build(family)
+    config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
+    return Rig(InPlaceEngine(CausalLM(module), config, max_length=48), module)
+
+
+FACTORIES: dict[str, Callable[..., Rig]] = {"inplace": inplace}
+
+# (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
+SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]
+
+
+def prompt(length: int, start: int = 2) -> tuple[int, ...]:
+    return tuple((start + 7 * i) % (VOCABULARY - 2) + 2 for i in range(length))
+
+
+def request(
+    identity: int, length: int = 4, max_tokens: int = 6, *, group: int | None = None, **params
+) -> RolloutRequest:
+    params = {"seed": 100 + identity, **params}
+    return RolloutRequest(identity, prompt(length), SamplingParams(max_tokens, **params), group)
+
+
+def mixed_requests() -> list[RolloutRequest]:
+    """Groups of three over all shapes, and a greedy and a truncated sample among them."""
+    requests = [
+        request(3 * number + member, length, max_tokens, group=number)
+        for number, (length, max_tokens) in enumerate(SHAPES)
+        for member in range(3)
+    ]
+    return [
+        *requests,
+        request(90, 6, 8, temperature=0.0),
+        request(91, 6, 8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
+    ]
+
+
+def same_samples(mine: list[FinishedSample], theirs: list[FinishedSample]) -> None:
+    """Equal but for the last bits of the logprobs, which depend on the shape of a matrix product."""
+    for left, right in zip(mine, theirs, strict=True):
+        assert (left.id, left.completion_ids, left.finish_reason) == (
+            right.id,
+            right.completion_ids,
+            right.finish_reason,
+        )
+        torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), rtol=1e-5, atol=1e-5)
+
+
+def forward_logprobs(
+    module: PreTrainedModel, sent: RolloutRequest, sample: FinishedSample, temperature: float = 1.0
+) -> torch.Tensor:
+    """ln p of a sample's tokens by one plain forward over the whole sequence."""
+    token_ids = torch.tensor([*sent.prompt_ids, *sample.completion_ids])
+    with torch.no_grad():
+        logits = module(input_ids=token_ids[None], use_cache=False).logits[0]
+    first = len(sent.prompt_ids)
+    log_p = (logits[first - 1 : -1] / temperature).log_softmax(1)
+    return log_p.gather(1, token_ids[first:, None])[:, 0]

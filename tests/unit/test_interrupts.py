@@ -1,0 +1,140 @@
+"""Ctrl-C, really sent, arrives after the block and not in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from hybrid_rl.interrupts import deferred_interrupt
+
+LIMIT = 20.0  # seconds a signal may take; it takes microseconds
+
+# Sends itself Ctrl-C while it updates, under whatever handler it was started with.
+PROGRAM = """
+import os, signal
+from hybrid_rl.interrupts import deferred_interrupt
+with deferred_interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("updated", flush=True)
+print("after", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[Any]:
+    """Python's own handler, whatever the test runner has set; and back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    """Ctrl-C, and enough bytecodes for the interpreter to notice."""
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):
+        time.sleep(0)
+
+
+def test_it_waits_for_the_end_of_the_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with deferred_interrupt():
+            interrupt()
+            done.append("update")
+        done.append("never")
+    assert done == ["update"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_one_passes_at_once() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        interrupt()
+        done.append("first")
+        interrupt()
+        done.append("second")
+    assert done == ["first"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_none_sent_none_raised() -> None:
+    with deferred_interrupt():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_an_error_of_the_block_is_what_comes_out(sent: bool) -> None:
+    with pytest.raises(ValueError), deferred_interrupt():
+        if sent:
+            interrupt()
+        raise ValueError
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_outer_block_holds_it_as_well() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        with deferred_interrupt():
+            interrupt()
+        done.append("after the inner block")
+    assert done == ["after the inner block"]
+
+
+def test_the_handler_that_was_there_gets_it() -> None:
+    """A notebook or a launcher may have its own; it runs once, after the block."""
+    log: list[str] = []
+    signal.signal(signal.SIGINT, lambda *_: log.append("handled"))
+    with deferred_interrupt():
+        interrupt()
+        log.append("update")
+    assert log == ["update", "handled"]
+
+
+def test_elsewhere_than_in_the_main_thread_the_block_runs() -> None:
+    log: list[Any] = []
+
+    def work() -> None:
+        with deferred_interrupt():
+            log.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(LIMIT)
+    assert log == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize(
+    ("disposition", "output", "status"),
+    [(signal.SIG_DFL, "updated\n", None), (signal.SIG_IGN, "updated\nafter\n", 0)],
+    ids=["shell", "background"],
+)
+def test_in_a_process_of_its_own(disposition: signal.Handlers, output: str, status: int | None) -> None:
+    """Started from a shell it ends as Ctrl-C ends programs; started with Ctrl-C ignored (in the background of a
+    script) it goes on."""
+    signal.signal(signal.SIGINT, disposition)  # inherited by the child
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LIMIT * 3)
+    assert result.stdout == output
+    if status is None:
+        assert result.returncode != 0 and "KeyboardInterrupt" in result.stderr
+    else:
+        assert result.returncode == status
+
+
+def test_sent_from_another_process() -> None:
+    code = f"import os, signal, time; time.sleep(0.2); os.kill({os.getpid()}, signal.SIGINT)"
+    held = False
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt(), nullcontext():
+        sender = subprocess.Popen([sys.executable, "-c", code])
+        sender.wait(LIMIT)
+        held = True
+    assert held and sender.returncode == 0

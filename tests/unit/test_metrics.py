@@ -1,0 +1,73 @@
+"""Sums that join, and one way to take time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybrid_rl import metrics
+from hybrid_rl.metrics import MetricSums, Timings, finite, mean_and_std
+
+# What four micro-batches saw of one mini-batch: total and count of a mean, then a low and a high.
+PARTS = [(6.0, 3, -1.0, 2.0), (10.0, 1, 0.5, 0.7), (0.0, 0, math.nan, math.nan), (-4.0, 4, -0.25, 9.0)]
+
+
+def sums_of(parts: list[tuple[float, float, float, float]]) -> MetricSums:
+    sums = MetricSums()
+    for total, count, low, high in parts:
+        sums.mean("mean", total, count)
+        sums.low("low", low)
+        sums.high("high", high)
+    return sums
+
+
+@pytest.mark.parametrize("cut", [[4], [1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
+def test_any_cut_joins_to_the_same(cut: list[int]) -> None:
+    """(6 + 10 + 0 - 4) / 8 = 1.5, where the mean of means would be 11 / 4 or worse."""
+    joined, start = MetricSums(), 0
+    for size in cut:
+        joined.merge(sums_of(PARTS[start : start + size]))
+        start += size
+    assert joined.result() == {"mean": 1.5, "low": -1.0, "high": 9.0}
+
+
+def test_nothing_counted_is_left_out() -> None:
+    assert sums_of([PARTS[2]]).result() == {}
+
+
+def test_merging_leaves_the_other_alone() -> None:
+    one, other = sums_of(PARTS[:1]), sums_of(PARTS[1:2])
+    one.merge(other)
+    assert other.result() == {"mean": 10.0, "low": 0.5, "high": 0.7}
+
+
+def test_timings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.5, 10.0, 10.25])
+    monkeypatch.setattr(metrics, "now", lambda: next(clock))
+    timings = Timings()
+    with timings.measure("update"):
+        pass
+    with pytest.raises(RuntimeError), timings.measure("update"):
+        raise RuntimeError("still counted")
+    timings.add("reward", 4.0)
+    assert timings.result("timing") == {"timing/update": 2.75, "timing/reward": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "std"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], 0.25, 0.5),
+        ([1.0, math.nan, 3.0], 2.0, math.sqrt(2)),
+        ([5.0], 5.0, 0.0),
+        ([math.nan], math.nan, math.nan),
+        ([], math.nan, math.nan),
+    ],
+)
+def test_mean_and_std(values: list[float], mean: float, std: float) -> None:
+    assert mean_and_std(torch.tensor(values)) == pytest.approx((mean, std), nan_ok=True)
+
+
+def test_finite() -> None:
+    assert finite({"a": 1.0, "b": math.nan, "c": math.inf, "d": -math.inf, "e": 0}) == {"a": 1.0, "e": 0}

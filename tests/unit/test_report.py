@@ -1,0 +1,279 @@
+"""The run folder: nothing lost on a full disk, no half line, no other run's results overwritten, and a picture."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.report import JsonLines, RunFolder, Trackers, draw_curves, read_jsonl
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs the device of a full disk")
+# Characters at which str.splitlines cuts and JSON does not escape, an astral one and half of one.
+ODD_TEXT = "a\u2028b\u2029c\x85d\r\ne\x0bf\x1cg 😀 \ud83d"
+
+# A disk that is full after 1000 bytes, in a process of its own: the limit also holds for files that exist.
+FULL_AFTER_1000 = """
+import json, resource, signal, sys
+from pathlib import Path
+from hybrid_rl.report import JsonLines
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+file = JsonLines(path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+seen = []
+for step in range(10):
+    file.write([{"step": step, "part": part, "text": "x" * 70} for part in range(2)])
+    seen.append((path.stat().st_size, file.num_pending))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(json.dumps({"seen": seen, "full": path.read_text(), "flushed": file.flush(), "left": file.num_pending}))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(str(tmp_path), "run", "grpo")
+
+
+# --------------------------------------------------------------------------------------------------------- JsonLines
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
+def test_a_disk_that_fills_up_and_is_freed_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_AFTER_1000, str(path)], capture_output=True, text=True, check=True
+    )
+    told = json.loads(result.stdout)
+    size = len(json.dumps({"step": 0, "part": 0, "text": "x" * 70})) + 1
+    whole = 1000 // (2 * size)  # calls that fit: each writes its two records or neither
+    assert told["seen"] == [[2 * size * min(call, whole), 2 * max(0, call - whole)] for call in range(1, 11)]
+    assert told["full"].endswith("\n") and len(told["full"].split("\n")) - 1 == 2 * whole
+    assert told["flushed"] is True and told["left"] == 0
+    assert [(r["step"], r["part"]) for r in read_jsonl(path)] == [(s, p) for s in range(10) for p in range(2)]
+    assert result.stderr.count("cannot write") == 1 and "only" in result.stderr
+
+
+@needs_full
+def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = JsonLines(FULL)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            file.write([{"step": step}])
+        assert not file.flush() and file.num_pending == 3
+        file.path = tmp_path / "metrics.jsonl"
+        assert file.flush()
+    assert [r["step"] for r in read_jsonl(file.path)] == [0, 1, 2]
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "cannot write /dev/full",
+        f"{file.path} can be written again; nothing was lost",
+    ]
+
+
+def test_appends_to_what_is_there(tmp_path: Path) -> None:
+    for step in range(2):
+        JsonLines(tmp_path / "m.jsonl").write([{"step": step}])
+    assert (tmp_path / "m.jsonl").read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
+def test_nothing_written_makes_no_file(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "m.jsonl")
+    file.write([])
+    assert file.flush() and not file.path.exists() and read_jsonl(file.path) == []
+
+
+def test_any_text_of_a_model_comes_back(tmp_path: Path) -> None:
+    """One record, one line, whatever it holds; objects that JSON does not know go as text."""
+    file = JsonLines(tmp_path / "samples.jsonl")
+    file.write([{"completion": ODD_TEXT, "folder": Path("a")}, {"completion": ""}])
+    assert file.path.read_bytes().count(b"\n") == 2
+    assert read_jsonl(file.path) == [{"completion": ODD_TEXT, "folder": "a"}, {"completion": ""}]
+
+
+# --------------------------------------------------------------------------------------------------------- RunFolder
+
+
+def test_a_folder_with_results_is_never_taken(tmp_path: Path) -> None:
+    paths = []
+    for _ in range(3):
+        folder = RunFolder(str(tmp_path / "new" / "runs"), "mine", "grpo")
+        folder.log_metrics(1, {"reward": 1.0})
+        paths.append(folder.path.name)
+    assert paths == ["mine", "mine-2", "mine-3"]
+
+
+def test_an_empty_folder_is_taken_and_a_file_is_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert RunFolder(str(tmp_path), "empty", "grpo").path == tmp_path / "empty"
+    assert RunFolder(str(tmp_path), "file", "grpo").path == tmp_path / "file-2"
+
+
+def test_a_run_without_name_has_algorithm_and_time(tmp_path: Path) -> None:
+    assert re.fullmatch(r"grpo-\d{8}-\d{6}", RunFolder(str(tmp_path), None, "grpo").path.name)
+
+
+def test_a_run_that_goes_on_keeps_its_folder(run: RunFolder) -> None:
+    run.log_metrics(1, {"reward": 0.5})
+    again = RunFolder(str(run.path.parent), "run", "", keep=True)
+    again.log_metrics(2, {"reward": 0.75})
+    assert again.path == run.path and len(read_jsonl(run.metrics.path)) == 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_place_that_cannot_be_written(tmp_path: Path, keep: bool) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot make the run folder .*set output_dir to a writable folder"):
+        RunFolder(str(tmp_path / "file"), "run", "grpo", keep=keep)
+
+
+def test_metrics_are_finite_json(run: RunFolder) -> None:
+    run.log_metrics(3, {"reward": 0.1, "kl": math.nan, "grad_norm": math.inf})
+    assert run.metrics.path.read_text() == '{"step": 3, "reward": 0.1}\n'
+
+
+def test_small_files_are_whole_or_not_there(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_text("config.yaml", "seed: 1\n")
+
+    def half(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text.encode()[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(ConfigError, match=r"cannot write .*config.yaml: .*No space left"):
+        run.write_text("config.yaml", "seed: 2\n")
+    assert run.path.joinpath("config.yaml").read_text() == "seed: 1\n"
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+
+
+def test_keep_until_drops_later_steps_and_cut_lines(run: RunFolder) -> None:
+    """Everything else stays byte for byte, lines with odd characters included."""
+    for step in range(5):
+        run.log_metrics(step, {"reward": float(step)})
+        run.log_samples([{"step": step, "completion": ODD_TEXT}] * 2)
+    files = run.metrics.path, run.samples.path
+    expected = [
+        b"".join(file.read_bytes().splitlines(keepends=True)[:n]) for file, n in zip(files, (4, 8), strict=True)
+    ]
+    for file, cut in zip(files, (b'{"step": 3, "rew', '{"step": 1, "completion": "é'.encode()[:-1]), strict=True):
+        file.write_bytes(file.read_bytes() + cut)
+    run.keep_until(3)
+    assert [file.read_bytes() for file in files] == expected
+    run.log_metrics(4, {"reward": 9.0})
+    assert [r["step"] for r in read_jsonl(run.metrics.path)] == [0, 1, 2, 3, 4]
+
+
+def test_keep_until_without_files(run: RunFolder) -> None:
+    run.keep_until(3)
+    assert list(run.path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------- the last word
+
+
+def test_finish_draws_the_curves(run: RunFolder) -> None:
+    for step in range(4):
+        run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "step_time": 1.0})
+    run.log_metrics(4, {"eval/accuracy": 0.5, "eval/reward": 0.4})
+    run.finish()
+    with Image.open(run.path / "curves.png") as picture:
+        picture.load()
+        assert picture.format == "PNG" and picture.size == (1100, 616)  # four pictures in two rows of 2.8 inches
+        assert len(set(picture.convert("L").tobytes())) > 10
+
+
+@pytest.mark.parametrize("records", [[], [{"step": 1, "num_tokens": 3.0}]])
+def test_nothing_to_draw_draws_nothing(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    JsonLines(tmp_path / "m.jsonl").write(records)
+    draw_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_one_point_is_enough_for_a_picture(tmp_path: Path) -> None:
+    JsonLines(tmp_path / "m.jsonl").write([{"step": 1, "reward": 3.0}])
+    draw_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as picture:
+        picture.verify()
+
+
+@needs_full
+def test_finish_writes_what_waited(run: RunFolder) -> None:
+    there, run.metrics.path = run.metrics.path, FULL
+    run.log_metrics(1, {"reward": 1.0})
+    with pytest.raises(HybridRLError, match=r"/dev/full: the disk is full .* call trainer.save\(\)"):
+        run.finish()
+    run.metrics.path = there
+    run.finish()
+    assert read_jsonl(there) == [{"step": 1, "reward": 1.0}] and (run.path / "curves.png").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    (run.path / "curves.png").mkdir()
+    run.log_metrics(1, {"reward": 1.0})
+    run.finish()
+    assert "cannot draw" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------------------------- trackers
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("tensorboard", "tensorboard"), ("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+)
+def test_a_tracker_that_is_not_installed(
+    tmp_path: Path, name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module == "tensorboard":
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"report_to=\['{name}'\]: .*pip install {name}"):
+        Trackers([name], tmp_path, {})
+
+
+class Recorder(SimpleNamespace):
+    """Both trackers' modules: writes down what is called on it."""
+
+    def __getattr__(self, name: str) -> Any:
+        def record(*arguments: Any, **options: Any) -> Recorder:
+            self.calls.append((name, arguments, options))
+            return self
+
+        return record
+
+
+def test_trackers_get_finite_metrics_and_close_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board, wandb = Recorder(calls=[]), Recorder(calls=[])
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda folder: board.open(folder)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=wandb.init))
+    trackers = Trackers(["tensorboard", "wandb"], tmp_path / "run", {"seed": 1})
+    trackers.log(4, {"reward": 0.5, "kl": math.nan})
+    trackers.close()
+    trackers.close()
+    assert board.calls == [
+        ("open", (str(tmp_path / "run" / "tensorboard"),), {}),
+        ("add_scalar", ("reward", 0.5, 4), {}),
+        ("close", (), {}),
+    ]
+    (_, _, options), *rest = wandb.calls
+    assert (options["name"], options["config"]) == ("run", {"seed": 1})
+    assert rest == [("log", ({"reward": 0.5},), {"step": 4}), ("finish", (), {})]
+
+
+def test_no_trackers(tmp_path: Path) -> None:
+    trackers = Trackers([], tmp_path, {})
+    trackers.log(1, {"reward": 1.0})
+    trackers.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,189 @@
+"""Bad input gets the right error with a helpful message before any weight is loaded or any folder is made."""
+
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hybrid_rl import assembly
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError, NotYetSupportedError
+from tests.tiny import build_model, build_tokenizer, sums
+
+
+@pytest.fixture
+def refused(make_trainer, tmp_path, monkeypatch, model_folder):
+    """Asserts that a Trainer is refused before weights are read and that nothing is left behind."""
+
+    def no_loading(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded before the check")
+
+    def check(error: type, message: str, /, *, may_load: bool = False, **keys) -> None:
+        if not may_load:
+            monkeypatch.setattr(assembly, "load_model", no_loading)
+        keys = {"model": str(model_folder)} | keys
+        with pytest.raises(error, match=message):
+            make_trainer(**keys)
+        assert not (tmp_path / "runs").exists()
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"learning_rat": 1.0}, "learning_rate"),
+        ({"per_device_train_batch_size": 8}, "prompts_per_step"),
+        ({"top_p": 0.9}, "eval_top_p"),
+        ({"learning_rate": "fast"}, "learning_rate='fast'"),
+        ({"num_generations": 1}, "num_generations=1"),
+        ({"prompts_per_mini_batch": 3}, "does not divide prompts_per_step=4"),
+        ({"tokens_per_micro_batch": 4}, "tokens_per_micro_batch=4"),
+        ({"max_completion_length": 64}, "leaves no room"),
+        ({"max_prompt_length": 60}, "max_prompt_length=60"),
+        ({"old_logprobs": "detach", "num_iterations": 2}, "old_logprobs=detach"),
+        ({"kl_estimator": "k2"}, "would do nothing"),
+        ({"eval_steps": 2}, "would do nothing"),
+        ({"warmup_steps": 2}, "would do nothing"),
+        ({"num_train_epochs": 2.0, "max_steps": 3}, "would do nothing"),
+        ({"beta": 0.1, "kl_estimator": "k2"}, "use_bias_correction_kl"),
+        ({"run_name": "a/b"}, "run_name"),
+        ({"resume": "auto"}, "run_name"),
+        ({"config": "nowhere.yaml"}, "does not exist"),
+        ({"reward_weights": [1.0, 2.0]}, "2 reward weights for 1"),
+        ({"reward_funcs": None}, "there is no reward"),
+        ({"reward_funcs": []}, "there is no reward"),
+        ({"reward_funcs": 3}, "cannot be called"),
+        ({"reward_funcs": lambda completions, anser: [0.0]}, "answer"),
+        ({"model": None}, "there is no model"),
+        ({"train_dataset": None}, "there is no training data"),
+        ({"train_dataset": lambda: iter(sums(4)), "num_train_epochs": 1.0}, "set max_steps"),
+        ({"train_dataset": sums(3), "num_train_epochs": 1.0}, "do not fill one step"),
+        ({"eval_dataset": lambda: iter(sums(4))}, "stream"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_config(refused, keys: dict, message: str) -> None:
+    refused(ConfigError, message, **keys)
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_tracker_that_is_not_installed(refused, monkeypatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    refused(ConfigError, f"pip install {name}", report_to=[name])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "empty"),
+        ([{"question": "1"}], "no `prompt` column"),
+        ([{"promt": "1"}], "promt"),
+        ([*sums(4), {"prompt": " ", "answer": "1"}], "row 4: the prompt ' ' is empty"),
+        ([*sums(4), {"prompt": [{"role": "user", "content": "1"}], "answer": "1"}], "row 4: the prompt is messages"),
+        ([{"prompt": 7}], "int"),
+        ([{"prompt": [{"role": "user", "content": "1"}]}], "no chat template"),
+        ([{"prompt": "1" * 60}], "longer"),
+        ([{"prompt": "1", "completions": "1"}], "completions"),
+        ("missing.jsonl", "missing.jsonl"),
+        ({"prompt": ["1"]}, "list of dicts"),
+        (iter(sums(4)), "one-shot"),
+    ],
+    ids=str,
+)
+def test_dataset(refused, dataset, message: str) -> None:
+    refused(DataError, message, train_dataset=dataset)
+
+
+def test_evaluation_set_is_checked_before_training_too(refused) -> None:
+    refused(DataError, "no `prompt` column", eval_dataset=[{"question": "1"}])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"peft_config": object()},
+        {"num_ranks": 2},
+        {"algorithm": "ppo"},
+        {"engine": "vllm"},
+        {"rollout": {"engine": "vllm"}},
+        {"backend": "ray"},
+        {"reward_funcs": "some/reward-model"},
+    ],
+    ids=str,
+)
+def test_what_is_planned_says_not_yet(refused, keys: dict) -> None:
+    refused(NotYetSupportedError, "not|only Python functions work so far", **keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ("./no/such/folder", {}, "does not exist"),
+        (3, {}, "model is a int"),
+        (build_model(), {"tokenizer": None}, "tokenizer="),
+        (build_model(), {"tokenizer": "text"}, "is not a tokenizer"),
+        (build_model(vocab_size=20), {}, "45 tokens but the model embeds 20"),
+    ],
+    ids=["folder", "type", "no tokenizer", "no tokenizer object", "vocabulary"],
+)
+def test_model(refused, model, keys: dict, message: str) -> None:
+    refused(ModelError, message, model=model, **keys)
+
+
+def test_folder_without_tokenizer(refused, model_folder) -> None:
+    for path in model_folder.glob("tokenizer*"):
+        path.unlink()
+    refused(ModelError, "has no tokenizer")
+
+
+def test_folder_without_config(refused, model_folder) -> None:
+    (model_folder / "config.json").unlink()
+    refused(ModelError, "cannot load")
+
+
+def test_folder_with_a_missing_tensor(refused, model_folder) -> None:
+    path = model_folder / "model.safetensors"
+    tensors = load_file(path)
+    gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(ModelError, "1 missing keys, e.g. model.layers.1.mlp.up_proj.weight", may_load=True)
+    save_file(tensors | {"model.layers.1.mlp.up_proj.weight": gone[:1]}, path, metadata={"format": "pt"})
+    refused(ModelError, "up_proj|mismatch", may_load=True)
+
+
+def test_folder_with_a_cut_off_file(refused, model_folder) -> None:
+    path = model_folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(ModelError, "cannot load model", may_load=True)
+
+
+def test_module_of_another_dtype_than_the_key(refused) -> None:
+    refused(ConfigError, "dtype", model=build_model(), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("damage", ["missing", "no state", "bad json"])
+def test_checkpoint_to_resume_from(refused, tmp_path, damage: str) -> None:
+    folder = tmp_path / "checkpoint-1"
+    if damage != "missing":
+        folder.mkdir()
+    if damage == "bad json":
+        (folder / "trainer_state.json").write_text('{"global_step": ')
+    refused(CheckpointError, "damaged" if damage == "bad json" else "not a checkpoint", resume=str(folder))
+
+
+def test_output_dir_that_cannot_be_written(make_trainer, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set output_dir to a writable folder"):
+        make_trainer(output_dir=str(tmp_path / "file" / "runs"))
+
+
+def test_overlong_prompts_can_be_dropped_or_cut(make_trainer) -> None:
+    rows = [*sums(8), {"prompt": "1234567", "answer": "0"}]
+    dropped = make_trainer(train_dataset=rows, max_prompt_length=5, overlong_prompts="drop", num_train_epochs=1.0)
+    assert dropped.max_steps == 2
+    cut = make_trainer(
+        train_dataset=rows[-1:], max_prompt_length=5, overlong_prompts="truncate", prompts_per_step=1, max_steps=1
+    )
+    batch, _ = cut.step()
+    assert batch["prompt_ids"][0].tolist() == build_tokenizer()("34567")["input_ids"]

@@ -1,0 +1,264 @@
+"""Ctrl-C and a full disk, in real processes: what was asked for is saved, and the run can go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import CheckpointError, HybridRLError
+from tests.tiny import build_model, spread, sums
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "prompts_per_step": 4,
+    "num_generations": 2,
+    "max_completion_length": 5,
+    "learning_rate": 1e-2,
+    "max_steps": 5,
+    "run_name": "run",
+    "save_steps": 2,
+}
+# Sends itself SIGINT once, at the second call of a method of the worker: in the main thread, where Ctrl-C arrives.
+PROGRAM = """
+import os, signal, sys, json
+import torch
+torch.set_num_threads(1)
+from hybrid_rl import Trainer
+from hybrid_rl.workers import HybridWorker
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+where, when, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+calls = {"num": 0}
+if where != "none":
+    original = getattr(HybridWorker, where)
+
+    def interrupted(self, *args, **kwargs):
+        calls["num"] += 1
+        if calls["num"] == when:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    interrupted.__dict__.update(original.__dict__)
+    setattr(HybridWorker, where, interrupted)
+with Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
+    trainer.fit()
+"""
+
+
+def run_program(text: str, folder: Path, *arguments: str, **keys) -> subprocess.CompletedProcess[str]:
+    """The text as a script, as users run theirs."""
+    (folder / "program.py").write_text(text)
+    settings = json.dumps(KEYS | {"output_dir": str(folder)} | keys)
+    return subprocess.run(
+        [sys.executable, str(folder / "program.py"), *arguments, settings],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def run(where: str, when: int, folder: Path, **keys) -> subprocess.CompletedProcess[str]:
+    return run_program(PROGRAM, folder, where, str(when), **keys)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = run("none", 0, folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "when", "steps_done"),
+    [("step", 30, None), ("score", 3, 2), ("update", 3, 3), ("publish_weights", 4, 3), ("save", 1, 2)],
+    ids=["rollout", "score", "update", "handoff", "save"],
+)
+def test_ctrl_c_ends_cleanly_and_resume_is_bit_exact(
+    tmp_path, records, straight: Path, where: str, when: int, steps_done: int | None
+) -> None:
+    """Before the update the step is taken back; from the update on it is completed, logged and saved."""
+    broken = run(where, when, tmp_path)
+    # Python's own end, by the signal or with code 1: which of them depends on torch's hooks at exit.
+    assert broken.returncode in (-signal.SIGINT, 1)
+    assert broken.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "interrupted after training step" in broken.stderr
+    assert "During handling of the above exception" not in broken.stderr
+    lines = records(tmp_path / "run")
+    last = lines[-1]["step"]
+    assert [line["step"] for line in lines] == list(range(last + 1))
+    assert steps_done in (None, last)
+    state = json.loads((tmp_path / "run" / f"checkpoint-{last}" / "trainer_state.json").read_text())
+    assert state["global_step"] == last
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+    resumed = run("none", 0, tmp_path, resume="auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert records(tmp_path / "run", comparable=True) == records(straight, comparable=True)
+    assert records(tmp_path / "run", name="samples.jsonl") == records(straight, name="samples.jsonl")
+    weights = [folder / "checkpoint-5" / "model.safetensors" for folder in (tmp_path / "run", straight)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> None:
+    """SIGINT to this process at the given call of a worker method."""
+    worker = trainer.policy._backend._worker
+    original, calls = getattr(worker, method), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(worker, method, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "step"), [("submit", 2, 1), ("step", 8, 1), ("score", 2, 1), ("update", 2, 2)]
+)
+def test_fit_in_a_notebook_goes_on_after_ctrl_c(
+    make_trainer, records, monkeypatch, method: str, when: int, step: int
+) -> None:
+    trainer, straight = make_trainer(max_steps=4), make_trainer(max_steps=4)
+    interrupt_once(trainer, method, when, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.global_step == step
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
+    for one in (trainer, straight):
+        one.fit()
+    assert records(trainer, comparable=True) == records(straight, comparable=True)
+    assert records(trainer, name="samples.jsonl") == records(straight, name="samples.jsonl")
+
+
+def test_ctrl_c_in_an_evaluation_loses_no_step(make_trainer, records, monkeypatch) -> None:
+    trainer = make_trainer(max_steps=3, eval_dataset=sums(2), eval_steps=1, eval_on_start=False)
+    evaluate = trainer.evaluate
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert [line["step"] for line in records(trainer)] == [0, 1]
+    monkeypatch.undo()
+    trainer.fit()
+    assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3]
+
+
+def test_ctrl_c_before_the_first_step(make_trainer, records, monkeypatch) -> None:
+    """In the first evaluation: a later fit() makes it again."""
+    trainer = make_trainer(eval_dataset=sums(2), save_steps=1)
+    interrupt_once(trainer, "step", 2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert not list(trainer.run_folder.glob("checkpoint-*"))
+    trainer.fit()
+    assert ["eval/accuracy" in line for line in records(trainer)] == [True, False, True]
+
+
+def test_second_ctrl_c_breaks_the_update_off_and_saves_nothing_torn(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
+    trainer.step()
+    good = (trainer.run_folder / "checkpoint-1" / "model.safetensors").read_bytes()
+    publish = trainer.policy._backend._worker.publish_weights
+
+    def twice(version: int):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return publish(version)
+
+    monkeypatch.setattr(trainer.policy._backend._worker, "publish_weights", twice)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    with pytest.raises(HybridRLError, match="broken off"):
+        trainer.fit()
+    assert [path.name for path in trainer.run_folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert (trainer.run_folder / "checkpoint-1" / "model.safetensors").read_bytes() == good
+
+
+FULL_DISK = """
+import resource, sys, json, signal
+import torch
+torch.set_num_threads(1)
+from hybrid_rl import Trainer
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+trainer = Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **json.loads(sys.argv[1]))
+trainer.step()
+trainer.step()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit then fails like one on a full disk
+limit = (trainer.run_folder / "metrics.jsonl").stat().st_size + 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+trainer.fit()
+"""
+
+
+@pytest.mark.slow
+def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(tmp_path, make_trainer, records) -> None:
+    done = run_program(FULL_DISK, tmp_path)
+    assert done.returncode == 1
+    assert "earlier checkpoints are untouched" in done.stderr
+    assert "cannot write" in done.stderr
+    folder = tmp_path / "run"
+    assert [path.name for path in folder.glob("*checkpoint*")] == ["checkpoint-2"]
+    assert [line["step"] for line in records(folder)] == [1, 2]  # no line is cut short
+    resumed = make_trainer(**KEYS, output_dir=str(tmp_path), resume="auto")
+    assert resumed.global_step == 2
+    resumed.fit()
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_checkpoint_is_tried_again_after_the_next_step(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(max_steps=4, save_steps=2)
+    trainer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", full)
+        trainer.step()
+        assert not list(trainer.run_folder.glob("*checkpoint*"))
+    trainer.step()
+    assert (trainer.run_folder / "checkpoint-3").is_dir()
+
+
+def test_last_checkpoint_that_cannot_be_written_is_an_error(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(save_steps=2)
+    monkeypatch.setattr("torch.save", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.fit()
+    assert trainer.generate("1+2=")  # the model in memory is whole: it can be saved elsewhere
+    monkeypatch.undo()
+    assert trainer.save().is_dir()
+
+
+def test_a_failed_save_keeps_the_checkpoint_it_would_replace(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer()
+    trainer.step()
+    before = sorted((path.name, path.read_bytes()) for path in trainer.save().iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", full)
+        with pytest.raises(CheckpointError):
+            trainer.save()
+    assert sorted((path.name, path.read_bytes()) for path in (trainer.run_folder / "checkpoint-1").iterdir()) == before
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_overwritten(make_trainer, tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        make_trainer(build_model(), spread).save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"

@@ -1,0 +1,185 @@
+"""A run that was broken off and resumed is, bit for bit, the run that went straight through."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.checkpoint import newest_checkpoint
+from hybrid_rl.errors import CheckpointError, DataError, HybridRLError
+from tests.tiny import build_model, sums
+
+SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def same_optimizer(first: Path, second: Path) -> bool:
+    states = [torch.load(folder / "optimizer.pt", weights_only=True) for folder in (first, second)]
+    return str(states[0]) == str(states[1]) and all(
+        torch.equal(mine, states[1]["adamw"]["state"][index][name])
+        for index, moments in states[0]["adamw"]["state"].items()
+        for name, mine in moments.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_steps": 6},
+        {"max_steps": 6, "num_iterations": 2, "prompts_per_mini_batch": 2, **SCHEDULE},
+        {"num_train_epochs": 2.0},
+        {"max_steps": 6, "beta": 0.1},
+        {"max_steps": 6, "dtype": "bfloat16"},
+        {"max_steps": 6, "train_dataset": lambda: iter(sums(10))},
+        {"max_steps": 6, "shuffle": False, "train_dataset": sums(5), "eval_dataset": sums(2), "eval_steps": 2},
+    ],
+    ids=["plain", "iterations", "epoch boundary", "reference", "bfloat16", "stream", "eval"],
+)
+@pytest.mark.parametrize("broken_at", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_resume_is_bit_exact(make_trainer, tmp_path, records, keys: dict, broken_at: int) -> None:
+    """12 prompts in steps of 4: step 3 ends an epoch. Every run starts from the same weights on disk."""
+    keys = {"save_steps": broken_at, "run_name": "run"} | keys
+    dtype = getattr(torch, keys.get("dtype", "float32"))
+    straight = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "straight"))
+    straight.fit()
+    broken = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "broken"))
+    for _ in range(broken_at):
+        broken.step()
+    # What came after the last checkpoint is lost with the process, except for its records.
+    broken._log.metrics(broken_at + 1, {"reward": -1.0})
+    broken.close()
+    resumed = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "broken"), resume="auto")
+    assert resumed.global_step == broken_at
+    assert resumed.run_folder == broken.run_folder
+    resumed.fit()
+    mine, expected = (records(one, comparable=True) for one in (resumed, straight))
+    assert [line["step"] for line in mine if line["step"]] == list(range(1, 7))
+    assert mine[-6:] == expected[-6:]
+    first, second = (records(one, name="samples.jsonl") for one in (resumed, straight))
+    assert first == second
+    ends = [one.run_folder / "checkpoint-6" for one in (resumed, straight)]
+    assert weights_of(ends[0]) == weights_of(ends[1])
+    assert same_optimizer(*ends)
+
+
+def test_reference_of_a_resumed_run_is_the_initial_model(make_trainer) -> None:
+    """Not the model of the checkpoint: the KL term goes on where it was."""
+    keys = {"max_steps": 3, "beta": 0.1, "save_steps": 2, "run_name": "run"}
+    broken = make_trainer(**keys)
+    broken.step()
+    kl = broken.step().metrics["kl"]
+    resumed = make_trainer(**keys, resume="auto")
+    assert resumed.step().metrics["kl"] > kl > 1e-6
+
+
+def test_resume_from_a_folder_elsewhere_begins_a_run_folder(make_trainer, tmp_path, records) -> None:
+    first = make_trainer(max_steps=2, run_name="first")
+    first.fit()
+    copied = shutil.copytree(first.save(), tmp_path / "kept")
+    second = make_trainer(max_steps=4, run_name="second", resume=str(copied))
+    second.fit()
+    assert second.run_folder.name == "second"
+    assert [line["step"] for line in records(second)] == [3, 4]
+    assert second.num_tokens > first.num_tokens
+
+
+def test_auto_without_a_checkpoint_starts_from_the_beginning(make_trainer, caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        trainer = make_trainer(run_name="run", resume="auto")
+    assert trainer.global_step == 0
+    assert "has no checkpoint yet" in caplog.text
+
+
+def test_auto_again_and_again(make_trainer, records) -> None:
+    """A job that is always started with the same line, and dies: before its first checkpoint, then after it."""
+    keys = {"run_name": "run", "resume": "auto", "save_steps": 2, "max_steps": 6}
+    steps = []
+    for num_steps in (1, 3, 2, 2):
+        trainer = make_trainer(**keys)
+        steps.append(trainer.global_step)
+        for _ in range(num_steps):
+            trainer.step()
+        trainer.close()
+    assert steps == [0, 0, 2, 4]
+    assert [line["step"] for line in records(trainer)] == [1, 2, 3, 4, 5, 6]
+    assert trainer.run_folder.name == "run"
+
+
+def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
+    keys = {"run_name": "run", "save_steps": 2}
+    make_trainer(max_steps=2, **keys).fit()
+    longer = make_trainer(max_steps=4, resume="auto", **keys)
+    longer.fit()
+    assert [line["step"] for line in records(longer)] == [0, 1, 2, 3, 4]
+
+
+def test_resuming_a_finished_run_does_nothing(make_trainer, records) -> None:
+    keys = {"run_name": "run", "save_steps": 2, "max_steps": 2}
+    first = make_trainer(**keys)
+    first.fit()
+    before = records(first)
+    assert make_trainer(resume="auto", **keys).fit() == {}
+    assert records(first) == before
+
+
+def test_other_data_or_seed_is_refused(make_trainer) -> None:
+    keys = {"run_name": "run", "max_steps": 4}
+    first = make_trainer(**keys)
+    first.step()
+    first.save()
+    for changed in ({"seed": 7}, {"train_dataset": sums(11)}, {"shuffle": False}):
+        with pytest.raises(DataError, match="other data or settings"):
+            make_trainer(resume="auto", **keys | changed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+def test_damaged_optimizer_state_is_refused(make_trainer, damage: str) -> None:
+    first = make_trainer(run_name="run", max_steps=4)
+    first.step()
+    path = first.save() / "optimizer.pt"
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: 100 if damage == "cut" else 0])
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        make_trainer(run_name="run", max_steps=4, resume="auto")
+
+
+def test_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-x", ".checkpoint-99.1.tmp"):
+        (tmp_path / name).mkdir()
+        if name != "checkpoint-11":
+            (tmp_path / name / "trainer_state.json").write_text("{}")
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_state_of_a_checkpoint(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.fit()
+    state = json.loads((trainer.save() / "trainer_state.json").read_text())
+    assert (state["global_step"], state["num_tokens"]) == (2, trainer.num_tokens)
+    assert state["sampler"]["position"] == 8
+    assert state["config"]["optimizer"]["learning_rate"] == 1e-2
+
+
+def test_update_that_broke_off_is_neither_saved_nor_trained_on(make_trainer, monkeypatch) -> None:
+    """Between two steps the weights belong to no step: everything but a new Trainer is refused."""
+    trainer = make_trainer(max_steps=3, run_name="run", save_steps=1)
+    trainer.step()
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trainer.policy._backend._worker, "update", out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.step()
+    for call in (trainer.step, trainer.save, lambda: trainer.generate("1")):
+        with pytest.raises(HybridRLError, match="broken off"):
+            call()
+    assert make_trainer(max_steps=3, run_name="run", resume="auto").global_step == 1

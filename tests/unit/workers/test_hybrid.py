@@ -1,0 +1,209 @@
+"""The hybrid worker: what it adds to a batch, what it leaves in memory, and that it refuses a stale engine."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.rollout import RolloutRequest, SamplingParams
+from tests.tiny import ids_of
+
+
+def own_logprobs(module: torch.nn.Module, batch, temperature: float = 1.0) -> torch.Tensor:
+    """The independent reference: one plain forward of transformers per sample."""
+    rows = []
+    for prompt, completion in zip(batch["prompt_ids"], batch["completion_ids"], strict=True):
+        with torch.no_grad():
+            logits = module(input_ids=torch.cat([prompt, completion])[None]).logits[0]
+        logits = logits[len(prompt) - 1 : -1].double() / temperature
+        rows.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("mode", ["detach", "recompute", "rollout"])
+def test_score_adds_what_the_mode_needs(make_bench, mode: str) -> None:
+    bench = make_bench(old_logprobs=mode, temperature=0.8)
+    batch = bench.rollout()
+    scored = bench.group.score(batch, 1)
+    assert set(scored) - set(batch) == (set() if mode == "detach" else {"old_logprobs"})
+    expected = own_logprobs(bench.module, batch, 0.8).float()
+    torch.testing.assert_close(batch["rollout_logprobs"].values, expected, rtol=0, atol=1e-5)
+    if mode == "recompute":
+        torch.testing.assert_close(scored["old_logprobs"].values, expected, rtol=0, atol=1e-5)
+    if mode == "rollout":
+        assert torch.equal(scored["old_logprobs"].values, batch["rollout_logprobs"].values)
+
+
+def test_advantages_are_spread_over_the_tokens_of_a_sample(make_bench) -> None:
+    batch = make_bench().rollout()
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, math.nan, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    batch = batch.without("rewards").with_columns(rewards=rewards)
+    found = make_bench().group.advantages(batch)["advantages"]
+    # one success in three: mean 1/3, sample deviation sqrt(1/3); one of two after a failure: mean 1/2, sqrt(1/2)
+    third, half = math.sqrt(1 / 3) + 1e-4, math.sqrt(1 / 2) + 1e-4
+    expected = [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, 0, 0, 0, -0.5 / half, 0, 0.5 / half, 0, 0, 0]
+    for row, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, torch.full_like(row, value), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["detach", "recompute"])
+def test_first_ratio_is_exactly_one(make_bench, mode: str) -> None:
+    metrics = make_bench(old_logprobs=mode).train()
+    assert metrics["ratio/min"] == metrics["ratio/max"] == metrics["ratio/mean"] == 1.0
+    assert metrics["clip_ratio/region_mean"] == 0.0
+
+
+def test_later_updates_have_other_ratios(make_bench) -> None:
+    metrics = make_bench(num_iterations=2).train()
+    assert metrics["ratio/min"] < 1.0 < metrics["ratio/max"]
+
+
+def test_rollout_mode_compares_with_the_engine(make_bench) -> None:
+    metrics = make_bench(old_logprobs="rollout").train()
+    assert 0 < abs(metrics["ratio/max"] - 1) < 1e-4
+
+
+def test_mismatch_is_measured_before_the_first_update(make_bench) -> None:
+    """Two fp32 implementations of one forward pass; after an update of 1e-2 the gap would be a thousandfold."""
+    for keys in ({}, {"num_iterations": 3}, {"old_logprobs": "rollout", "prompts_per_mini_batch": 2}):
+        metrics = make_bench(**keys).train()
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+        assert metrics["mismatch/prob_difference_mean"] < 1e-5
+        assert abs(metrics["mismatch/kl"]) < 1e-8
+
+
+def test_reference_stays_at_the_initial_weights(make_bench) -> None:
+    bench = make_bench(beta=0.1, temperature=0.8)
+    initial = copy.deepcopy(bench.module)
+    first = bench.train(1)
+    second = bench.train(2)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-10)
+    assert second["kl"] > 1e-4
+    batch = bench.group.score(bench.rollout(3), 3)
+    expected = own_logprobs(initial, batch, 0.8).float()
+    torch.testing.assert_close(batch["ref_logprobs"].values, expected, rtol=0, atol=1e-5)
+    moved = own_logprobs(bench.module, batch, 0.8).float()
+    assert (moved - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("keys", "per_step"),
+    [
+        ({}, 1),
+        ({"prompts_per_mini_batch": 2}, 2),
+        ({"prompts_per_mini_batch": 1, "num_iterations": 3}, 12),
+    ],
+)
+def test_optimizer_steps_and_schedule(make_bench, keys: dict, per_step: int) -> None:
+    """The schedule runs over the real number of optimizer steps: linear to 0 at the end of the last training step."""
+    bench = make_bench(lr_scheduler_type="linear", num_training_steps=2, **keys)
+    optimizer = bench.worker._actor.optimizer
+    assert optimizer.learning_rate == pytest.approx(1e-2)
+    rates = [1e-2 * (1 - index / (2 * per_step)) for index in range(2 * per_step)]
+    first, second = bench.train(1), bench.train(2)
+    assert first["learning_rate"] == pytest.approx(sum(rates[:per_step]) / per_step)
+    assert second["learning_rate"] == pytest.approx(sum(rates[per_step:]) / per_step)
+    assert optimizer.learning_rate == pytest.approx(0.0, abs=1e-12)
+    state = optimizer.state_dict()["adamw"]["state"]
+    assert {int(moments["step"]) for moments in state.values()} == {2 * per_step}
+
+
+def test_cache_sleeps_while_the_actor_trains(make_bench) -> None:
+    bench = make_bench()
+    assert "kv_cache" in bench.awake
+    full = bench.group.memory_metrics()["memory/kv_cache_bytes"]
+    assert full > 0
+    batch = bench.prepared()
+    bench.group.update(batch, 1)
+    assert "kv_cache" not in bench.awake
+    metrics = bench.group.memory_metrics()
+    assert metrics["memory/kv_cache_bytes"] == 0
+    assert metrics["memory/actor_bytes"] == 4 * sum(p.numel() for p in bench.module.parameters())
+    bench.group.publish_weights(1)
+    assert "kv_cache" in bench.awake
+    assert bench.group.memory_metrics()["memory/kv_cache_bytes"] == full
+
+
+def test_handoff_says_version_bytes_and_gap(make_bench) -> None:
+    bench = make_bench()
+    bench.train(1)
+    assert bench.handoff["handoff/version"] == 1.0
+    assert bench.handoff["handoff/bytes"] == 0.0
+    assert 0 <= bench.handoff["handoff/probe_gap"] < 1e-4
+
+
+@pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2]), (2, [0, 2])])
+def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
+    bench = make_bench(probe_steps=every)
+    handoffs = [bench.handoff]
+    for step in (1, 2):
+        bench.train(step)
+        handoffs.append(bench.handoff)
+    assert [version for version, found in enumerate(handoffs) if "handoff/probe_gap" in found] == probed
+
+
+def test_engine_with_other_modules_is_refused(make_bench) -> None:
+    bench = make_bench()
+    bench.worker._engine._model = CausalLM(copy.deepcopy(bench.module))
+    with pytest.raises(HandoffError, match="replaced"):
+        bench.group.publish_weights(1)
+
+
+def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkeypatch) -> None:
+    """Every tensor is shared and yet the answer is stale: what a derived tensor that was not refreshed would do."""
+    bench = make_bench()
+    logits = bench.worker._engine._model.logits
+    head = bench.module.lm_head.weight.detach().clone()
+
+    class Stale:
+        def __getattr__(self, name: str):
+            return getattr(bench.worker._actor.model, name)
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return logits(hidden) - hidden @ bench.module.lm_head.weight.T + hidden @ head.T
+
+    monkeypatch.setattr(bench.worker._engine, "_model", Stale())
+    bench.group.publish_weights(1)
+    with torch.no_grad():
+        bench.module.lm_head.weight.normal_()
+    with pytest.raises(HandoffError, match=r"policy version 2.*logprobs of the probe prompt"):
+        bench.group.publish_weights(2)
+
+
+def test_weights_that_are_not_finite_stop_the_run(make_bench) -> None:
+    bench = make_bench()
+    with torch.no_grad():
+        bench.module.model.norm.weight[0] = math.nan
+    with pytest.raises(HandoffError, match="not finite"):
+        bench.group.publish_weights(1)
+
+
+def test_rebound_storage_is_followed(make_bench) -> None:
+    """`param.data = ...` moves the storage: the engine decodes from the same module and so follows."""
+    bench = make_bench()
+    for parameter in bench.module.parameters():
+        parameter.data = parameter.data.clone() * 1.5
+    assert bench.group.publish_weights(1)["handoff/probe_gap"] < 1e-4
+
+
+def test_stale_version_refuses_to_generate(make_bench) -> None:
+    bench = make_bench()
+    bench.group.publish_weights(1)
+    request = RolloutRequest(7, tuple(ids_of("1+2=")), SamplingParams(max_tokens=2))
+    with pytest.raises(EngineStateError, match="version 1 but version 0"):
+        bench.group.submit([request], 0)
+
+
+def test_non_finite_gradient_is_counted_and_leaves_the_weights(make_bench) -> None:
+    bench = make_bench(num_iterations=2)
+    before = copy.deepcopy(bench.module.state_dict())
+    handle = bench.module.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    metrics = bench.train(1)
+    assert metrics["skipped_updates"] == 1.0  # a mean over the optimizer steps: all were skipped
+    assert all(torch.equal(value, before[name]) for name, value in bench.module.state_dict().items())
+    handle.remove()
+    assert bench.train(2)["skipped_updates"] == 0.0
+    assert not torch.equal(bench.module.lm_head.weight, before["lm_head.weight"])
