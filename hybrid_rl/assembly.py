@@ -61,7 +61,8 @@ def record_arguments(
         dtype = str(model.dtype).removeprefix("torch.")
         if "model.dtype" in given and config.model.dtype != dtype:
             raise ConfigError(
-                f"model.dtype={config.model.dtype}, but the module holds {dtype}; convert it with .to(...) or leave dtype out"
+                f"model.dtype={config.model.dtype}, but the module holds {dtype}; convert it with .to(...), or leave "
+                "dtype out"
             )
         found["model.dtype"] = dtype
     return load_config(config, found)[0]
