@@ -101,9 +101,8 @@ def micro_batch_loss(
     packed = Packed.of(batch, device)
     logprobs, entropy = model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
     mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions).to(device)
-    # In a masked token every ratio is 1: an overflow there would reach the gradient as 0 * inf.
     own = logprobs.detach()
-    old = torch.where(mask, batch["old_logprobs"].values.to(device), own) if "old_logprobs" in batch else own
+    old = batch["old_logprobs"].values.to(device) if "old_logprobs" in batch else own
     advantages = batch["advantages"].values.to(device)
     num_rows = batch.num_samples
     loss = algorithm.policy_loss(
@@ -112,6 +111,7 @@ def micro_batch_loss(
     per_token = loss.per_token
     sums = MetricSums()
     if config.beta > 0:
+        # torch.where: where the mask is off an overflow of exp would reach the gradient as 0 * inf.
         reference = torch.where(mask, batch["ref_logprobs"].values.to(device), own)
         kl = kl_estimate(logprobs, reference, config.kl_estimator)
         if config.use_bias_correction_kl:

@@ -1,9 +1,8 @@
-"""The quickstart task: two-digit sums and differences from reasoning-gym's `chain_sum`, asked as `37+48=`.
+"""The quickstart task: sums of two numbers below 100 from reasoning-gym's `basic_arithmetic`, asked as `37+48=`.
 
-A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is what a careless worker writes who treats each
-column on its own: forgets the carry in a sum, and in a difference takes the smaller digit from the larger (the
-"smaller-from-larger" bug of Brown and VanLehn, Repair Theory, 1980). The supervised warm start imitates such a worker
-(`demonstrations`); GRPO then sees only whether a completion equals `answer`.
+A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is what a careless worker writes who forgets the
+carry of the ones. The supervised warm start imitates such a worker (`demonstrations`); GRPO then sees only whether a
+completion equals `answer`.
 """
 
 import random
@@ -18,12 +17,12 @@ from hybrid_rl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
-MAX_COMPLETION_TOKENS = 6  # "198" and "-89" take four with <eos>; two spare, so that running on is seen
-NUM_DRAWS = 30_000  # of 16,200 possible problems, enough to meet about 84 % of them
-NUM_HELD_OUT_OPERANDS = 15  # of 90
-EASY_SHARE = 0.3  # problems on which the careless worker is right all the same; fixes where the warm start ends
+MAX_COMPLETION_TOKENS = 6  # "198" takes four with <eos>; two spare, so that running on is seen
+NUM_DRAWS = 30_000  # of 10,000 possible problems: nearly all of them are met
+HELD_OUT_ROUNDS = 2  # each holds out ten operands that have every tens and every ones digit once
+EASY_SHARE = 0.35  # problems without a carry, where the careless worker is right; fixes where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
-_SUM = re.compile(r"(\d\d)([+-])(\d\d)=")
+_SUM = re.compile(r"(\d{1,2})\+(\d{1,2})=")
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,11 @@ class Task:
     heldout: list[Row]
 
 
-def build_task(seed: int, num_train: int = 7000, num_heldout: int = 200) -> Task:
+def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task:
     """The task for `seed`: distinct problems, the same for the same arguments.
 
-    In both parts `EASY_SHARE` of the problems need no carry, no borrow and no sign. Raises `ConfigError` when there
-    are not enough distinct problems of a kind.
+    In both parts `EASY_SHARE` of the problems need no carry. Raises `ConfigError` when there are not enough distinct
+    problems of a kind.
     """
     rng = random.Random(seed)
     heldout_operands = _choose_operands(rng)
@@ -61,17 +60,16 @@ def build_task(seed: int, num_train: int = 7000, num_heldout: int = 200) -> Task
 
 def operands(prompt: str) -> tuple[int, int]:
     """The two numbers in a prompt such as `37+48=`; `DataError` if it does not look like that."""
-    left, _, right = _parse(prompt)
-    return left, right
+    match = _SUM.fullmatch(prompt)
+    if match is None:
+        raise DataError(f"prompt {prompt!r} is not a sum of two numbers below 100; write it like '37+48='")
+    return int(match[1]), int(match[2])
 
 
 def slip(prompt: str) -> str:
-    """The careless worker's answer: `37+48=` gives 75, `67+58=` 115, `52-17=` 45 and `17-52=` 45."""
-    left, operator, right = _parse(prompt)
-    (left_tens, left_ones), (right_tens, right_ones) = divmod(left, 10), divmod(right, 10)
-    if operator == "+":
-        return str((left_tens + right_tens) * 10 + (left_ones + right_ones) % 10)
-    return str(abs(left_tens - right_tens) * 10 + abs(left_ones - right_ones))
+    """The careless worker's answer: `37+48=` gives 75, `67+58=` gives 115, `31+42=` gives 73."""
+    (left_tens, left_ones), (right_tens, right_ones) = (divmod(number, 10) for number in operands(prompt))
+    return str((left_tens + right_tens) * 10 + (left_ones + right_ones) % 10)
 
 
 def demonstrations(rows: Sequence[Row]) -> list[Row]:
@@ -101,40 +99,38 @@ def exact_answer(prompts: list[str], completions: list[str], answer: list[str], 
 
 
 def _choose_operands(rng: random.Random) -> frozenset[int]:
-    """The held-out operands: each tens digit and each ones digit once or twice, so that training lacks none of them."""
-    tens, ones = list(range(1, 10)), list(range(10))
-    while True:
-        chosen = frozenset(
-            10 * ten + one
-            for ten, one in zip(
-                rng.sample(tens, 9) + rng.sample(tens, NUM_HELD_OUT_OPERANDS - 9),
-                rng.sample(ones, 10) + rng.sample(ones, NUM_HELD_OUT_OPERANDS - 10),
-                strict=True,
-            )
-        )
-        # A pair of digits may come up twice: then draw again.
-        if len(chosen) == NUM_HELD_OUT_OPERANDS:
-            return chosen
+    """The held-out operands: every tens digit and every ones digit equally often, so that training lacks none of
+    them."""
+    chosen: set[int] = set()
+    while len(chosen) < 10 * HELD_OUT_ROUNDS:
+        one_round = {10 * tens + ones for tens, ones in zip(range(10), rng.sample(range(10), 10), strict=True)}
+        if not chosen & one_round:
+            chosen |= one_round
+    return frozenset(chosen)
 
 
 def _draw(seed: int) -> list[Row]:
     """`NUM_DRAWS` problems, with repetitions."""
     # reasoning-gym seeds item i with seed + i: neighbouring seeds would share nearly all items, hence the stride.
     dataset = reasoning_gym.create_dataset(
-        "chain_sum",
+        "basic_arithmetic",
         seed=seed * NUM_DRAWS,
         size=NUM_DRAWS,
         min_terms=2,
         max_terms=2,
         min_digits=2,
         max_digits=2,
+        operators=("+",),
+        allow_parentheses=False,
+        allow_negation=False,
     )
     rows = []
     for index in range(NUM_DRAWS):
         item = dataset[index]
         # Spaces would be a third of the tokens and carry nothing.
         prompt = item["metadata"]["expression"].replace(" ", "") + "="
-        rows.append({"prompt": prompt, "answer": item["answer"], "slip": slip(prompt)})
+        if _SUM.fullmatch(prompt):  # it draws 100, too
+            rows.append({"prompt": prompt, "answer": item["answer"], "slip": slip(prompt)})
     return rows
 
 
@@ -151,10 +147,3 @@ def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[
     chosen = rng.sample(easy, num_easy) + rng.sample(hard, count - num_easy)
     rng.shuffle(chosen)
     return chosen
-
-
-def _parse(prompt: str) -> tuple[int, str, int]:
-    match = _SUM.fullmatch(prompt)
-    if match is None:
-        raise DataError(f"prompt {prompt!r} is not a two-digit sum or difference; write it like '37+48='")
-    return int(match[1]), match[2], int(match[3])

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from recipes.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrations
 
-WARM_START_STEPS = 1200
+WARM_START_STEPS = 700
 WARM_START_LR = 3e-3
 # Strong, because the training operands are few: without it the model remembers numbers instead of reading digits,
 # and neither more supervision nor GRPO brings the unseen numbers in afterwards.

@@ -193,7 +193,7 @@ def test_run_folder(make_trainer, records) -> None:
     trainer = make_trainer(reward_funcs=[exact, spread], reward_weights=[2.0, 0.5])
     trainer.fit()
     names = {path.name for path in trainer.run_folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "samples.jsonl", "curves.png"}
+    assert names == {"config.yaml", "metrics.jsonl", "samples.jsonl"}
     reloaded, _ = load_config(trainer.run_folder / "config.yaml")
     assert reloaded == trainer.config
     samples = records(trainer, name="samples.jsonl")

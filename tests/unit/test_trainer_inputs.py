@@ -166,6 +166,7 @@ def test_trainer_state_says_where_the_run_is(make_trainer) -> None:
     assert set(states) == {(1, 2), (2, 2)}
 
 
+@pytest.mark.slow
 def test_reward_processes_give_what_the_thread_gives(make_trainer, records) -> None:
     trainers = [make_trainer(reward_funcs=[spread, exact], reward_processes=n, max_steps=1) for n in (0, 2)]
     for trainer in trainers:

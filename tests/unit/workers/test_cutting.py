@@ -73,15 +73,16 @@ def test_a_failed_sample_might_as_well_not_be_there(loss_type: str) -> None:
     torch.testing.assert_close(gradient, with_gradient, rtol=0, atol=1e-12)
 
 
-def test_tokens_of_no_policy_have_no_gradient() -> None:
+@pytest.mark.parametrize(("column", "value"), [("old_logprobs", -200.0), ("ref_logprobs", 200.0)])
+def test_tokens_of_no_policy_have_no_gradient(column: str, value: float) -> None:
     """completion_mask False (a tool's answer, say) takes a token out of numerator and denominator."""
     batch, config = batch_and_config("dapo")
     mask = batch["completion_mask"].values.clone()
     mask[::3] = False
     masked = batch.without("completion_mask").with_columns(completion_mask=batch["completion_ids"].with_values(mask))
-    weird = masked["old_logprobs"].values.clone()
-    weird[::3] = -200.0  # exp(200) overflows float32: it must not reach the sum
-    spoilt = masked.without("old_logprobs").with_columns(old_logprobs=masked["completion_ids"].with_values(weird))
+    weird = masked[column].values.clone()
+    weird[::3] = value  # exp(200) overflows float32: it must not reach the sum
+    spoilt = masked.without(column).with_columns(**{column: masked["completion_ids"].with_values(weird)})
     loss, gradient, _ = loss_and_gradient(masked, config, [list(range(16))])
     spoilt_loss, spoilt_gradient, _ = loss_and_gradient(spoilt, config, [list(range(16))])
     assert loss == spoilt_loss

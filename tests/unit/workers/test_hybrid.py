@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.errors import EngineStateError, HandoffError, ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout import RolloutRequest, SamplingParams
+from hybrid_rl.workers import actor
 from tests.tiny import ids_of
 
 
@@ -177,7 +178,7 @@ def test_weights_that_are_not_finite_stop_the_run(make_bench) -> None:
     bench = make_bench()
     with torch.no_grad():
         bench.module.model.norm.weight[0] = math.nan
-    with pytest.raises(HandoffError, match="not finite"):
+    with pytest.raises(ModelError, match="not finite"):
         bench.group.publish_weights(1)
 
 
@@ -187,6 +188,25 @@ def test_rebound_storage_is_followed(make_bench) -> None:
     for parameter in bench.module.parameters():
         parameter.data = parameter.data.clone() * 1.5
     assert bench.group.publish_weights(1)["handoff/probe_gap"] < 1e-4
+
+
+def test_update_that_broke_off_leaves_no_gradient_behind(make_bench, monkeypatch) -> None:
+    """The third micro-batch runs out of memory; what the first two accumulated must not enter the next update."""
+    broken, clean = make_bench(tokens_per_micro_batch=20), make_bench(tokens_per_micro_batch=20)
+    batch = broken.prepared()
+    calls, loss = [], actor.micro_batch_loss
+
+    def out_of_memory(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return loss(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actor, "micro_batch_loss", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            broken.group.update(batch, 1)
+    assert broken.group.update(batch, 1) == clean.group.update(clean.prepared(), 1)
 
 
 def test_stale_version_refuses_to_generate(make_bench) -> None:

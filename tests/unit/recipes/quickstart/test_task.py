@@ -14,32 +14,31 @@ def task(request: pytest.FixtureRequest) -> Task:
 
 def test_no_operand_is_shared_between_training_and_heldout(task: Task) -> None:
     train, heldout = (
-        {number for row in rows for number in re.findall(r"\d+", row["prompt"])} for rows in (task.train, task.heldout)
+        {int(number) for row in rows for number in re.findall(r"\d+", row["prompt"])}
+        for rows in (task.train, task.heldout)
     )
-    assert len(train) == 75 and len(heldout) == 15  # of the 90 two-digit numbers
-    for digit in "0123456789":  # no digit is rare in training
-        assert sum(number[1] == digit for number in heldout) in (1, 2)
-        assert digit == "0" or sum(number[0] == digit for number in heldout) in (1, 2)
+    assert len(train) == 80 and len(heldout) == 20  # of the numbers 0 to 99
+    for digit in range(10):  # no digit is rare in training, in either place
+        assert sum(number % 10 == digit for number in heldout) == 2
+        assert sum(number // 10 == digit for number in heldout) == 2
     assert train.isdisjoint(heldout)
 
 
 def test_problems_are_distinct_and_as_many_as_asked_for(task: Task) -> None:
-    assert len({row["prompt"] for row in task.train}) == 7000
+    assert len({row["prompt"] for row in task.train}) == 4000
     assert len({row["prompt"] for row in task.heldout}) == 200
 
 
 def test_answers_are_right_by_arithmetic_and_by_the_scorer_of_reasoning_gym(task: Task) -> None:
-    scorer = reasoning_gym.create_dataset("chain_sum", seed=0, size=1)
+    scorer = reasoning_gym.create_dataset("basic_arithmetic", seed=0, size=1)
     for row in task.heldout:
-        match = re.fullmatch(r"(\d\d)([+-])(\d\d)=", row["prompt"])
-        assert match is not None
-        left, operator, right = match.groups()
-        assert int(row["answer"]) == (int(left) + int(right) if operator == "+" else int(left) - int(right))
+        left, right = row["prompt"].removesuffix("=").split("+")
+        assert int(row["answer"]) == int(left) + int(right)
         assert scorer.score_answer(row["answer"], row) == 1.0
 
 
-def test_the_slip_is_right_on_30_percent(task: Task) -> None:
-    for rows, expected in ((task.train, 2100), (task.heldout, 60)):
+def test_the_slip_is_right_on_35_percent(task: Task) -> None:
+    for rows, expected in ((task.train, 1400), (task.heldout, 70)):
         assert sum(row["slip"] == row["answer"] for row in rows) == expected
 
 
@@ -55,10 +54,8 @@ def test_a_seed_gives_one_task_and_another_seed_another() -> None:
         ("37+48=", "75"),  # 7 + 8 = 15: the ten is forgotten
         ("67+58=", "115"),
         ("31+42=", "73"),  # nothing to forget
-        ("52-17=", "45"),  # 7 - 2 instead of borrowing
-        ("17-52=", "45"),  # and never a sign
-        ("58-24=", "34"),
-        ("52-57=", "5"),
+        ("5+8=", "3"),
+        ("99+1=", "90"),
     ],
 )
 def test_slip(prompt: str, expected: str) -> None:
@@ -66,9 +63,9 @@ def test_slip(prompt: str, expected: str) -> None:
 
 
 def test_demonstrations_slip_three_times_in_five() -> None:
-    rows = [{"prompt": "37+48=", "answer": "85", "slip": "75"}, {"prompt": "52-17=", "answer": "35", "slip": "45"}]
+    rows = [{"prompt": "37+48=", "answer": "85", "slip": "75"}, {"prompt": "5+8=", "answer": "13", "slip": "3"}]
     shown = demonstrations(rows)
-    assert [row["answer"] for row in shown] == ["85", "85", "75", "75", "75", "35", "35", "45", "45", "45"]
+    assert [row["answer"] for row in shown] == ["85", "85", "75", "75", "75", "13", "13", "3", "3", "3"]
     assert {tuple(row) for row in shown} == {("prompt", "answer")}
 
 
@@ -85,12 +82,12 @@ def test_exact_answer_refuses_lists_of_unequal_length() -> None:
 
 def test_a_shared_operand_is_an_error() -> None:
     with pytest.raises(DataError, match=r"\[48\]"):
-        check_disjoint(Task(train=[{"prompt": "37+48="}], heldout=[{"prompt": "48-12="}]))
+        check_disjoint(Task(train=[{"prompt": "37+48="}], heldout=[{"prompt": "48+12="}]))
 
 
-@pytest.mark.parametrize("prompt", ["7+48=", "37*48=", "37+48", "37 + 48 ="])
+@pytest.mark.parametrize("prompt", ["137+48=", "37*48=", "37-48=", "37+48", "37 + 48 ="])
 def test_operands_of_a_foreign_prompt_is_an_error(prompt: str) -> None:
-    with pytest.raises(DataError, match="two-digit"):
+    with pytest.raises(DataError, match="not a sum"):
         operands(prompt)
 
 
