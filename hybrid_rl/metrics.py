@@ -12,10 +12,11 @@ from torch import Tensor
 
 
 class MetricSums:
-    """Weighted means, minima and maxima that join exactly, however the batch was cut."""
+    """Weighted means, totals, minima and maxima that join exactly, however the batch was cut."""
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
+        self._totals: dict[str, float] = {}
         self._lows: dict[str, float] = {}
         self._highs: dict[str, float] = {}
 
@@ -23,6 +24,10 @@ class MetricSums:
         """Add `total` over `count` items to a mean."""
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
+
+    def total(self, name: str, value: float) -> None:
+        """Add to a sum."""
+        self._totals[name] = self._totals.get(name, 0.0) + value
 
     def low(self, name: str, value: float) -> None:
         """Keep the smallest value; NaN is left out."""
@@ -38,6 +43,8 @@ class MetricSums:
         """Add everything another holds."""
         for name, (total, count) in other._means.items():
             self.mean(name, total, count)
+        for name, value in other._totals.items():
+            self.total(name, value)
         for name, value in other._lows.items():
             self.low(name, value)
         for name, value in other._highs.items():
@@ -46,7 +53,7 @@ class MetricSums:
     def result(self) -> dict[str, float]:
         """All metrics; a mean over nothing is left out."""
         means = {name: total / count for name, (total, count) in self._means.items() if count}
-        return {**means, **self._lows, **self._highs}
+        return {**means, **self._totals, **self._lows, **self._highs}
 
 
 class Timings:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -70,6 +71,7 @@ def main(arguments: list[str]) -> None:
 def quickstart(arguments: list[str]) -> None:
     """Build, warm start, improve by GRPO, compare."""
     config, _ = load_config(HERE / "grpo.yaml", arguments=arguments)
+    torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
     model = build_model(tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -13,13 +13,15 @@ from hybrid_rl.algos.masked import row_mean
 @dataclass(frozen=True)
 class PolicyLoss:
     """per_token: float [T], the loss before weighting. weight: float [T], policy / old at the level of the loss (token
-    or sequence), with its gradient; ratio: the same, detached. clipped_low, clipped_high: bool [T]."""
+    or sequence), with its gradient; ratio: the same, detached. clipped_low, clipped_high: bool [T]. per_sample: all
+    tokens of a sample share one ratio, so that shares of what was clipped count samples."""
 
     per_token: Tensor
     weight: Tensor
     ratio: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    per_sample: bool = False
 
 
 def clipped_policy_loss(
@@ -66,4 +68,5 @@ def clipped_policy_loss(
         ratio=detached,
         clipped_low=(detached < 1 - epsilon) & (advantages < 0),
         clipped_high=(detached > 1 + epsilon_high) & (advantages > 0),
+        per_sample=importance_sampling_level == "sequence",
     )

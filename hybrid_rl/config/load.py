@@ -149,21 +149,29 @@ def _flatten(
 ) -> dict[str, Any]:
     by_name = {path.rsplit(".", 1)[-1]: path for path in leaves if path != "algorithm.name"}
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
+    mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
     flat: dict[str, Any] = {}
     for name, value in layer.items():
         path = f"{prefix}{name}"
+        mapping = next((leaf for leaf in mappings if path.startswith(leaf + ".")), None)
         if path in leaves:
-            flat[path] = value
+            found = {path: value}
+        elif mapping is not None:
+            found = {mapping: {**flat.pop(mapping, {}), path.removeprefix(mapping + "."): value}}
         elif path in sections and isinstance(value, Mapping):
-            flat.update(_flatten(value, leaves, tags, path + "."))
+            found = _flatten(value, leaves, tags, path + ".")
         elif path in UNIONS and isinstance(value, str):
-            flat[f"{path}.{UNIONS[path].tag}"] = value
+            found = {f"{path}.{UNIONS[path].tag}": value}
         elif not prefix and name in by_name:
-            flat[by_name[name]] = value
+            found = {by_name[name]: value}
         elif path in sections:
             raise ConfigError(f"{path} is a section with keys of its own, not a value: {value!r}")
         else:
             raise ConfigError(_unknown(path, leaves, tags))
+        twice = sorted(set(found) & set(flat))
+        if twice:
+            raise ConfigError(f"{twice[0]} is given twice, as a leaf name and as a path; give it once")
+        flat.update(found)
     return flat
 
 
@@ -245,8 +253,8 @@ def _scalar(path: str, expected: type, value: Any) -> Any:
     try:
         if expected is bool and isinstance(value, bool):
             return value
-        if expected is str and isinstance(value, (str, Path)):
-            return str(value)
+        if expected is str and isinstance(value, (str, Path, int)) and not isinstance(value, bool):
+            return str(value)  # YAML reads run_name=7 as a number
         if expected is int and not isinstance(value, bool) and float(value) == int(float(value)):
             return int(value) if not isinstance(value, str) else int(float(value))
         if expected is float and not isinstance(value, bool) and math.isfinite(float(value)):

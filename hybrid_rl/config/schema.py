@@ -206,7 +206,7 @@ class TrainerConfig:
     num_train_epochs: float = key(1.0, "passes over the training data", above=0)
     output_dir: str = key("runs", "run folders are made here")
     run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
-    report_to: list[Literal["tensorboard", "wandb"]] = key([], "trackers beside metrics.jsonl")
+    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers beside metrics.jsonl")
     log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
     save_steps: int | None = key(
         None, "checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1

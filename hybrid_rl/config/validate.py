@@ -118,7 +118,7 @@ def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
     The epochs' prompts form one continuous sequence; what is left over at its end does not fill a step and is not used.
     """
     if config.max_steps is not None:
-        return config.max_steps
+        return _check_warmup(config, config.max_steps)
     if num_prompts is None:
         raise ConfigError("a streaming train_dataset has no length: set max_steps")
     steps = math.floor(config.num_train_epochs * num_prompts / config.data.prompts_per_step + 1e-9)
@@ -128,6 +128,13 @@ def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
             f"prompts_per_step={config.data.prompts_per_step}; set max_steps, raise num_train_epochs or lower "
             f"prompts_per_step"
         )
+    return _check_warmup(config, steps)
+
+
+def _check_warmup(config: TrainerConfig, steps: int) -> int:
+    updates, warmup = steps * optimizer_steps_per_training_step(config), config.optimizer.warmup_steps
+    if warmup >= updates:
+        raise ConfigError(f"warmup_steps={warmup} is not below the {updates} optimizer steps of this run; lower it")
     return steps
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from hybrid_rl.errors import ConfigError
 
@@ -33,6 +33,10 @@ class Dispatch:
     needs: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.split not in get_args(Split) or self.collect not in get_args(Collect):
+            raise ConfigError(
+                f"split={self.split!r}, collect={self.collect!r}: use {get_args(Split)}, {get_args(Collect)}"
+            )
         unknown = sorted(set(self.axes) - set(AXES))
         if unknown:
             raise ConfigError(f"mesh axes {unknown} do not exist; there are {', '.join(AXES)}")

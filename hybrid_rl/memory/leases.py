@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.interrupts import deferred_interrupt
 
 Policy = Literal["keep", "discard", "offload"]
 
@@ -99,7 +100,9 @@ class Leases:
                 )
             yield
             return
-        self._move_to(wanted)
+        # A Ctrl-C in the middle of a transition would leave memory half moved: it waits for the end.
+        with deferred_interrupt():
+            self._move_to(wanted)
         self._leased = wanted
         try:
             yield

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rl.errors import EngineStateError
+from hybrid_rl.errors import ConfigError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
 from hybrid_rl.resharding.layout import WeightLayout
 
@@ -62,7 +62,7 @@ class SamplingParams:
         )
         for name, holds, words in checks:
             if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {words}")
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be {words}")
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Actor:
         sums.mean("loss", total, 1)
         sums.mean("grad_norm", norm, 1)
         sums.mean("learning_rate", learning_rate, 1)
-        sums.mean("skipped_updates", 0 if updated else 1, 1)
+        sums.total("skipped_updates", 0 if updated else 1)
         return sums
 
     def _mismatch(self, batch: Batch, logprobs: torch.Tensor) -> MetricSums:

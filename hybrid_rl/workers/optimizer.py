@@ -11,6 +11,8 @@ from transformers import get_scheduler
 
 from hybrid_rl.config import OptimizerConfig
 
+HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+
 
 class Optimizer:
     """Updates a module's parameters.
@@ -110,8 +112,26 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. The planned end of the schedule is this run's, not the stored one's."""
+        """Continue from `state_dict()`: moments, masters and the number of optimizer steps done.
+
+        Learning rate, schedule, betas and weight decay are those of this run's config, also where they were changed.
+        """
+        groups = [{name: group[name] for name in HYPERPARAMETERS} for group in self._adamw.param_groups]
         self._adamw.load_state_dict(state["adamw"])
-        self._schedule.load_state_dict(dict(state["schedule"]))
+        num_steps = state["schedule"]["last_epoch"]
+        rates = [
+            base * factor(num_steps)
+            for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        ]
+        for group, own, rate in zip(self._adamw.param_groups, groups, rates, strict=True):
+            group.update(own, lr=rate)
+        self._schedule.load_state_dict(
+            {
+                "last_epoch": num_steps,
+                "_step_count": num_steps + 1,
+                "_last_lr": rates,
+                "lr_lambdas": [None] * len(rates),
+            }
+        )
         for target, master in zip(self._targets, state["masters"], strict=self._has_masters):
             target.copy_(master)

@@ -148,12 +148,17 @@ def _add_metrics(
     if not count:
         return
     sums.mean("entropy", float(entropy[mask].sum()), count)
-    clipped = {"low": loss.clipped_low, "high": loss.clipped_high, "region": loss.clipped_low | loss.clipped_high}
-    for side, which in clipped.items():
-        sums.mean(f"clip_ratio/{side}_mean", float(which[mask].sum()), count)
     present = torch.zeros(num_rows, dtype=torch.bool, device=mask.device).index_fill(0, rows[mask], True)
-    sums.low("clip_ratio/low_min", float(row_mean(loss.clipped_low.float(), mask, rows, num_rows)[present].min()))
-    sums.high("clip_ratio/high_max", float(row_mean(loss.clipped_high.float(), mask, rows, num_rows)[present].max()))
+    clipped = {"low": loss.clipped_low, "high": loss.clipped_high, "region": loss.clipped_low | loss.clipped_high}
+    shares = {side: row_mean(which.float(), mask, rows, num_rows)[present] for side, which in clipped.items()}
+    for side, which in clipped.items():
+        name = f"clip_ratio/{side}_mean"
+        if loss.per_sample:
+            sums.mean(name, float(shares[side].sum()), len(shares[side]))
+        else:
+            sums.mean(name, float(which[mask].sum()), count)
+    sums.low("clip_ratio/low_min", float(shares["low"].min()))
+    sums.high("clip_ratio/high_max", float(shares["high"].max()))
     sums.mean("ratio/mean", float(loss.ratio[mask].sum()), count)
     sums.low("ratio/min", float(loss.ratio[mask].min()))
     sums.high("ratio/max", float(loss.ratio[mask].max()))

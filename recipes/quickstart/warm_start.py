@@ -17,7 +17,7 @@ WARM_START_STEPS = 700
 WARM_START_LR = 3e-3
 # Strong, because the training operands are few: without it the model remembers numbers instead of reading digits,
 # and neither more supervision nor GRPO brings the unseen numbers in afterwards.
-WEIGHT_DECAY = 0.5
+WEIGHT_DECAY = 1.0
 CONTINUED_LR = 1e-3
 BATCH_SIZE = 128
 STEPS_PER_EVALUATION = 50

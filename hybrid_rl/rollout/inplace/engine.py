@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.errors import DataError, EngineStateError, HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource, check_shared
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
@@ -92,27 +92,27 @@ class InPlaceEngine(RolloutEngine):
 
     def _check(self, request: RolloutRequest, seen: set[int]) -> None:
         if request.id in seen:
-            raise ValueError(f"request id {request.id} is in use")
+            raise DataError(f"request id {request.id} is in use")
         if not request.prompt_ids:
-            raise ValueError(f"request {request.id} has an empty prompt")
+            raise DataError(f"request {request.id} has an empty prompt")
         outside = [
             t for t in (*request.prompt_ids, *request.params.stop_token_ids) if not 0 <= t < self._model.vocab_size
         ]
         if outside:
-            raise ValueError(
+            raise DataError(
                 f"request {request.id}: token {outside[0]} is outside the vocabulary of {self._model.vocab_size}"
             )
         length = len(request.prompt_ids) + request.params.max_tokens
         limit = self._model.max_positions
         if limit is not None and length > limit:
-            raise ValueError(
+            raise DataError(
                 f"request {request.id}: {len(request.prompt_ids)} prompt tokens and "
                 f"max_tokens={request.params.max_tokens} exceed "
                 f"the model's {limit} positions; shorten the prompt or lower max_completion_length"
             )
         room = self._cache.num_blocks * self._cache.block_size
         if self._scheduler.blocks_for(length) > self._cache.num_blocks:
-            raise ValueError(
+            raise DataError(
                 f"request {request.id}: {length} tokens do not fit the KV cache of {room}; raise kv_cache_memory_bytes "
                 "or lower max_completion_length"
             )

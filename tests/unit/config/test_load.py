@@ -140,11 +140,11 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("learning_rate", True, "learning_rate=True must be of type float"),
         ("trust_remote_code", "true", "trust_remote_code='true' must be of type bool"),
         ("trust_remote_code", 1, "trust_remote_code=1 must be of type bool"),
-        ("output_dir", 3, "output_dir=3 must be of type str"),
+        ("output_dir", True, "output_dir=True must be of type str"),
         ("dtype", "bfloat61", r"must be one of float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
         ("kl_estimator", "k1", "kl_estimator='k1' must be one of k2, k3"),
-        ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of tensorboard, wandb"),
+        ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of none, tensorboard, wandb"),
         ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),
         ("chat_template_kwargs", "x", "must be a mapping"),
     ],
@@ -348,3 +348,15 @@ def test_to_dict_is_a_copy() -> None:
     config = loaded(chat_template_kwargs={"a": [1]})
     to_dict(config)["data"]["chat_template_kwargs"]["a"].append(2)
     assert config.data.chat_template_kwargs == {"a": [1]}
+
+
+def test_a_key_of_a_mapping_is_set_by_its_path() -> None:
+    config, given = load_config(None, {}, ["data.chat_template_kwargs.enable_thinking=false", "run_name=7"])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    assert config.run_name == "7"  # YAML reads a number
+    assert given == {"data.chat_template_kwargs", "run_name"}
+
+
+def test_a_key_given_by_leaf_and_by_path_in_one_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer.learning_rate is given twice"):
+        load_config(None, {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-4}})

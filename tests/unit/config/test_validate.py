@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.config import (
+    OptimizerConfig,
     TrainerConfig,
     load_config,
     num_training_steps,
@@ -192,3 +193,10 @@ def test_training_steps(keys: dict[str, Any], num_prompts: int | None, steps: in
 def test_no_step_at_all(num_prompts: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         num_training_steps(resolved(), num_prompts)
+
+
+def test_a_warmup_longer_than_the_run_is_refused() -> None:
+    config = resolve(TrainerConfig(optimizer=OptimizerConfig(lr_scheduler_type="linear", warmup_steps=4)))
+    assert num_training_steps(config, 80) == 5
+    with pytest.raises(ConfigError, match="warmup_steps=4 is not below the 4 optimizer steps"):
+        num_training_steps(config, 64)

@@ -169,3 +169,16 @@ def test_bytes_of_moments_and_masters(dtype: torch.dtype, per_parameter: int) ->
     module, optimizer = make(dtype)
     take_step(module, optimizer, 0)
     assert optimizer.num_bytes == per_parameter * sum(p.numel() for p in module.parameters()) + 6 * 4
+
+
+def test_a_resumed_run_takes_its_moments_and_the_rates_of_its_own_config() -> None:
+    module, optimizer = make(lr_scheduler_type="linear", weight_decay=0.1)
+    for step in range(4):
+        take_step(module, optimizer, step)
+    again, resumed = make(lr_scheduler_type="linear", learning_rate=LR / 10, adam_beta1=0.5, weight_decay=0.3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.learning_rate == pytest.approx(LR / 10 * 6 / 10)  # four of ten steps are done
+    group = resumed.state_dict()["adamw"]["param_groups"][0]
+    assert (group["betas"][0], group["weight_decay"], group["lr"]) == (0.5, 0.3, resumed.learning_rate)
+    moments = [optimizer.state_dict()["adamw"]["state"][0], resumed.state_dict()["adamw"]["state"][0]]
+    assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"])
