@@ -22,7 +22,10 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room). Every room may raise our errors.
-SIBLINGS_ALLOWED = frozenset({("rollout", "models"), ("callbacks", "batch"), ("report", "metrics"), ("__main__", "cli")}) | {(room, "errors") for room in LAYERS[0] - {"errors"}}
+SIBLINGS_ALLOWED = frozenset(
+    {("rollout", "models"), ("callbacks", "batch"), ("report", "metrics"), ("__main__", "cli")}
+    | {(room, "errors") for room in LAYERS[0] - {"errors"}}
+)
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors"})}

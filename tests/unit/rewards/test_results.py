@@ -97,7 +97,8 @@ def test_failure_share():
     check_failure_share([], 0, 0.0, step=3)
     with pytest.raises(RewardError) as raised:
         check_failure_share(results, 4, 0.2, step=3)
-    for part in ["step 3", "1 of 4", "25.0%", "max_reward_failure_share=0.2", "reward f", "ValueError: the user's error"]:
+    parts = ["step 3", "1 of 4", "25.0%", "max_reward_failure_share=0.2", "reward f", "ValueError: the user's error"]
+    for part in parts:
         assert part in str(raised.value)
 
 
