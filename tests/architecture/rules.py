@@ -83,8 +83,9 @@ def sizes(root: Path) -> list[str]:
             if isinstance(node, FunctionNode):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
-                    found.append(f"{module.path}:{node.lineno}: {node.name} has {num_lines} lines; "
-                                 f"at most {MAX_FUNCTION_LINES}")
+                    found.append(
+                        f"{module.path}:{node.lineno}: {node.name} has {num_lines} lines; at most {MAX_FUNCTION_LINES}"
+                    )
     return found
 
 
@@ -190,8 +191,11 @@ def _is_at(path: str, home: str) -> bool:
 
 
 def _extension_uses(module: Module) -> Iterator[tuple[int, str]]:
-    allowed = {id(node.value) for node in ast.walk(module.tree)
-               if isinstance(node, ast.Attribute) and node.attr in TORCH_OPS_ALLOWED}
+    allowed = {
+        id(node.value)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in TORCH_OPS_ALLOWED
+    }
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
             if node.attr in ("load_library", "load_inline"):

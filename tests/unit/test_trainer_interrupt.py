@@ -66,9 +66,7 @@ def run_program(text: str, folder: Path, *arguments: str) -> subprocess.Complete
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "when", "steps_done"), [("step", 13, 2), ("update", 3, 3)], ids=["step", "update"])
-def test_ctrl_c_ends_a_process_cleanly(
-    tmp_path, make_trainer, records, where: str, when: int, steps_done: int
-) -> None:
+def test_ctrl_c_ends_a_process_cleanly(tmp_path, make_trainer, records, where: str, when: int, steps_done: int) -> None:
     """Before the update the step is taken back; from the update on it is completed, logged and saved. A resumed run
     then equals, bit for bit, the run that nobody disturbed."""
     broken = run_program(PROGRAM, tmp_path, where, str(when))

@@ -58,9 +58,7 @@ def with_advantages(batch: Batch, scale_rewards: str = "group") -> Batch:
 
 def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     """One mini-batch, cut under a token cap."""
-    return make_plan(
-        batch, prompts_per_mini_batch=99, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed
-    )
+    return make_plan(batch, prompts_per_mini_batch=99, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
 
 
 def loss_and_gradient(

@@ -57,7 +57,5 @@ def test_plan_properties(groups, per_mini_batch, spare, seed, data) -> None:
 
 def test_seed_decides_which_groups_share_a_mini_batch() -> None:
     batch = batch_of([[(1, 1)]] * 12, list(range(12)))
-    plans = {
-        str(make_plan(batch, prompts_per_mini_batch=4, tokens_per_micro_batch=99, seed=seed)) for seed in range(8)
-    }
+    plans = {str(make_plan(batch, prompts_per_mini_batch=4, tokens_per_micro_batch=99, seed=seed)) for seed in range(8)}
     assert len(plans) == 8
