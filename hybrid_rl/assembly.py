@@ -3,6 +3,7 @@ refuse."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
 from hybrid_rl.models.load import first_line
 from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.rollout import SamplingParams
 
 Source = SizedSource | StreamSource
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
@@ -165,3 +167,21 @@ def build_rewards(reward_funcs: Any, config: TrainerConfig, data: Data) -> Rewar
         num_processes=config.rewards.reward_processes,
         timeout_seconds=config.rewards.reward_timeout_seconds,
     )
+
+
+def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:
+    """How tokens are chosen in training and in evaluation."""
+    training = SamplingParams(
+        max_tokens=config.rollout.max_completion_length,
+        temperature=config.rollout.temperature,
+        stop_token_ids=stop_ids,
+    )
+    settings = config.eval
+    evaluation = dataclasses.replace(
+        training,
+        temperature=settings.eval_temperature,
+        top_p=settings.eval_top_p,
+        top_k=settings.eval_top_k,
+        min_p=settings.eval_min_p,
+    )
+    return training, evaluation

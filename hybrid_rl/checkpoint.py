@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def write_checkpoint(
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state of a checkpoint. Raises CheckpointError where it is missing or unreadable."""
+def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """The trainer's state of a checkpoint. Raises CheckpointError where it, or a required entry, is missing."""
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
@@ -68,6 +68,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = json.loads(path.read_text())
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}, not an object")
+        missing = sorted(set(required) - state.keys())
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return state

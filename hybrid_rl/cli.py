@@ -45,11 +45,15 @@ def print_keys(word: str = "") -> int:
         print(f"no key contains {word!r}; `hybrid-rl keys` lists all", file=sys.stderr)
         return 1
     table = Table(box=None, pad_edge=False)
-    for title in ("key", "default", "meaning"):
+    table.add_column("key", no_wrap=True)
+    for title in ("default", "meaning"):
         table.add_column(title, overflow="fold")
     for leaf in found:
         table.add_row(leaf.path, escape(str(leaf.default)), escape(leaf.doc))
-    Console().print(table)
+    console = Console()
+    # What is piped goes to grep: one line per key.
+    console = console if console.is_terminal else Console(width=240)
+    console.print(table)
     return 0
 
 

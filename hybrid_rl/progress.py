@@ -14,7 +14,8 @@ from rich.text import Text
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
-    ("eval", "eval/accuracy", "{:.1%}"),
+    ("eval reward", "eval/reward", "{:.3f}"),
+    ("eval accuracy", "eval/accuracy", "{:.1%}"),
     ("len", "completions/mean_length", "{:.1f}"),
     ("entropy", "entropy", "{:.2f}"),
     ("|g|", "grad_norm", "{:.2f}"),
@@ -65,14 +66,9 @@ class ProgressDisplay:
         """Show a training step."""
         self._latest.update(metrics)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, line=escape(self._line()))
-        elif step % self._every == 0 or step in (1, self._max_steps):
-            self.message(f"step {step}/{self._max_steps}  {self._line()}  {handoff_line(metrics)}")
-
-    def _line(self) -> str:
-        return "  ".join(
-            f"{title} {form.format(self._latest[name])}" for title, name, form in COLUMNS if name in self._latest
-        )
+            self._bar.update(self._task, completed=step, line=escape(line_of(self._latest)))
+        elif step % self._every == 0 or step in (1, self._max_steps) or "eval/reward" in metrics:
+            self.message(f"step {step}/{self._max_steps}  {line_of(metrics)}  {handoff_line(metrics)}")
 
     def completions(self, step: int, samples: Sequence[tuple[str, str, float | None]]) -> None:
         """A table of (prompt, completion, reward)."""
@@ -83,6 +79,11 @@ class ProgressDisplay:
             # Text, not str: markup and emoji codes of a model are shown as they are.
             table.add_row(Text(prompt), Text(completion), "masked" if reward is None else f"{reward:.3f}")
         self.console.print(table)
+
+
+def line_of(metrics: Mapping[str, float]) -> str:
+    """The main metrics that are there, as one line."""
+    return "  ".join(f"{title} {form.format(metrics[name])}" for title, name, form in COLUMNS if name in metrics)
 
 
 def handoff_line(metrics: Mapping[str, float]) -> str:

@@ -189,7 +189,7 @@ def _claim(base: Path, name: str, keep: bool) -> Path:
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker that is not installed."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    missing = [name for name in names if name != "none" and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"report_to={list(names)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.assembly import build_rewards, choose_model, load_data, record_arguments
+from hybrid_rl.assembly import build_rewards, choose_model, load_data, record_arguments, sampling_params
 from hybrid_rl.batch import Batch
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import find_checkpoint, read_state
@@ -22,10 +22,11 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.controller import LocalBackend, WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
-from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, NotYetSupportedError
+from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, NotYetSupportedError
 from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.metrics import now
 from hybrid_rl.models import stop_token_ids
+from hybrid_rl.progress import line_of
 from hybrid_rl.report import check_trackers
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import SamplingParams
@@ -94,11 +95,7 @@ class Trainer:
         self._callbacks = tuple(callbacks)
         module = choice.load(self.config)
         stop_ids = stop_token_ids(module, self.tokenizer, self.config.rollout.stop_token_ids)
-        self._train_params = SamplingParams(
-            max_tokens=self.config.rollout.max_completion_length,
-            temperature=self.config.rollout.temperature,
-            stop_token_ids=stop_ids,
-        )
+        self._train_params, self._eval_params = sampling_params(self.config, stop_ids)
         setup = WorkerSetup(
             module=module,
             config=self.config,
@@ -109,8 +106,9 @@ class Trainer:
         )
         self.policy = WorkerGroup(HybridWorker, LocalBackend("policy", lambda: HybridWorker(setup)))
         self._closing.callback(self.policy.close)
+        self._client = GroupRolloutClient(self.policy)
         self.collector = Collector(
-            GroupRolloutClient(self.policy),
+            self._client,
             self._rewards,
             self._decode,
             seed=self.config.seed,
@@ -126,9 +124,11 @@ class Trainer:
         self._log = RunLog(self.config, self.max_steps, self.global_step, resume)
         self._closing.callback(self._log.close)
         self._extras: dict[str, dict[int, Any]] = {}
+        self._last_metrics: dict[str, float] = {}
         self._save_due = False
         self._started = resume is not None
         self._torn = False  # the weights lie between two training steps
+        self._in_step = False
 
     @property
     def run_folder(self) -> Path:
@@ -144,13 +144,12 @@ class Trainer:
         KeyboardInterrupt goes on. A later call continues after the last complete step.
         """
         self._require_open()
-        metrics: dict[str, float] = {}
         self._notify("on_fit_start")
         self._log.start(self.global_step)
         try:
             self._evaluate_at_start()
-            for result in self.steps():
-                metrics = result.metrics
+            for _ in self.steps():
+                pass
             if self._save_due:
                 self._save_now(final=True)
         except KeyboardInterrupt:
@@ -159,7 +158,7 @@ class Trainer:
         finally:
             self._notify("on_fit_end")
             self._log.stop()
-        return metrics
+        return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
         """The training steps that are left, one by one."""
@@ -175,26 +174,32 @@ class Trainer:
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
         with contextlib.ExitStack() as hold:
+            self._in_step = True
             try:
                 result = self._train_step(hold)
             except BaseException:
                 self._forget_unfinished()
                 raise
+            finally:
+                self._in_step = False
             self._after_step(result)
         return result
 
     def _after_step(self, result: StepResult) -> None:
-        metrics = result.metrics
-        is_last, every = self.global_step == self.max_steps, self.config.eval.eval_steps
-        if self._data.eval is not None and (is_last or (every is not None and self.global_step % every == 0)):
-            metrics.update(self.evaluate())
-        self._log.samples(self.global_step, result.batch, self._rewards.names, self._extras)
-        self._log.metrics(self.global_step, metrics)
-        self._notify("on_step_end", self.global_step, result.batch, metrics)
-        every = self.config.save_steps
-        self._save_due |= every is not None and (is_last or self.global_step % every == 0)
-        if self._save_due:
-            self._save_now(final=False)
+        """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
+        metrics, step = result.metrics, self.global_step
+        self._last_metrics = metrics
+        is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
+        self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
+        try:
+            if self._data.eval is not None and (is_last or (eval_steps is not None and step % eval_steps == 0)):
+                metrics.update(self.evaluate())
+        finally:
+            self._log.samples(step, result.batch, self._rewards.names, self._extras)
+            self._log.metrics(step, metrics)
+            if self._save_due:
+                self._save_now(final=False)
+        self._notify("on_step_end", step, result.batch, metrics)
 
     def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
         """The algorithm: collect, score, advantages, update, publish. hold: gets what holds Ctrl-C back."""
@@ -216,6 +221,7 @@ class Trainer:
         metrics |= collected.metrics | self._handoff | self.policy.memory_metrics()
         metrics |= cost_metrics(batch, timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
+        metrics |= {f"log_metric/{n}" if n in metrics else n: value for n, value in collected.logged.items()}
         return StepResult(batch, metrics)
 
     def _collect(self, step: int) -> Collected:
@@ -242,24 +248,22 @@ class Trainer:
         self._require_open()
         if self._data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
-        settings = self.config.eval
-        params = SamplingParams(
-            max_tokens=self.config.rollout.max_completion_length,
-            temperature=settings.eval_temperature,
-            top_p=settings.eval_top_p,
-            top_k=settings.eval_top_k,
-            min_p=settings.eval_min_p,
-            stop_token_ids=self._train_params.stop_token_ids,
-        )
         start = now()
         rows = [self._data.eval[index] for index in range(len(self._data.eval))]
         collected = self.collector.rollout(
-            rows, 1, params, self.global_step, self._state(self.global_step), purpose=f"evaluation/{self.global_step}"
+            rows,
+            1,
+            self._eval_params,
+            self.global_step,
+            self._state(self.global_step),
+            purpose=f"evaluation/{self.global_step}",
         )
         metrics = {
             f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]
         }
-        metrics["eval/accuracy"] = float((collected.batch["rewards"] >= settings.success_reward).double().mean())
+        metrics["eval/accuracy"] = float(
+            (collected.batch["rewards"] >= self.config.eval.success_reward).double().mean()
+        )
         metrics["timing/evaluate"] = now() - start
         self._notify("on_evaluate", self.global_step, metrics)
         return metrics
@@ -281,6 +285,8 @@ class Trainer:
         max_completion_length and temperature default to those of the rollout; temperature 0 is greedy.
         """
         self._require_open()
+        if self._in_step:
+            raise EngineStateError("a training step is running; generate before or after it, or from on_step_end")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
@@ -298,7 +304,7 @@ class Trainer:
         )
         encoded = self._data.encoder.encode(prompts)
         rows = [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))]
-        collector = Collector(GroupRolloutClient(self.policy), None, self._decode, seed=0, max_failure_share=1.0)
+        collector = Collector(self._client, None, self._decode, seed=0, max_failure_share=1.0)
         batch = collector.rollout(
             rows, num_generations, params, self.global_step, self._state(self.global_step), purpose="generate"
         ).batch
@@ -313,12 +319,8 @@ class Trainer:
         """
         self._require_open()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
-        state = {
-            "global_step": self.global_step,
-            "num_tokens": self.num_tokens,
-            "sampler": self._committed,
-            "config": to_dict(self.config),
-        }
+        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
+        state["config"] = to_dict(self.config)
         self.policy.save(target.resolve(), state, self.tokenizer)
         self._notify("on_save", self.global_step, target)
         return target
@@ -337,8 +339,6 @@ class Trainer:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-    # ------------------------------------------------------------------------------------------------- details
 
     def _save_now(self, *, final: bool) -> None:
         """A checkpoint that fails (disk full) does not end the run: it is tried again after every step."""
@@ -368,7 +368,7 @@ class Trainer:
         record = dict(self._handoff)
         if self._data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
-            self._log.message(f"before training: eval/accuracy {record['eval/accuracy']:.1%}")
+            self._log.message(f"before training: {line_of(record)}")
         self._log.metrics(0, record)
         self._started = True
 
@@ -383,7 +383,7 @@ class Trainer:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _restore(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
+        state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
         self.policy.load(checkpoint)
         self._sampler.load_state_dict(state["sampler"])
         self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
@@ -396,5 +396,5 @@ class Trainer:
             raise HybridRLError("this Trainer is closed; make a new one")
         if self._torn:
             raise HybridRLError(
-                f"the update after training step {self.global_step} was broken off: make a new Trainer, with resume="
+                f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
             )

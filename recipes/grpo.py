@@ -33,7 +33,12 @@ from hybrid_rl.config import load_config  # noqa: E402
 from hybrid_rl.errors import ConfigError  # noqa: E402
 from recipes.quickstart.model import build_model, build_tokenizer  # noqa: E402
 from recipes.quickstart.task import build_task, exact_answer  # noqa: E402
-from recipes.quickstart.warm_start import continue_supervised, warm_start  # noqa: E402
+from recipes.quickstart.warm_start import (  # noqa: E402
+    WARM_START_STEPS,
+    SupervisedProgress,
+    continue_supervised,
+    warm_start,
+)
 
 SUPERVISED = (
     "then more of the same supervised learning",
@@ -54,11 +59,16 @@ class Row(NamedTuple):
 
 def main(arguments: list[str]) -> None:
     """Run on `key=value` arguments."""
-    reward, arguments = take_reward(arguments)
-    config, _ = load_config(None, arguments=arguments)
+    if any(argument in ("-h", "--help", "help") for argument in arguments):
+        console.print(__doc__, markup=False, soft_wrap=True)
+        console.print("Every key: hybrid-rl keys. With a model, config=FILE.yaml is read first.")
+        return
+    reward, arguments = take("reward", arguments)
+    file, arguments = take("config", arguments)
+    config, _ = load_config(file, arguments=arguments)
     if config.model.path is None:
-        if reward is not None:
-            raise ConfigError("reward= goes with a model and data of your own: set model.path and data.train_path too")
+        if reward is not None or file is not None or config.data.train_path is not None:
+            raise ConfigError("reward=, config= and data.train_path go with a model of your own: set model.path too")
         quickstart(arguments)
         return
     if reward is None:
@@ -80,13 +90,14 @@ def quickstart(arguments: list[str]) -> None:
     )
     console.print(f"{len(task.heldout)} held out with other operands; model: Qwen2, {size / 1e6:.2f}M parameters")
     with console.status("supervised warm start") as status:
-        warm = warm_start(
-            model,
-            tokenizer,
-            task,
-            config.seed,
-            on_progress=lambda p: status.update(f"supervised warm start: step {p.step}, loss {p.loss:.3f}"),
-        )
+
+        def show(progress: SupervisedProgress) -> None:
+            line = f"supervised warm start: step {progress.step} of {WARM_START_STEPS}, loss {progress.loss:.3f}"
+            status.update(line)
+            if not console.is_terminal and progress.step % 100 == 0:
+                console.print(line)
+
+        warm = warm_start(model, tokenizer, task, config.seed, on_progress=show)
     console.print(f"warm start: {warm.accuracy:.1%} held-out accuracy after {warm.steps} supervised steps")
     supervised = [copy.deepcopy(model) for _ in range(2)]
     started = time.perf_counter()
@@ -99,7 +110,10 @@ def quickstart(arguments: list[str]) -> None:
         Row("then GRPO, which sees right or wrong", metrics["eval/accuracy"], steps, seconds),
     ]
     for copied, from_answers, name in zip(supervised, (False, True), SUPERVISED, strict=True):
-        with console.status(f"for comparison, {name} for the same {seconds:.0f} s"):
+        waiting = f"for comparison, {name} for the same {seconds:.0f} s"
+        if not console.is_terminal:
+            console.print(waiting)
+        with console.status(waiting):
             more = continue_supervised(copied, tokenizer, task, seconds, config.seed, from_answers=from_answers)
         rows.append(Row(name, more.accuracy, more.steps, more.seconds))
     show_results(run, rows)
@@ -113,14 +127,15 @@ def show_results(run: Path, rows: list[Row]) -> None:
     for row in rows:
         table.add_row(row.name, f"{row.accuracy:.1%}", str(row.steps), f"{row.seconds:.0f}")
     console.print(table)
+    console.print("GRPO saw no solution, only whether its own was right; supervised learning copies what it is shown.")
     (run / "comparison.json").write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n")
     console.print(f"curves, metrics and samples: {run}", soft_wrap=True)
 
 
-def take_reward(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split `reward=FILE.py:FUNCTION` off the configuration arguments."""
-    rewards = [argument.removeprefix("reward=") for argument in arguments if argument.startswith("reward=")]
-    return (rewards[-1] if rewards else None), [a for a in arguments if not a.startswith("reward=")]
+def take(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split `name=VALUE`, which is no configuration key, off the arguments."""
+    found = [argument.removeprefix(f"{name}=") for argument in arguments if argument.startswith(f"{name}=")]
+    return (found[-1] if found else None), [a for a in arguments if not a.startswith(f"{name}=")]
 
 
 def load_reward(reference: str) -> Callable[..., Any]:

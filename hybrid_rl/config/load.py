@@ -135,7 +135,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
                 f"use {' or '.join(union.members)}"
             )
         if not isinstance(value, str) or value not in union.members:
-            near = difflib.get_close_matches(str(value), union.members, n=1)
+            near = difflib.get_close_matches(str(value).lower(), union.members, n=1)
             raise ConfigError(
                 f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
                 + (f" (did you mean {near[0]!r}?)" if near else "")
@@ -230,6 +230,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             return None
         return _typed(path, next(option for option in options if option is not type(None)), value)
     if origin is Literal:
+        if isinstance(value, bool) and {"group", "none"} <= set(options):
+            value = "group" if value else "none"  # scale_rewards was a bool in earlier versions of TRL
         if value not in options:
             near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
             raise ConfigError(
@@ -238,6 +240,7 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             )
         return value
     if origin is list:
+        value = [] if value is None else value
         if isinstance(value, str) or not isinstance(value, Sequence):
             value = [value]
         return [_typed(f"{path}[{index}]", options[0], item) for index, item in enumerate(value)]

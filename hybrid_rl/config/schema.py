@@ -201,7 +201,7 @@ class TrainerConfig:
     """The whole configuration of a run."""
 
     num_ranks: int = key(1, "1 = this process; more need the Ray backend", minimum=1)
-    seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0)
+    seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0, maximum=2**62)
     max_steps: int | None = key(None, "training steps; None = num_train_epochs decides", minimum=1)
     num_train_epochs: float = key(1.0, "passes over the training data", above=0)
     output_dir: str = key("runs", "run folders are made here")
@@ -266,6 +266,18 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "total_epochs": "set num_train_epochs",
         "lr": "set learning_rate",
         "batch_size": "set prompts_per_step, in prompts",
+        "processing_class": "pass tokenizer=",
+        "args": "pass config= (a YAML file, a mapping or a TrainerConfig) or keywords",
+        "reward_func": "pass functions as the second argument",
+        "ref_model": "the reference is the model as it was before training; set beta > 0",
+        "model_init_kwargs": "pass a module with tokenizer=, or set model.dtype and the other keys of model",
+        "device": "it is the device of the module that you pass; the CPU for a name or folder",
+        "fp16": "float16 is not supported; set dtype=bfloat16 or float32",
+        "stop": "stop strings are not supported yet; set stop_token_ids",
+        "adv_estimator": "the algorithm decides it",
+        "warmup_ratio": "set warmup_steps, a number of optimizer steps",
+        "vllm_mode": "the vLLM engine does not work yet; leave it out",
+        "tensor_parallel_size": "several ranks do not work yet; leave it out",
         "bnpo": "with global denominators bnpo is loss_type=dapo",
         "clip_ratio": "set epsilon (and epsilon_high)",
         "kl_coef": "set beta",

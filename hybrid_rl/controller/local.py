@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.interrupts import deferred_interrupt
 
 
 class Worker(Protocol):
@@ -39,7 +40,8 @@ class LocalBackend:
         if self._worker is None:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
-            with nullcontext() if record.needs is None else self._worker.lease(record.needs):
+            # A Ctrl-C inside a call would leave engine, memory or optimizer half changed: it waits for the call's end.
+            with deferred_interrupt(), nullcontext() if record.needs is None else self._worker.lease(record.needs):
                 result = getattr(self._worker, name)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1")

@@ -34,9 +34,7 @@ class CausalLM:
         self.module = module
         module.eval()
         self._configs = attention_configs(module)
-        for child in module.modules():
-            if isinstance(child, nn.Dropout):
-                child.p = 0.0
+        _switch_off_noise(module)
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
@@ -65,6 +63,25 @@ class CausalLM:
     def max_positions(self) -> int | None:
         """Longest sequence that the position embedding was made for, None where the config does not say."""
         return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+
+    def check_length(self, max_length: int) -> None:
+        """Raise ModelError where sequences of up to max_length tokens would change the model's own rotary frequencies.
+
+        "longrope" and "dynamic" scaling choose them by the longest sequence of a forward pass: one long sample would
+        then change the logprobs of the others that it is packed with.
+        """
+        config = self.module.config.get_text_config()
+        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        for rope in (scaling, *(value for value in scaling.values() if isinstance(value, dict))):
+            kind = rope.get("rope_type", rope.get("type"))
+            limit = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", config.max_position_embeddings
+            )
+            if kind in ("longrope", "dynamic") and max_length > limit:
+                raise ModelError(
+                    f"{kind} rotary scaling beyond {limit} tokens is not supported (prompt and completion may take "
+                    f"{max_length}); lower max_prompt_length or max_completion_length"
+                )
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass. Raises ModelError where the architecture cannot."""
@@ -131,6 +148,16 @@ class CausalLM:
                 f"supported"
             )
         return gap
+
+
+def _switch_off_noise(module: nn.Module) -> None:
+    """Dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode."""
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
+        for name, value in vars(child).items():
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+                setattr(child, name, 0.0)
 
 
 def _head_options(module: PreTrainedModel) -> HeadOptions:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from hybrid_rl.errors import ModelError
 
@@ -20,7 +27,12 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise ModelError(
             f"model folder {path!r} has no tokenizer (no tokenizer*.json); save one there or pass tokenizer="
         )
+    # AutoTokenizer goes by the model's type and would put, say, Qwen's own rules in the place of a tokenizer that was
+    # saved as a plain tokenizer.json: other token ids, silently.
+    is_plain = _saved_class(path) in ("TokenizersBackend", "PreTrainedTokenizerFast")
     try:
+        if is_plain:
+            return PreTrainedTokenizerFast.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
         raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
@@ -73,6 +85,15 @@ def stop_token_ids(module: PreTrainedModel, tokenizer: Any, extra: list[int]) ->
     if not found:
         raise ModelError("neither tokenizer nor model names an end-of-sequence token; set stop_token_ids")
     return tuple(sorted(found))
+
+
+def _saved_class(path: str) -> str | None:
+    """The class that a local folder says its tokenizer was saved from."""
+    try:
+        settings = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
 def _vocabulary(module: PreTrainedModel) -> int:

@@ -3,6 +3,7 @@
 The calling convention is TRL's (GRPOTrainer): keyword arguments only, every dataset column as a list.
 """
 
+import copy
 import difflib
 import functools
 import inspect
@@ -70,12 +71,17 @@ class RewardFunction:
         columns = [name for name in found if name not in UNPASSED_COLUMNS]
         if reserved := [name for name in columns if name in LIBRARY_PARAMETERS]:
             raise DataError(reserved_column_message(reserved))
-        values: dict[str, Any] = {name: [sample.columns.get(name) for sample in inputs] for name in columns}
-        values["prompts"] = [sample.prompt for sample in inputs]
+        # Every call gets copies: a function may change what it is given, but not the dataset or the tokens we train on.
+        values: dict[str, Any] = {name: [_own(sample.columns.get(name)) for sample in inputs] for name in columns}
+        values["prompts"] = [_own(sample.prompt) for sample in inputs]
         values["completions"] = [format_completion(sample.prompt, sample.completion) for sample in inputs]
-        values["completion_ids"] = [sample.completion_ids for sample in inputs]
+        values["completion_ids"] = [list(sample.completion_ids) for sample in inputs]
         values["trainer_state"] = trainer_state
         return {name: value for name, value in values.items() if self.accepts(name)}
+
+
+def _own(value: Any) -> Any:
+    return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
 def format_completion(prompt: str | Messages, text: str) -> str | Messages:

@@ -52,8 +52,8 @@ class RewardResult:
     failures: list[RewardFailure]
     extras: dict[str, dict[int, Any]]
     """Columns given to `log_extra`: column -> key -> value."""
-    metrics: dict[str, list[float]]
-    """Numbers given to `log_metric`, one per call."""
+    metrics: dict[str, list[tuple[float, int]]]
+    """Numbers given to `log_metric`, each with the samples of its call: their mean weighs every sample alike."""
 
 
 def assemble(
@@ -71,7 +71,7 @@ def assemble(
     values = np.full((len(inputs), len(names)), np.nan)
     failures: list[RewardFailure] = []
     extras: dict[str, dict[int, Any]] = {}
-    metrics: dict[str, list[float]] = {}
+    metrics: dict[str, list[tuple[float, int]]] = {}
     for index, (samples, outcome) in parts:
         for position, sample in enumerate(samples):
             if error := outcome.failure or outcome.errors.get(position):
@@ -82,7 +82,7 @@ def assemble(
             by_key = extras.setdefault(column, {})
             by_key.update(zip((sample.key for sample in samples), column_values, strict=True))
         for name, number in outcome.metrics:
-            metrics.setdefault(name, []).append(number)
+            metrics.setdefault(name, []).append((number, len(samples)))
 
     applies = ~np.isnan(values)
     rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)

@@ -60,6 +60,7 @@ class Collected:
     timings: Timings
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, dict[int, Any]] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 class Collector:
@@ -131,15 +132,17 @@ class Collector:
         columns["completion"] = [texts[key] for key in range(len(requests))]
         metrics = _length_metrics(samples)
         extras: dict[str, dict[int, Any]] = {}
+        logged: dict[str, float] = {}
         if self._rewards is not None:
             with timings.measure("reward"):
                 results = [future.result() for future in futures]
             columns.update(self._reward_columns(results, len(samples), state, purpose))
-            metrics.update(self._reward_metrics(results, columns["rewards"], num_generations))
+            of_rewards, logged = self._reward_metrics(results, columns["rewards"], num_generations)
+            metrics.update(of_rewards)
             for result in results:
                 for column, by_key in result.extras.items():
                     extras.setdefault(column, {}).update(by_key)
-        return Collected(Batch(columns), timings, metrics, extras)
+        return Collected(Batch(columns), timings, metrics, extras, logged)
 
     def _requests(
         self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, purpose: str
@@ -159,6 +162,7 @@ class Collector:
     def _reward_columns(
         self, results: list[RewardResult], num_samples: int, state: TrainerState, purpose: str
     ) -> dict[str, Any]:
+        check_failure_share(results, num_samples, self._max_failure_share, state.global_step)
         failures = [failure for result in results for failure in result.failures]
         if failures:
             logger.warning(
@@ -167,7 +171,6 @@ class Collector:
                 len({f.key for f in failures}),
                 format_failures(failures),
             )
-        check_failure_share(results, num_samples, self._max_failure_share, state.global_step)
         rewards = torch.full((num_samples,), math.nan, dtype=torch.float64)
         values = np.full((num_samples, results[0].values.shape[1] if results else 0), np.nan)
         for result in results:
@@ -177,7 +180,8 @@ class Collector:
 
     def _reward_metrics(
         self, results: list[RewardResult], rewards: torch.Tensor, num_generations: int
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Our metrics of the rewards, and the means of what the functions logged."""
         assert self._rewards is not None
         metrics: dict[str, float] = {}
         values = np.concatenate([result.values for result in results])
@@ -194,8 +198,8 @@ class Collector:
         logged = MetricSums()
         for result in results:
             for name, numbers in result.metrics.items():
-                logged.mean(name, sum(numbers), len(numbers))
-        return {**metrics, **logged.result()}
+                logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))
+        return metrics, logged.result()
 
 
 def _reward_input(key: int, row: PromptRow, sample: FinishedSample, text: str) -> RewardInput:

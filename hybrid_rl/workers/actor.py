@@ -11,8 +11,9 @@ import torch
 from hybrid_rl.algos import Algorithm
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
-from hybrid_rl.models import CausalLM
+from hybrid_rl.models import CausalLM, load_model
 from hybrid_rl.workers.optimizer import Optimizer
 from hybrid_rl.workers.plan import Plan, make_plan
 from hybrid_rl.workers.step import Counts, batch_logprobs, loss_mask, micro_batch_loss, mismatch_metrics
@@ -29,6 +30,7 @@ class Actor:
         self._config = config
         if config.model.gradient_checkpointing:
             model.enable_gradient_checkpointing()
+            model.verify()  # once more: it put the model into training mode
         self.optimizer = Optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
 
     def plan(self, batch: Batch, step: int) -> Plan:
@@ -46,6 +48,7 @@ class Actor:
         micro_batches = [micro for mini in plan for micro in mini]
         return batch_logprobs(self.model, batch, micro_batches, self._config.rollout.temperature)
 
+    @torch.enable_grad()
     def update(self, batch: Batch, plan: Plan) -> dict[str, float]:
         """All optimizer steps of a training step; metrics over all of them."""
         sums = MetricSums()
@@ -99,10 +102,23 @@ class Actor:
 
     @torch.no_grad()
     def load(self, folder: Path, optimizer: Mapping[str, Any]) -> None:
-        """Take weights and optimizer state of a checkpoint, into the memory that is there."""
-        module = self.model.module
-        stored = type(module).from_pretrained(folder, dtype=self.model.dtype)
+        """Take weights and optimizer state of a checkpoint, into the memory that is there.
+
+        Raises CheckpointError, before anything is changed, where they are damaged or of another model.
+        """
+        try:
+            stored = load_model(str(folder), dtype=str(self.model.dtype).removeprefix("torch."))
+        except ModelError as error:
+            raise CheckpointError(f"cannot resume from {folder}: {error}") from error
         theirs = dict(stored.named_parameters()) | dict(stored.named_buffers())
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        mine = dict(self.model.module.named_parameters()) | dict(self.model.module.named_buffers())
+        differing = [n for n, t in mine.items() if n not in theirs or theirs[n].shape != t.shape] + [
+            *theirs.keys() - mine
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{folder} is of another model: it differs in {len(differing)} tensors, e.g. {differing[0]}"
+            )
+        for name, tensor in mine.items():
             tensor.copy_(theirs[name])
         self.optimizer.load_state_dict(optimizer)

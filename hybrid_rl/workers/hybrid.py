@@ -66,6 +66,7 @@ class HybridWorker(WorkerBase):
         self._probe_ids = setup.probe_ids
         self._algorithm = ALGORITHMS[config.algorithm.name]
         model = CausalLM(setup.module)
+        model.check_length(setup.max_length)
         model.verify()
         needs_reference = config.algorithm.beta > 0 or "ref_logprobs" in self._algorithm.needs
         self._reference = Reference(model) if needs_reference else None
@@ -135,7 +136,9 @@ class HybridWorker(WorkerBase):
 
     def _probe(self, version: int) -> float:
         request = RolloutRequest(
-            PROBE_REQUEST, self._probe_ids, SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0)
+            PROBE_REQUEST,
+            self._probe_ids,
+            SamplingParams(max_tokens=min(PROBE_TOKENS, self._config.rollout.max_completion_length), temperature=0.0),
         )
         answer = generate(self._engine, [request], version)[0]
         token_ids = torch.tensor([*self._probe_ids, *answer.completion_ids], device=self._actor.model.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.errors import ConfigError
 
 HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 
@@ -24,6 +25,8 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, *, num_optimizer_steps: int) -> None:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
         self._has_masters = any(p.dtype != torch.float32 for p in self._parameters)
         self._targets = [p.detach().float().clone() if self._has_masters else p for p in self._parameters]
         matrices = [t for t in self._targets if t.dim() >= 2]

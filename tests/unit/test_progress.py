@@ -29,18 +29,17 @@ def test_handoff_line() -> None:
     assert handoff_line(probed) == "handoff v3: 1,234,567 B in 4.2 ms, probe gap 4.8e-07"
 
 
-def test_a_line_shows_the_latest_of_everything(file: io.StringIO) -> None:
-    """Accuracy is not there at every step: its last value stays."""
+def test_a_line_shows_what_its_step_brought(file: io.StringIO) -> None:
+    """Accuracy is not there at every step: an old value is not shown again as if it were new."""
     display = ProgressDisplay(2, file=file)
     display.start(0)
     display.step(1, {"reward": 0.12345, "eval/accuracy": 0.5, "completions/mean_length": 7.25, "grad_norm": 1.0})
     display.step(2, {"reward": 0.5, "step_time": 0.25, "entropy": 2.0, **HANDOFF})
     display.stop()
     first, second = file.getvalue().splitlines()
-    assert first.rstrip() == "step 1/2  reward 0.123  eval 50.0%  len 7.2  |g| 1.00"
+    assert first.rstrip() == "step 1/2  reward 0.123  eval accuracy 50.0%  len 7.2  |g| 1.00"
     assert second == (
-        "step 2/2  reward 0.500  eval 50.0%  len 7.2  entropy 2.00  |g| 1.00  s/step 0.25  "
-        "handoff v3: 1,234,567 B in 4.2 ms, not probed"
+        "step 2/2  reward 0.500  entropy 2.00  s/step 0.25  handoff v3: 1,234,567 B in 4.2 ms, not probed"
     )
 
 

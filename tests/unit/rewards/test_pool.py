@@ -73,7 +73,7 @@ def test_closures_lambdas_coroutines_logs_and_state_through_two_processes():
         result = runner.score(samples("1", "22", "3"), 7)
         again = runner.score(samples("1", "22", "3"), 7)
     np.testing.assert_array_equal(result.values, [[101, 1, 7], [122, 2, 7], [103, 1, 7]])
-    assert result.metrics == {"size": [1.0, 2.0]}
+    assert result.metrics == {"size": [(1.0, 1), (2.0, 2)]}
     np.testing.assert_array_equal(again.values, result.values)
     assert os.getpid() not in result.extras["pid"].values()
     assert list(result.extras["pid"]) == [10, 11, 12]

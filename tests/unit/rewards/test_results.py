@@ -52,7 +52,7 @@ def test_extras_and_metrics_are_joined_by_key():
     ]
     result = assemble(["f"], [1.0], SAMPLES, parts)
     assert result.extras == {"x": {7: "a", 3: "b", 5: "c"}}
-    assert result.metrics == {"m": [1.0, 2.0], "n": [3.0]}
+    assert result.metrics == {"m": [(1.0, 2), (2.0, 1)], "n": [(3.0, 1)]}
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_logs_of_a_failed_call_are_dropped_and_those_of_its_repetition_kept():
 
     result = run(f, samples("1", "oops", "3"))
     assert result.extras == {"text": {10: "1", 12: "3"}}
-    assert result.metrics == {"calls": [1.0, 1.0]}
+    assert result.metrics == {"calls": [(1.0, 1), (1.0, 1)]}
 
 
 def test_log_extra_of_the_wrong_length_is_an_error_of_the_function():

@@ -275,7 +275,9 @@ def test_what_functions_log_is_joined_over_their_calls():
 
     collected = rollout(reward, batches=[[2], [0, 3], [1]])
     assert collected.extras == {"first": {0: 1, 1: 3, 2: 1, 3: 2}}
-    assert collected.metrics["longest"] == pytest.approx((3 + 2 + 1) / 3)
+    assert collected.logged["longest"] == pytest.approx(
+        (1 * 3 + 2 * 2 + 1 * 1) / 4
+    )  # each call weighs as many samples as it had
 
 
 def test_without_rewards_there_are_only_samples():

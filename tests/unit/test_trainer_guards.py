@@ -1,0 +1,104 @@
+"""What users' code may do to a run without harming it, and what is refused instead."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_rl.errors import CheckpointError, EngineStateError, ModelError
+from hybrid_rl.models import CausalLM
+from tests.tiny import build_model, sums
+
+
+def shares(completion_ids, **_):
+    return [float(sum(ids) % 3) for ids in completion_ids]
+
+
+def test_a_reward_that_changes_its_arguments_changes_nothing_else(make_trainer) -> None:
+    def vandal(prompts, completion_ids, numbers, **_):
+        rewards = shares(completion_ids)
+        for row in (*completion_ids, *numbers):
+            row.clear()
+        return rewards
+
+    data = [dict(row, numbers=[1, 2]) for row in sums(8)]
+    results = [make_trainer(reward_funcs=f, train_dataset=data).step() for f in (vandal, shares)]
+    assert torch.equal(*(result.batch["completion_ids"].values for result in results))
+    assert results[0].metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert all(row["numbers"] == [1, 2] for row in data)
+
+
+def test_a_failing_evaluation_loses_neither_log_nor_checkpoint(make_trainer, records) -> None:
+    def fails_later(completion_ids, trainer_state, part, **_):
+        if part[0] == "eval" and trainer_state.global_step == 2:
+            raise ValueError("no")
+        return shares(completion_ids)
+
+    parts = {"train_dataset": "train", "eval_dataset": "eval"}
+    data = {name: [dict(row, part=part) for row in sums(8)] for name, part in parts.items()}
+    trainer = make_trainer(reward_funcs=fails_later, max_steps=2, save_steps=2, **data)
+    with pytest.raises(Exception, match="no"):
+        trainer.fit()
+    assert [record["step"] for record in records(trainer)] == [0, 1, 2]
+    assert (trainer.run_folder / "checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_log_metric_does_not_hide_our_own_metrics(make_trainer) -> None:
+    def logs(completion_ids, log_metric, **_):
+        log_metric("learning_rate", 9.0)
+        log_metric("mine", 7.0)
+        return shares(completion_ids)
+
+    metrics = make_trainer(reward_funcs=logs, learning_rate=1e-3).step().metrics
+    assert (metrics["learning_rate"], metrics["log_metric/learning_rate"], metrics["mine"]) == (1e-3, 9.0, 7.0)
+
+
+def test_generating_inside_a_step_is_refused_and_in_a_callback_allowed(make_trainer) -> None:
+    seen = []
+
+    def asks(completion_ids, **_):
+        with pytest.raises(EngineStateError, match="a training step is running"):
+            trainer.generate("1+2=")
+        seen.append("refused")
+        return shares(completion_ids)
+
+    trainer = make_trainer(reward_funcs=asks)
+    trainer.step()
+    assert seen and trainer.generate("1+2=", temperature=0)[0].completion_ids
+
+
+def test_a_checkpoint_of_another_model_or_with_a_hole_is_refused(make_trainer) -> None:
+    trainer = make_trainer(max_steps=1, save_steps=1)
+    trainer.fit()
+    folder = trainer.run_folder / "checkpoint-1"
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(next(name for name in weights if name.endswith("down_proj.weight")))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="missing keys"):
+        make_trainer(max_steps=2, resume=str(folder))
+
+
+def test_prompts_at_the_limit_leave_the_probe_its_room(make_trainer) -> None:
+    length = build_model().config.max_position_embeddings - 1
+    trainer = make_trainer(train_dataset=[{"prompt": "1" * length}] * 8, max_completion_length=1)
+    assert trainer.step().batch["completion_ids"].lengths.max() == 1
+
+
+def test_functional_dropout_is_off_under_gradient_checkpointing() -> None:
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+    config = Starcoder2Config(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, residual_dropout=0.5, embedding_dropout=0.5,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    model = CausalLM(Starcoder2ForCausalLM(config))
+    model.enable_gradient_checkpointing()
+    assert model.verify() < 1e-5
+
+
+def test_rotary_frequencies_that_depend_on_length_are_refused_beyond_their_limit() -> None:
+    model = build_model()
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    CausalLM(model).check_length(16)
+    with pytest.raises(ModelError, match="longrope rotary scaling beyond 16 tokens"):
+        CausalLM(model).check_length(17)
