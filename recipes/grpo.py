@@ -41,8 +41,8 @@ from recipes.quickstart.warm_start import (  # noqa: E402
 )
 
 SUPERVISED = (
-    "then more of the same supervised learning",
-    "then supervised learning on written-out right answers",
+    "or then more of the same demonstrations",
+    "or then demonstrations that are all right",
 )
 
 console = Console(highlight=False)
@@ -107,10 +107,10 @@ def quickstart(arguments: list[str]) -> None:
     seconds = time.perf_counter() - started
     rows = [
         Row("supervised warm start", warm.accuracy, warm.steps, warm.seconds),
-        Row("then GRPO, which sees right or wrong", metrics["eval/accuracy"], steps, seconds),
+        Row("then GRPO, told only right or wrong", metrics["eval/accuracy"], steps, seconds),
     ]
     for copied, from_answers, name in zip(supervised, (False, True), SUPERVISED, strict=True):
-        waiting = f"for comparison, {name} for the same {seconds:.0f} s"
+        waiting = f"for comparison: {name}, {seconds:.0f} s"
         if not console.is_terminal:
             console.print(waiting)
         with console.status(waiting):
@@ -127,7 +127,7 @@ def show_results(run: Path, rows: list[Row]) -> None:
     for row in rows:
         table.add_row(row.name, f"{row.accuracy:.1%}", str(row.steps), f"{row.seconds:.0f}")
     console.print(table)
-    console.print("GRPO saw no solution, only whether its own was right; supervised learning copies what it is shown.")
+    console.print("Supervised learning copies what it is shown; GRPO was shown no solution.")
     (run / "comparison.json").write_text(json.dumps([row._asdict() for row in rows], indent=2) + "\n")
     console.print(f"curves, metrics and samples: {run}", soft_wrap=True)
 
