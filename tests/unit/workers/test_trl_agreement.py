@@ -56,11 +56,9 @@ def test_advantages_are_those_of_trl(name: str) -> None:
     torch.testing.assert_close(first_tokens, torch.tensor(case.advantages), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if case.options["importance_sampling_level"] == "token"]
-)
-def test_token_level_metrics_are_those_of_trl(name: str) -> None:
-    """Means over tokens; TRL's low_min and high_max are over samples. kl includes the importance weight."""
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_are_those_of_trl(name: str) -> None:
+    """clip_ratio counts tokens, or samples where they share one ratio; kl includes the importance weight."""
     case = CASES[name]
     batch, config = ours(case)
     _, _, metrics = loss_and_gradient(batch, config, plan_of(batch, 40)[0])
