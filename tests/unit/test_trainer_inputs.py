@@ -14,6 +14,8 @@ import yaml
 from hybrid_rl.errors import RewardError
 from tests.tiny import build_model, build_tokenizer, exact, ids_of, spread, sums
 
+pytestmark = pytest.mark.slow  # the file as a whole
+
 KEYS = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 1}
 
 

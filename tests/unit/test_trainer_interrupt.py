@@ -13,6 +13,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, HybridRLError
 from tests.tiny import build_model, spread, sums
 
+pytestmark = pytest.mark.slow  # the file as a whole
+
 ROOT = Path(__file__).parents[2]
 KEYS = {
     "prompts_per_step": 4,

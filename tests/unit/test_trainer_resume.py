@@ -12,6 +12,8 @@ from hybrid_rl.checkpoint import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, DataError, HybridRLError
 from tests.tiny import build_model, sums
 
+pytestmark = pytest.mark.slow  # the file as a whole
+
 SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
 
 

@@ -16,6 +16,8 @@ import pytest
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner
 
+pytestmark = pytest.mark.slow  # the file as a whole
+
 NAN = float("nan")
 
 

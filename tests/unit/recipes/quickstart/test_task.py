@@ -6,6 +6,8 @@ import reasoning_gym
 from hybrid_rl.errors import ConfigError, DataError
 from recipes.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
 
+pytestmark = pytest.mark.slow  # the file as a whole
+
 
 @pytest.fixture(scope="module", params=[0, 1, 7])
 def task(request: pytest.FixtureRequest) -> Task:
