@@ -1,0 +1,34 @@
+"""A whole training step of every supported architecture against a plain forward and a loss written out."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.unit.models.families import SUPPORTED, build
+
+TEMPERATURE = 1.3
+
+
+def plain_gradient_norm(model: torch.nn.Module, batch) -> float:
+    """Norm of the gradient of GRPO's loss at ratio 1: -mean over all tokens of advantage * ln p, sample by sample."""
+    num_tokens = batch["completion_ids"].values.numel()
+    for prompt, completion, advantage in zip(
+        batch["prompt_ids"], batch["completion_ids"], batch["advantages"], strict=True
+    ):
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0] / TEMPERATURE
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        (-(advantage * logprobs).sum() / num_tokens).backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return float(torch.cat(gradients).norm())
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_step_has_the_gradient_of_the_plain_model(name: str, make_trainer) -> None:
+    model = build(name)
+    before = copy.deepcopy(model)
+    trainer = make_trainer(model, temperature=TEMPERATURE, tokens_per_micro_batch=40, max_completion_length=9)
+    batch, metrics = trainer.step()
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4  # engine and trainer, both fp32
+    assert metrics["grad_norm"] > 1e-3
+    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(before, batch), rel=1e-4)
