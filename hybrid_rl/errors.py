@@ -37,9 +37,5 @@ class MemoryStateError(HybridRLError, RuntimeError):
     """A resident was used, woken or put to sleep against the rules of its lease."""
 
 
-class WorkerError(HybridRLError, RuntimeError):
-    """A worker failed; the message names role, rank and step and holds the remote traceback."""
-
-
 class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint cannot be written or read."""

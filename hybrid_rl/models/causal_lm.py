@@ -74,10 +74,9 @@ class CausalLM:
         scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         for rope in (scaling, *(value for value in scaling.values() if isinstance(value, dict))):
             kind = rope.get("rope_type", rope.get("type"))
-            limit = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", config.max_position_embeddings
-            )
-            if kind in ("longrope", "dynamic") and max_length > limit:
+            trained = rope.get("original_max_position_embeddings")
+            limit = trained or getattr(config, "original_max_position_embeddings", self.max_positions)
+            if kind in ("longrope", "dynamic") and limit is not None and max_length > limit:
                 raise ModelError(
                     f"{kind} rotary scaling beyond {limit} tokens is not supported (prompt and completion may take "
                     f"{max_length}); lower max_prompt_length or max_completion_length"

@@ -1,5 +1,7 @@
 """What users' code may do to a run without harming it, and what is refused instead."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,3 +104,13 @@ def test_rotary_frequencies_that_depend_on_length_are_refused_beyond_their_limit
     CausalLM(model).check_length(16)
     with pytest.raises(ModelError, match="longrope rotary scaling beyond 16 tokens"):
         CausalLM(model).check_length(17)
+
+
+def test_a_config_without_a_number_of_positions_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM(build_model())
+    bare = SimpleNamespace()
+    bare.get_text_config = lambda: bare
+    monkeypatch.setattr(model.module, "config", bare)
+    model.check_length(10**6)
+    bare.rope_parameters = {"rope_type": "dynamic"}
+    model.check_length(10**6)
