@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hybrid_rl.errors import ModelError
+from hybrid_rl.models.linear import SMALLEST_ROWS, Linears
 
 NAME = "hybrid_rl_packed"
 
@@ -108,10 +109,19 @@ def packed_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
     return attention_functions(configs, [NAME] * len(configs))
 
 
-def checkpoint_contexts(configs: Sequence[Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the block above was
-    left, uses the attention function of its forward pass."""
-    return nullcontext(), attention_functions(configs, [config._attn_implementation for config in configs])
+def checkpoint_contexts(
+    configs: Sequence[Any], linears: Linears
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
+    forward pass were left, uses the attention function and the linear layers of that pass."""
+    names = [config._attn_implementation for config in configs]
+    return nullcontext(), _recompute(configs, names, linears, SMALLEST_ROWS if linears.is_fast else 0)
+
+
+@contextmanager
+def _recompute(configs: Sequence[Any], names: Sequence[str], linears: Linears, num_rows: int) -> Iterator[None]:
+    with attention_functions(configs, names), linears.fast(num_rows):
+        yield
 
 
 class PackedAttention:

@@ -19,6 +19,7 @@ from hybrid_rl.models.attention import (
     checkpoint_contexts,
     packed_attention,
 )
+from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
@@ -34,6 +35,7 @@ class CausalLM:
         self.module = module
         module.eval()
         self._configs = attention_configs(module)
+        self._linears = Linears(module)
         _switch_off_noise(module)
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -88,13 +90,13 @@ class CausalLM:
             raise ModelError(
                 f"{type(self.module).__name__} cannot recompute activations; set gradient_checkpointing=false"
             )
-        contexts = partial(checkpoint_contexts, self._configs)
+        contexts = partial(checkpoint_contexts, self._configs, self._linears)
         self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         self.module.train()  # transformers checkpoints in training mode only; dropout is off in any mode
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
-        with packed_attention(self._configs):
+        with packed_attention(self._configs), self._linears.fast(token_ids.shape[0]):
             output = self.module.base_model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
             )

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.linear import product, weight_gradient
+
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
 
 
@@ -24,7 +26,7 @@ class HeadOptions:
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
     """hidden: [M, H]; weight: [V, H]; bias: [V] or None. Returns logits, float32 (float64 for float64 input) [M, V]."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = product(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if options.scale != 1.0:
         logits = logits * options.scale
@@ -95,8 +97,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if options.softcap is not None:
                 grad = grad * (1 - (capped / options.softcap) ** 2)
             grad = (grad * options.scale).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            grad_weight += grad.t() @ hidden[rows]
+            grad_hidden[rows] = product(grad, weight.t())
+            grad_weight += weight_gradient(grad, hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (

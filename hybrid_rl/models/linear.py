@@ -1,0 +1,116 @@
+"""Linear layers through oneDNN on CPUs.
+
+PyTorch multiplies float32 matrices with MKL, which leaves half of a processor idle that it does not know; oneDNN, which
+comes with PyTorch as well, does not (two to two and a half times the throughput on Zen 5, measured by
+benchmarks/linear.py). Below some size its calls cost more than they save. The result differs in the order of summation
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Rows times columns times depth from which oneDNN is at least as fast, measured for 128 to 1024 columns.
+SMALLEST_PRODUCT = 1 << 20
+# Rows from which the layers of a model are switched over; a decode batch below it is faster as it is.
+SMALLEST_ROWS = 48
+
+
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """left @ right.T + bias. left: [M, K]; right: [N, K]; any strides; bias: [N]. Returns [M, N], for code that needs
+    no autograd."""
+    size = left.shape[0] * left.shape[1] * right.shape[0]
+    if size < SMALLEST_PRODUCT or not is_available(left):
+        return torch.nn.functional.linear(left, right, bias)
+    return _linear(left, right, bias)
+
+
+def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
+    # oneDNN wants its left side contiguous, so the smaller of the two is the one to be transposed.
+    if grad.shape[1] <= rows.shape[1]:
+        return product(grad.t(), rows.t())
+    return product(rows.t(), grad.t()).t()
+
+
+def is_available(tensor: Tensor) -> bool:
+    """Whether oneDNN's product applies to tensors like this one."""
+    usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return usable and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+class Linears:
+    """The plain linear layers of a module, which `fast` switches over and back.
+
+    Layers of a class of their own, and layers whose forward somebody replaced, stay as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers: list[nn.Linear] = [
+            m for m in module.modules() if type(m) is nn.Linear and "forward" not in vars(m) and is_available(m.weight)
+        ]
+        self._forwards: Sequence[Any] = [_Forward(layer) for layer in self._layers]
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the layers are switched over now."""
+        return any("forward" in vars(layer) for layer in self._layers[:1])
+
+    @contextmanager
+    def fast(self, num_rows: int) -> Iterator[None]:
+        """Inside the block the layers multiply by oneDNN, where `num_rows` input rows are enough for it to pay."""
+        active = self._layers if num_rows >= SMALLEST_ROWS and not self.is_fast else []
+        for layer, forward in zip(active, self._forwards, strict=False):
+            vars(layer)["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer in active:
+                vars(layer).pop("forward", None)
+
+
+class _Forward:
+    """What a layer runs in the place of nn.Linear.forward."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        rows = input.reshape(-1, input.shape[-1])
+        if torch.is_grad_enabled():
+            apply: Any = _Linear.apply
+            out = apply(rows, weight, bias)
+        else:
+            out = _linear(rows, weight, bias)
+        return out.view(*input.shape[:-1], -1)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return _linear(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        rows, weight = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            product(grad, weight.t()) if needs_rows else None,
+            weight_gradient(grad, rows) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
