@@ -1,7 +1,7 @@
-// Counter-based uniform noise for sampling: Philox-4x32-10, J. Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3", SC 2011. Each element is a pure function of (seed, position, column), so that a sampled token does not
-// depend on which other requests share its batch. hybrid_rl/native.py holds the PyTorch form, which is the oracle:
-// both must agree bit for bit.
+// From logits to tokens on the CPU. The uniform number of a token is a pure function of (seed, position): Philox-4x32-10,
+// J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A sampled token therefore does not depend on
+// which other requests share its batch. The PyTorch forms of both operators are their oracles (hybrid_rl/native.py,
+// hybrid_rl/rollout/sampling.py): the noise agrees bit for bit, the tokens up to floating-point ties.
 //
 // Built on LibTorch's stable ABI (no Python.h, no ATen headers): one binary serves several versions of both.
 
@@ -10,10 +10,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <limits>
+#include <tuple>
+#include <vector>
 
-// The compiler makes one copy per instruction set and the loader picks one: AVX2 has four times the 32x32->64
-// multiplications of the x86-64 baseline, and a wheel must still run without it.
+// The compiler makes one copy per instruction set and the loader picks one; a wheel must still run without AVX.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define HYBRID_RL_TARGETS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -25,99 +29,277 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr uint32_t kMultiplier0 = 0xD2511F53u;
-constexpr uint32_t kMultiplier1 = 0xCD9E8D57u;
-constexpr uint32_t kWeyl0 = 0x9E3779B9u;
-constexpr uint32_t kWeyl1 = 0xBB67AE85u;
 constexpr uint32_t kDomain = 0x48524Cu; // "HRL": keeps this stream apart from other uses of the same seed
-constexpr int kNumRounds = 10;
-// Counters computed side by side, so that the compiler vectorises over them. With fewer, GCC unrolls the loops whole
-// before it vectorises and the kernel is three times slower.
+// Accumulators side by side, so that the compiler may vectorise a sum without reordering it. With 16 or fewer, GCC
+// unrolls the loops whole before it vectorises.
 constexpr int kNumLanes = 64;
-constexpr int64_t kBlocksPerTask = 1024; // of four columns each: about 10 microseconds
+constexpr int64_t kBlock = 1024; // columns of one partial sum: the search for the token repeats one block only
+constexpr float kLeastExponent = -87.3f; // below it, e^x counts as 0
+constexpr int64_t kColumnsPerTask = 16384; // about 10 microseconds
 
-// Uniforms of the blocks [first_block, last_block) of one row; block j holds the columns 4j .. 4j+3.
-HYBRID_RL_TARGETS
-void fill_row(
-    uint64_t seed,
-    uint64_t position,
-    int64_t first_block,
-    int64_t last_block,
-    int64_t num_columns,
-    float* row) {
-  for (int64_t base = first_block; base < last_block; base += kNumLanes) {
-    uint32_t c0[kNumLanes], c1[kNumLanes], c2[kNumLanes], c3[kNumLanes];
-    for (int lane = 0; lane < kNumLanes; ++lane) {
-      c0[lane] = static_cast<uint32_t>(position);
-      c1[lane] = static_cast<uint32_t>(position >> 32);
-      c2[lane] = static_cast<uint32_t>(base + lane);
-      c3[lane] = kDomain;
-    }
-    uint32_t k0 = static_cast<uint32_t>(seed);
-    uint32_t k1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < kNumRounds; ++round) {
-      for (int lane = 0; lane < kNumLanes; ++lane) {
-        const uint64_t product0 = static_cast<uint64_t>(kMultiplier0) * c0[lane];
-        const uint64_t product1 = static_cast<uint64_t>(kMultiplier1) * c2[lane];
-        c0[lane] = static_cast<uint32_t>(product1 >> 32) ^ c1[lane] ^ k0;
-        c1[lane] = static_cast<uint32_t>(product1);
-        c2[lane] = static_cast<uint32_t>(product0 >> 32) ^ c3[lane] ^ k1;
-        c3[lane] = static_cast<uint32_t>(product0);
-      }
-      k0 += kWeyl0;
-      k1 += kWeyl1;
-    }
-    float uniforms[kNumLanes * 4];
-    for (int lane = 0; lane < kNumLanes; ++lane) {
-      const uint32_t words[4] = {c0[lane], c1[lane], c2[lane], c3[lane]};
-      for (int word = 0; word < 4; ++word) {
-        // 23 bits: with 24, x + 0.5 has no exact float32 and the largest value would round to 1.
-        uniforms[4 * lane + word] = (static_cast<float>(static_cast<int32_t>(words[word] >> 9)) + 0.5f) * 0x1p-23f;
-      }
-    }
-    const int64_t first_column = 4 * base;
-    const int64_t num_wanted = std::min(4 * std::min<int64_t>(kNumLanes, last_block - base), num_columns - first_column);
-    std::copy(uniforms, uniforms + num_wanted, row + first_column);
+struct Words {
+  uint32_t word[4];
+};
+
+Words philox(uint64_t seed, uint64_t position, uint32_t block) {
+  uint32_t c0 = static_cast<uint32_t>(position), c1 = static_cast<uint32_t>(position >> 32), c2 = block, c3 = kDomain;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product0 = uint64_t{0xD2511F53u} * c0;
+    const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2;
+    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(product1);
+    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(product0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
   }
+  return {{c0, c1, c2, c3}};
+}
+
+// 23 bits: with 24, x + 0.5 has no exact float32 and the largest value would round to 1.
+float uniform(uint32_t word) {
+  return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
+}
+
+// e^x for -87.3 <= x <= 0 with a relative error below 2e-7; 0 below e^-87, next to where float32 becomes subnormal.
+// Cephes' expf: x = n ln 2 + r, a polynomial in r, n added to the exponent. No branch, so that loops over it vectorise.
+inline float exp_of(float x) {
+  constexpr float kRound = 0x1.8p23f; // adding it rounds to an integer and leaves that in the low bits
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(kRound);
+  const float value = p * std::bit_cast<float>((exponent + 127u) << 23);
+  // All ones for n >= -125, else 0.
+  const uint32_t mask = ~static_cast<uint32_t>(static_cast<int32_t>(exponent + 125u) >> 31);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & mask);
+}
+
+// The largest of a block's logits; NaN where one of them is NaN or +inf.
+HYBRID_RL_TARGETS
+float block_max(const float* logits, int64_t size) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  float best[kNumLanes];
+  int32_t broken[kNumLanes];
+  for (int lane = 0; lane < kNumLanes; ++lane) {
+    best[lane] = -std::numeric_limits<float>::infinity();
+    broken[lane] = 0;
+  }
+  int64_t first = 0;
+  for (; first + kNumLanes <= size; first += kNumLanes) {
+    for (int lane = 0; lane < kNumLanes; ++lane) {
+      const float x = logits[first + lane];
+      best[lane] = x > best[lane] ? x : best[lane];
+      broken[lane] |= x <= kLargest ? 0 : 1;
+    }
+  }
+  for (; first < size; ++first) {
+    best[0] = logits[first] > best[0] ? logits[first] : best[0];
+    broken[0] |= logits[first] <= kLargest ? 0 : 1;
+  }
+  for (int lane = 1; lane < kNumLanes && size >= kNumLanes; ++lane) {
+    best[0] = best[lane] > best[0] ? best[lane] : best[0];
+    broken[0] |= broken[lane];
+  }
+  return broken[0] ? std::numeric_limits<float>::quiet_NaN() : best[0];
+}
+
+// weights[i] = e^((logits[i] - best) / temperature); returns their sum.
+HYBRID_RL_TARGETS
+double block_weights(const float* logits, int64_t size, float best, float inverse_temperature, float* weights) {
+  // Two loops: in one, GCC makes a branch of the bound, behind which the result is a constant, and vectorises nothing.
+  for (int64_t column = 0; column < size; ++column) {
+    const float exponent = (logits[column] - best) * inverse_temperature;
+    weights[column] = exponent > kLeastExponent ? exponent : kLeastExponent;
+  }
+  for (int64_t column = 0; column < size; ++column) {
+    weights[column] = exp_of(weights[column]);
+  }
+  float sums[kNumLanes] = {};
+  int64_t first = 0;
+  for (; first + kNumLanes <= size; first += kNumLanes) {
+    for (int lane = 0; lane < kNumLanes; ++lane) {
+      sums[lane] += weights[first + lane];
+    }
+  }
+  double sum = 0.0;
+  for (; first < size; ++first) {
+    sum += weights[first];
+  }
+  for (int lane = 0; lane < kNumLanes && size >= kNumLanes; ++lane) {
+    sum += sums[lane];
+  }
+  return sum;
+}
+
+// Finds the token of one row after another; holds the memory for it.
+class Row {
+ public:
+  explicit Row(int64_t num_columns) : num_columns_(num_columns), maxima_(num_blocks()), sums_(num_blocks()) {}
+
+  // Chooses a token (temperature 0: the best one) and returns ln p of it; NaN where there is no distribution: a logit
+  // is NaN or +inf, or none is above -inf.
+  float choose(const float* logits, float temperature, uint64_t seed, uint64_t position, int64_t* token) {
+    *token = 0;
+    float best = -std::numeric_limits<float>::infinity();
+    for (int64_t block = 0; block < num_blocks(); ++block) {
+      maxima_[block] = block_max(logits + block * kBlock, size(block));
+      // Written so that a NaN, once taken, stays.
+      best = maxima_[block] <= best ? best : std::isnan(best) ? best : maxima_[block];
+    }
+    const bool greedy = !(temperature > 0.0f);
+    const float divisor = greedy ? 1.0f : temperature;
+    if (!std::isfinite(best / divisor)) {
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    double total = 0.0;
+    for (int64_t block = 0; block < num_blocks(); ++block) {
+      sums_[block] = block_weights(logits + block * kBlock, size(block), best, 1.0f / divisor, weights_);
+      total += sums_[block];
+    }
+    *token = greedy ? first_best(logits, best) : search(logits, best, 1.0f / divisor, draw(seed, position) * total);
+    return static_cast<float>((static_cast<double>(logits[*token]) - best) / divisor - std::log(total));
+  }
+
+ private:
+  int64_t num_blocks() const {
+    return (num_columns_ + kBlock - 1) / kBlock;
+  }
+
+  int64_t size(int64_t block) const {
+    return std::min(kBlock, num_columns_ - block * kBlock);
+  }
+
+  // Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
+  static double draw(uint64_t seed, uint64_t position) {
+    const Words words = philox(seed, position, 0);
+    return uniform(words.word[0]) + (static_cast<double>(uniform(words.word[1])) - 0.5) * 0x1p-23;
+  }
+
+  int64_t first_best(const float* logits, float best) const {
+    const int64_t start = (std::find(maxima_.begin(), maxima_.end(), best) - maxima_.begin()) * kBlock;
+    return std::find(logits + start, logits + num_columns_, best) - logits;
+  }
+
+  // The first column whose cumulative weight reaches `target`, which is above 0 and at most the sum of all.
+  int64_t search(const float* logits, float best, float inverse_temperature, double target) {
+    int64_t block = 0;
+    double cumulative = 0.0;
+    while (cumulative + sums_[block] < target && block + 1 < num_blocks()) {
+      cumulative += sums_[block++];
+    }
+    // The weights of the last block are still there.
+    if (block + 1 < num_blocks()) {
+      block_weights(logits + block * kBlock, size(block), best, inverse_temperature, weights_);
+    }
+    // The block's sum was rounded in another order: where that leaves the target just out of reach, its last possible
+    // token is meant.
+    int64_t last_possible = 0;
+    for (int64_t column = 0; column < size(block); ++column) {
+      cumulative += weights_[column];
+      if (weights_[column] > 0.0f) {
+        last_possible = column;
+        if (cumulative >= target) {
+          break;
+        }
+      }
+    }
+    return block * kBlock + last_possible;
+  }
+
+  int64_t num_columns_;
+  std::vector<float> maxima_;
+  std::vector<double> sums_;
+  float weights_[kBlock];
+};
+
+void check_keys(const Tensor& seeds, const Tensor& positions) {
+  STD_TORCH_CHECK(
+      seeds.dim() == 1 && positions.dim() == 1 && seeds.size(0) == positions.size(0),
+      "hybrid_rl: seeds and positions must be one-dimensional and of one length");
+  STD_TORCH_CHECK(
+      seeds.scalar_type() == ScalarType::Long && positions.scalar_type() == ScalarType::Long,
+      "hybrid_rl: seeds and positions must be int64");
+  STD_TORCH_CHECK(
+      seeds.is_contiguous() && positions.is_contiguous(), "hybrid_rl: seeds and positions must be contiguous");
 }
 
 Tensor keyed_uniform(const Tensor& seeds, const Tensor& positions, int64_t num_columns) {
-  STD_TORCH_CHECK(
-      seeds.dim() == 1 && positions.dim() == 1 && seeds.size(0) == positions.size(0),
-      "hybrid_rl::keyed_uniform: seeds and positions must be one-dimensional and of one length");
-  STD_TORCH_CHECK(
-      seeds.scalar_type() == ScalarType::Long && positions.scalar_type() == ScalarType::Long,
-      "hybrid_rl::keyed_uniform: seeds and positions must be int64");
-  STD_TORCH_CHECK(
-      seeds.is_contiguous() && positions.is_contiguous(),
-      "hybrid_rl::keyed_uniform: seeds and positions must be contiguous");
+  check_keys(seeds, positions);
   STD_TORCH_CHECK(num_columns >= 1, "hybrid_rl::keyed_uniform: num_columns must be at least 1, got ", num_columns);
-
   const int64_t num_rows = seeds.size(0);
   const int64_t sizes[2] = {num_rows, num_columns};
   Tensor noise = torch::stable::new_empty(seeds, {sizes, 2}, ScalarType::Float);
   const int64_t* seed = static_cast<const int64_t*>(seeds.const_data_ptr());
   const int64_t* position = static_cast<const int64_t*>(positions.const_data_ptr());
   float* values = static_cast<float*>(noise.mutable_data_ptr());
-
-  const int64_t num_blocks = (num_columns + 3) / 4;
-  const int64_t tasks_per_row = (num_blocks + kBlocksPerTask - 1) / kBlocksPerTask;
-  const int64_t grain_size = std::max<int64_t>(1, 4 * kBlocksPerTask / num_blocks);
-  torch::stable::parallel_for(0, num_rows * tasks_per_row, grain_size, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / tasks_per_row;
-      const int64_t first_block = task % tasks_per_row * kBlocksPerTask;
-      const int64_t last_block = std::min(first_block + kBlocksPerTask, num_blocks);
-      fill_row(
-          static_cast<uint64_t>(seed[row]),
-          static_cast<uint64_t>(position[row]),
-          first_block,
-          last_block,
-          num_columns,
-          values + row * num_columns);
+  const int64_t grain_size = std::max<int64_t>(1, kColumnsPerTask / num_columns);
+  torch::stable::parallel_for(0, num_rows, grain_size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      Words words;
+      for (int64_t column = 0; column < num_columns; ++column) {
+        if (column % 4 == 0) {
+          words = philox(
+              static_cast<uint64_t>(seed[row]),
+              static_cast<uint64_t>(position[row]),
+              static_cast<uint32_t>(column / 4));
+        }
+        values[row * num_columns + column] = uniform(words.word[column % 4]);
+      }
     }
   });
   return noise;
+}
+
+std::tuple<Tensor, Tensor> sample(
+    const Tensor& logits,
+    const Tensor& temperatures,
+    const Tensor& seeds,
+    const Tensor& positions) {
+  check_keys(seeds, positions);
+  STD_TORCH_CHECK(
+      logits.dim() == 2 && logits.size(0) == seeds.size(0) && logits.size(1) >= 1,
+      "hybrid_rl::sample: logits must be [B, V] with B = ",
+      seeds.size(0),
+      " and V at least 1");
+  STD_TORCH_CHECK(
+      temperatures.dim() == 1 && temperatures.size(0) == seeds.size(0),
+      "hybrid_rl::sample: temperatures must be [B] with B = ",
+      seeds.size(0));
+  STD_TORCH_CHECK(
+      logits.scalar_type() == ScalarType::Float && temperatures.scalar_type() == ScalarType::Float &&
+          logits.is_contiguous() && temperatures.is_contiguous(),
+      "hybrid_rl::sample: logits and temperatures must be contiguous float32");
+  const int64_t num_rows = logits.size(0), num_columns = logits.size(1);
+  Tensor tokens = torch::stable::new_empty(seeds, {&num_rows, 1}, ScalarType::Long);
+  Tensor logprobs = torch::stable::new_empty(seeds, {&num_rows, 1}, ScalarType::Float);
+  const float* values = static_cast<const float*>(logits.const_data_ptr());
+  const float* temperature = static_cast<const float*>(temperatures.const_data_ptr());
+  const int64_t* seed = static_cast<const int64_t*>(seeds.const_data_ptr());
+  const int64_t* position = static_cast<const int64_t*>(positions.const_data_ptr());
+  int64_t* token = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  float* logprob = static_cast<float*>(logprobs.mutable_data_ptr());
+  const int64_t grain_size = std::max<int64_t>(1, kColumnsPerTask / num_columns);
+  torch::stable::parallel_for(0, num_rows, grain_size, [&](int64_t begin, int64_t end) {
+    Row chooser(num_columns);
+    for (int64_t row = begin; row < end; ++row) {
+      logprob[row] = chooser.choose(
+          values + row * num_columns,
+          temperature[row],
+          static_cast<uint64_t>(seed[row]),
+          static_cast<uint64_t>(position[row]),
+          token + row);
+    }
+  });
+  return {tokens, logprobs};
 }
 
 } // namespace
@@ -125,8 +307,10 @@ Tensor keyed_uniform(const Tensor& seeds, const Tensor& positions, int64_t num_c
 // A fragment: every source file of the extension declares its own operators in the one namespace.
 STABLE_TORCH_LIBRARY_FRAGMENT(hybrid_rl, library) {
   library.def("keyed_uniform(Tensor seeds, Tensor positions, int num_columns) -> Tensor");
+  library.def("sample(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybrid_rl, CPU, library) {
   library.impl("keyed_uniform", TORCH_BOX(&keyed_uniform));
+  library.impl("sample", TORCH_BOX(&sample));
 }

@@ -29,6 +29,10 @@ class EngineStateError(HybridRLError, RuntimeError):
     """A rollout engine was asked for something that its state or policy version forbids."""
 
 
+class QueueFullError(HybridRLError, RuntimeError):
+    """More requests were submitted than a rollout engine lets wait."""
+
+
 class HandoffError(HybridRLError, RuntimeError):
     """Engine and trainer do not hold the same weights."""
 

@@ -1,22 +1,22 @@
 """The embedded engine: decodes from the actor's own modules, so that a handoff writes no byte.
 
-Continuous batching over a paged cache; the prompt of a group is computed once. One step is schedule -> run ->
-postprocess.
+Continuous batching over a paged cache. One step is schedule -> run -> postprocess; a pass of the model takes sequences
+that decode and chunks of prompts together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.errors import DataError, EngineStateError, HandoffError
+from hybrid_rl.errors import DataError, EngineStateError, HandoffError, QueueFullError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource, check_shared
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
@@ -27,52 +27,58 @@ from hybrid_rl.rollout.base import (
     EngineState,
     EngineStats,
     FinishedSample,
+    FinishReason,
     PauseMode,
     RolloutEngine,
     RolloutRequest,
 )
-from hybrid_rl.rollout.inplace.kv_cache import BlockPool, DecodeAttention, PagedCache, PrefillAttention, ShapeRecorder
-from hybrid_rl.rollout.inplace.scheduler import Prefill, Scheduler, Sequence
-from hybrid_rl.rollout.sampling import SamplingTensors, sample
+from hybrid_rl.rollout.inplace.blocks import BlockPool
+from hybrid_rl.rollout.inplace.kv_cache import PagedCache, ShapeRecorder
+from hybrid_rl.rollout.inplace.paged_attention import PagedAttention, PagedBatch
+from hybrid_rl.rollout.inplace.scheduler import Chunk, Scheduler, Sequence
+from hybrid_rl.rollout.inplace.seats import SeatTable
+from hybrid_rl.rollout.sampling import check_finite, penalise, sample
+from hybrid_rl.rollout.stopping import StopStrings
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
 
 
-@dataclass
-class _Decode:
-    """The decode batch as tensors; rebuilt when its members change, advanced in place otherwise."""
-
-    members: list[Sequence]
-    slots: Tensor  # int64 [B, longest possible]
-    length: Tensor  # int64 [B], tokens so far, the newest included (which is not in the cache yet)
-    num_generated: Tensor  # int64 [B]
-    last: Tensor  # int64 [B], the newest token
-    sampling: SamplingTensors
-
-
 class InPlaceEngine(RolloutEngine):
-    """A RolloutEngine over a `CausalLM` of this process. max_length: longest sequence (prompt and completion) to
-    expect."""
+    """A RolloutEngine over a `CausalLM` of this process.
 
-    def __init__(self, model: CausalLM, config: InPlaceConfig, *, max_length: int) -> None:
+    max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
+    requests with stop strings need it.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: InPlaceConfig,
+        *,
+        max_length: int,
+        decode: Callable[[Rows[int]], str] | None = None,
+    ) -> None:
         super().__init__()
         self._model = model
         self._weights = named_weights(model.module)
+        self._decode = decode
+        self._max_num_waiting = config.max_num_waiting
         with torch.inference_mode():
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
-        num_blocks = _num_blocks(config, recorder, max_length)
+        num_blocks = _num_blocks(config, recorder, max_length, model.device)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
+        self._seats = SeatTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
-            BlockPool(num_blocks),
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
+            BlockPool(num_blocks, config.block_size),
+            self._seats,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            remember_prefixes=config.enable_prefix_caching,
         )
-        self._decode: _Decode | None = None
         self._ids: set[int] = set()
         self._aborted: set[int] = set()
+        self._stopping: dict[tuple[str, ...], StopStrings] = {}
         self._paused: PauseMode | None = None
         self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
@@ -82,10 +88,20 @@ class InPlaceEngine(RolloutEngine):
     def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
         """See RolloutEngine."""
         self.require_ready(version)
+        room = self._max_num_waiting - len(self._scheduler.waiting)
+        if len(requests) > room:
+            raise QueueFullError(
+                f"{len(requests)} requests were submitted, but only {room} of rollout.inplace.max_num_waiting="
+                f"{self._max_num_waiting} may still wait; submit fewer at a time, or raise it"
+            )
         seen = set(self._ids)
         for request in requests:
             self._check(request, seen)
             seen.add(request.id)
+        if not self._ids:
+            # What is found in the cache must not depend on what was generated before: a resumed run repeats its rollout
+            # to the bit, whatever was evaluated between.
+            self._scheduler.pool.forget()
         self._ids = seen
         self._scheduler.add(Sequence(request) for request in requests)
         return [request.id for request in requests]
@@ -116,6 +132,11 @@ class InPlaceEngine(RolloutEngine):
                 f"request {request.id}: {length} tokens do not fit the KV cache of {room}; raise kv_cache_memory_bytes "
                 "or lower max_completion_length"
             )
+        strings = request.params.stop_strings
+        if strings and strings not in self._stopping:
+            if self._decode is None:
+                raise DataError(f"request {request.id} has stop strings, but the engine was given no decode function")
+            self._stopping[strings] = StopStrings(self._decode, strings)
 
     @property
     def num_unfinished(self) -> int:
@@ -147,17 +168,16 @@ class InPlaceEngine(RolloutEngine):
         finished = self._take_aborted()
         if self._paused == "keep":
             return finished
-        prefill = self._scheduler.admit() if self._paused is None else None
-        if prefill is not None:
-            tokens, logprobs = self._run_prefill(prefill)
-            members = prefill.sequences
-        elif self._scheduler.running:
-            tokens, logprobs = self._run_decode()
-            members = self._scheduler.running
-        else:
+        chunks = self._scheduler.schedule(admit=self._paused is None)
+        if not chunks:
             return finished
+        try:
+            tokens, logprobs = self._run(chunks)
+        except BaseException:
+            self._scheduler.requeue_running()  # blocks count as written that were not
+            raise
         self._num_steps += 1
-        return finished + self._postprocess(members, tokens, logprobs)
+        return finished + self._postprocess(chunks, tokens, logprobs)
 
     def _take_aborted(self) -> list[FinishedSample]:
         if not self._aborted:
@@ -166,108 +186,95 @@ class InPlaceEngine(RolloutEngine):
         leaving = [sequence for sequence in everyone if sequence.request.id in self._aborted]
         self._aborted = set()
         for sequence in leaving:
-            if sequence.blocks:
+            if sequence.seat >= 0:
                 self._scheduler.remove(sequence)
             else:
                 self._scheduler.waiting.remove(sequence)
-        self._decode = None
-        return [self._finish(sequence, sequence.finished("abort")) for sequence in leaving]
+        return [self._finish(sequence, "abort") for sequence in leaving]
 
-    def _run_prefill(self, prefill: Prefill) -> tuple[Tensor, Tensor]:
+    def _run(self, chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+        """One pass; the next token of every sequence whose last chunk it was, in the order of `_sampled`."""
+        hidden = self._forward(chunks)
+        self._copy_tails(chunks)
+        ends = np.cumsum([chunk.count for chunk in chunks]) - 1
+        index = [end for end, chunk in zip(ends.tolist(), chunks, strict=True) for _ in _sampled(chunk)]
+        if not index:
+            return [], []
+        if index != list(range(hidden.shape[0])):
+            hidden = hidden[torch.tensor(index, device=hidden.device)]
+        sequences = [sequence for chunk in chunks for sequence in _sampled(chunk)]
+        seats = np.array([sequence.seat for sequence in sequences])
+        params = self._seats.sampling(seats, hidden.device)
+        logits = self._model.logits(hidden)
+        if params.penalises:
+            logits = penalise(logits, params.repetition_penalty, _histories(sequences, hidden.device))
+        generated = torch.from_numpy(self._seats.generated[seats]).to(hidden.device)
+        tokens, logprobs = sample(logits, params, generated)
+        chosen, weights = tokens.tolist(), logprobs.tolist()
+        check_finite(weights)
+        self._seats.advance(seats, chosen)
+        return chosen, weights
+
+    def _forward(self, chunks: list[Chunk]) -> Tensor:
+        """Last hidden states [T, H] of the chunks, one after the other."""
         device = self._model.device
-        leaders = [fork[0] for fork in prefill.forks]
-        contexts = [sequence.context_ids for sequence in leaders]
-        lengths = [len(context) for context in contexts]
-        slots = [self._slots(sequence)[:length] for sequence, length in zip(leaders, lengths, strict=True)]
-        token_ids = torch.tensor([token for context in contexts for token in context], device=device)
-        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-        attention = PrefillAttention(self._cache, lengths, torch.cat(slots))
-        hidden = self._model.hidden_states(token_ids, positions, attention)
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        self._copy_tails(prefill, lengths)
-        self._decode = None
-        self._num_prompt_tokens += sum(lengths)
-        self._num_shared_tokens += sum(n * (len(fork) - 1) for n, fork in zip(lengths, prefill.forks, strict=True))
-        sizes = torch.tensor([len(fork) for fork in prefill.forks], device=device)
-        members = prefill.sequences
-        generated = torch.tensor([len(sequence.tokens) for sequence in members], device=device)
-        sampling = SamplingTensors.of([sequence.request.params for sequence in members], device)
-        return sample(self._model.logits(hidden[ends]).repeat_interleave(sizes, 0), sampling, generated)
+        seats = np.array([chunk.sequence.seat for chunk in chunks])
+        counts = [chunk.count for chunk in chunks]
+        if len(chunks) == sum(counts) and all(chunk.sequence.tokens for chunk in chunks):
+            token_ids, positions = self._seats.last[seats], self._seats.length[seats] - 1
+        else:
+            parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+            token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
+            positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
+        lengths = [chunk.start + chunk.count for chunk in chunks]
+        width = self._scheduler.blocks_for(max(lengths))
+        table = torch.from_numpy(self._seats.blocks[seats, :width]).to(device)
+        attention = PagedAttention(self._cache, PagedBatch(table, counts, lengths))
+        tensors = (torch.from_numpy(array).to(device) for array in (token_ids, positions))
+        for chunk in chunks:
+            if chunk.count > 1 or not chunk.sequence.tokens:
+                self._num_prompt_tokens += chunk.count
+        return self._model.hidden_states(*tensors, attention)
 
-    def _copy_tails(self, prefill: Prefill, lengths: list[int]) -> None:
+    def _copy_tails(self, chunks: list[Chunk]) -> None:
         """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
         source, destination = [], []
-        for fork, length in zip(prefill.forks, lengths, strict=True):
-            tail = slice(length - length % self._cache.block_size, length)
-            for sequence in fork[1:]:
-                source.append(self._slots(fork[0])[tail])
-                destination.append(self._slots(sequence)[tail])
+        for chunk in chunks:
+            full, rest = divmod(chunk.start + chunk.count, self._cache.block_size)
+            self._num_shared_tokens += (chunk.start + chunk.count) * len(chunk.followers)
+            if rest:
+                source += [chunk.sequence.blocks[full]] * len(chunk.followers)
+                destination += [follower.blocks[full] for follower in chunk.followers]
         if source:
-            self._cache.copy_slots(torch.cat(source), torch.cat(destination))
+            self._cache.copy_blocks(*(torch.tensor(b, device=self._model.device) for b in (source, destination)))
 
-    def _slots(self, sequence: Sequence) -> Tensor:
-        """Slot of every token that the sequence may ever have, int64."""
-        size = self._cache.block_size
-        blocks = torch.tensor(sequence.blocks, device=self._model.device)
-        return (blocks[:, None] * size + torch.arange(size, device=blocks.device)).reshape(-1)
-
-    def _run_decode(self) -> tuple[Tensor, Tensor]:
-        batch = self._decode or self._build_decode()
-        self._decode = batch
-        newest = batch.length - 1
-        slots = batch.slots[:, : int(batch.length.max())]
-        hidden = self._model.hidden_states(batch.last, newest, DecodeAttention(self._cache, slots, newest))
-        tokens, logprobs = sample(self._model.logits(hidden), batch.sampling, batch.num_generated)
-        batch.last, batch.length, batch.num_generated = tokens, batch.length + 1, batch.num_generated + 1
-        return tokens, logprobs
-
-    def _build_decode(self) -> _Decode:
-        device = self._model.device
-        members = list(self._scheduler.running)
-        slots = [self._slots(sequence) for sequence in members]
-        return _Decode(
-            members=members,
-            slots=torch.nn.utils.rnn.pad_sequence(slots, batch_first=True),
-            length=torch.tensor([len(s.request.prompt_ids) + len(s.tokens) for s in members], device=device),
-            num_generated=torch.tensor([len(s.tokens) for s in members], device=device),
-            last=torch.tensor([s.tokens[-1] for s in members], device=device),
-            sampling=SamplingTensors.of([s.request.params for s in members], device),
-        )
-
-    def _postprocess(self, members: list[Sequence], tokens: Tensor, logprobs: Tensor) -> list[FinishedSample]:
-        finished, staying = [], []
-        for row, (sequence, token, logprob) in enumerate(
-            zip(list(members), tokens.tolist(), logprobs.tolist(), strict=True)
-        ):
-            sequence.append(token, logprob, self.policy_version)
-            reason = sequence.finish_reason()
-            if reason is None:
-                staying.append(row)
-            else:
+    def _postprocess(self, chunks: list[Chunk], tokens: list[int], logprobs: list[float]) -> list[FinishedSample]:
+        finished = []
+        version = self.policy_version
+        sequences = (sequence for chunk in chunks for sequence in _sampled(chunk))
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
                 self._scheduler.remove(sequence)
-                finished.append(self._finish(sequence, sequence.finished(reason)))
+                finished.append(self._finish(sequence, reason))
         self._num_generated_tokens += len(tokens)
-        if finished and self._decode is not None:
-            self._shrink_decode(staying)
         return finished
 
-    def _shrink_decode(self, staying: list[int]) -> None:
-        batch = self._decode
-        assert batch is not None
-        index = torch.tensor(staying, dtype=torch.int64, device=self._model.device)
-        self._decode = _Decode(
-            members=[batch.members[row] for row in staying],
-            slots=batch.slots[index],
-            length=batch.length[index],
-            num_generated=batch.num_generated[index],
-            last=batch.last[index],
-            sampling=batch.sampling.select(index),
-        )
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.request.params
+        if token in params.stop_token_ids:
+            return "stop"
+        if params.stop_strings and self._stopping[params.stop_strings].is_completed(sequence.tokens):
+            return "stop"
+        return "length" if len(sequence.tokens) >= params.max_tokens else None
 
-    def _finish(self, sequence: Sequence, event: FinishedSample) -> FinishedSample:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
         self._ids.discard(sequence.request.id)
         self._num_finished += 1
-        return event
+        return sequence.finished(reason)
 
     # --------------------------------------------------------------------------------------- weights and memory
 
@@ -319,7 +326,6 @@ class InPlaceEngine(RolloutEngine):
 
     def _drop_cache(self) -> None:
         self._scheduler.requeue_running()
-        self._decode = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -351,14 +357,25 @@ def _known(tags: Iterable[str]) -> frozenset[str]:
     return tags
 
 
-def _num_blocks(config: InPlaceConfig, recorder: ShapeRecorder, max_length: int) -> int:
+def _sampled(chunk: Chunk) -> list[Sequence]:
+    """Who gets a token after this chunk."""
+    return [chunk.sequence, *chunk.followers] if chunk.is_last else []
+
+
+def _histories(sequences: list[Sequence], device: torch.device) -> Tensor:
+    """Tokens of prompt and completion, int64 [B, longest], -1 behind the end."""
+    rows = [torch.tensor(sequence.context(0, sequence.num_tokens)) for sequence in sequences]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
+
+
+def _num_blocks(config: InPlaceConfig, recorder: ShapeRecorder, max_length: int, device: torch.device) -> int:
     block_bytes = config.block_size * sum(layer.bytes_per_token for layer in recorder.layers.values())
     blocks_per_sequence = -(-max_length // config.block_size)
     if config.kv_cache_memory_bytes is not None:
         return max(1, config.kv_cache_memory_bytes // block_bytes)
     free = psutil.virtual_memory().available
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0]
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
     return max(
         blocks_per_sequence,
         min(config.max_num_seqs * blocks_per_sequence, int(FREE_MEMORY_SHARE * free) // block_bytes),

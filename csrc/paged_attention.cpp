@@ -1,0 +1,431 @@
+// Causal attention of ragged queries against keys and values that lie in blocks: a decode step, a chunk of a prompt, or
+// both in one call. CPU; float32 and bfloat16, computed in float32.
+//
+// A block of keys is [head, dim, token], so that sixteen tokens are scored at once without horizontal sums; a block of
+// values is [head, token, dim]. The query heads that share a key head, and neighbouring tokens, form the rows of a tile:
+// a block is loaded once for all of them.
+
+#include "lanes.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using hybrid_rl::BFloat16;
+using hybrid_rl::Floats;
+using hybrid_rl::Ints;
+using hybrid_rl::kLanes;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kTileRows = 8;
+// Multiplications below which threads cost more than they bring.
+constexpr double kSerialWork = 1 << 19;
+
+template <typename T>
+struct Problem {
+  const T* query; // [T, H, D]
+  T* keys; // [N, H_kv, D, block]
+  T* values; // [N, H_kv, block, D_v rounded up to lanes]
+  T* out; // [T, H, D_v]
+  const int32_t* block_table; // [B, M]
+  const int64_t* query_start; // [B + 1]
+  const int64_t* context_length; // [B]
+  int64_t num_heads, num_kv_heads, key_dim, value_dim, padded_value_dim, block_size, table_width;
+  float scale, softcap; // softcap 0: none
+  int64_t window; // 0: none
+
+  const T* key_block(int64_t block, int64_t head) const {
+    return keys + (block * num_kv_heads + head) * key_dim * block_size;
+  }
+  const T* value_block(int64_t block, int64_t head) const {
+    return values + (block * num_kv_heads + head) * block_size * padded_value_dim;
+  }
+};
+
+struct Task {
+  int64_t sequence, kv_head, first_row; // rows count (token, query head of the group), the head running fastest
+};
+
+// Scores of R rows against `num_groups` (at most G) runs of sixteen tokens, each at its own address.
+template <typename T, int R, int G>
+HYBRID_RL_INLINE void score_lanes(
+    const float* query, // [R, D], scaled
+    int64_t dim,
+    const T* const* keys,
+    int64_t token_stride, // from one dim to the next
+    float* scores, // [R, row_stride]
+    int64_t row_stride) {
+  Floats sums[R][G] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    Floats lanes[G];
+    for (int g = 0; g < G; ++g) {
+      lanes[g] = hybrid_rl::load(keys[g] + d * token_stride);
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int g = 0; g < G; ++g) {
+        sums[r][g] += query[r * dim + d] * lanes[g];
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int g = 0; g < G; ++g) {
+      hybrid_rl::store(scores + r * row_stride + g * kLanes, sums[r][g]);
+    }
+  }
+}
+
+// In place: scores of [first, last) to weights, 0 outside; returns their sum. first and last count from the row's start.
+HYBRID_RL_INLINE float softmax_row(float* scores, int64_t length, int64_t first, int64_t last) {
+  constexpr float kHidden = -std::numeric_limits<float>::infinity();
+  std::fill(scores, scores + first, kHidden);
+  std::fill(scores + last, scores + length, kHidden);
+  Floats largest = Floats{} + kHidden;
+  for (int64_t i = 0; i < length; i += kLanes) {
+    const Floats lanes = hybrid_rl::load(scores + i);
+    largest = lanes > largest ? lanes : largest;
+  }
+  const float top = hybrid_rl::max_of(largest);
+  Floats total{};
+  for (int64_t i = 0; i < length; i += kLanes) {
+    const Floats weights = hybrid_rl::exp_of_nonpositive(hybrid_rl::load(scores + i) - top);
+    hybrid_rl::store(scores + i, weights);
+    total += weights;
+  }
+  return hybrid_rl::sum_of(total);
+}
+
+// out[r, 16 c ...] = sum over tokens of weight * value, for C runs of sixteen dims.
+template <typename T, int R, int C>
+HYBRID_RL_INLINE void weigh_values(
+    const Problem<T>& p,
+    const int32_t* table,
+    int64_t kv_head,
+    int64_t first_block,
+    int64_t last_token,
+    int64_t first_dim,
+    const float* weights, // [R, row_stride], from the first token of first_block on
+    int64_t row_stride,
+    Floats (&sums)[R][C]) {
+  for (int64_t block = first_block; block * p.block_size < last_token; ++block) {
+    const T* values = p.value_block(table[block], kv_head) + first_dim;
+    // Tokens behind the last one were never written and may hold anything, also NaN.
+    const int64_t num_tokens = std::min(p.block_size, last_token - block * p.block_size);
+    const float* weight = weights + (block - first_block) * p.block_size;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      Floats lanes[C];
+      for (int c = 0; c < C; ++c) {
+        lanes[c] = hybrid_rl::load(values + token * p.padded_value_dim + c * kLanes);
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int c = 0; c < C; ++c) {
+          sums[r][c] += weight[r * row_stride + token] * lanes[c];
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int R, int C>
+HYBRID_RL_INLINE void write_values(
+    const Problem<T>& p,
+    const int32_t* table,
+    int64_t kv_head,
+    int64_t first_block,
+    int64_t last_token,
+    int64_t first_dim,
+    const float* weights,
+    int64_t row_stride,
+    const float* inverse,
+    T* const* out) {
+  Floats sums[R][C] = {};
+  weigh_values<T, R, C>(p, table, kv_head, first_block, last_token, first_dim, weights, row_stride, sums);
+  const int64_t num_dims = std::min<int64_t>(C * kLanes, p.value_dim - first_dim);
+  for (int r = 0; r < R; ++r) {
+    float row[C * kLanes];
+    for (int c = 0; c < C; ++c) {
+      hybrid_rl::store(row + c * kLanes, sums[r][c] * inverse[r]);
+    }
+    for (int64_t i = 0; i < num_dims; ++i) {
+      hybrid_rl::from_float(row[i], out[r][first_dim + i]);
+    }
+  }
+}
+
+// R rows of one sequence and key head. G: runs of sixteen tokens scored side by side, so that enough sums are under way.
+template <typename T, int R, int G>
+HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t kv_head, int64_t first_row, std::vector<float>& scratch) {
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  const int64_t num_queries = p.query_start[sequence + 1] - p.query_start[sequence];
+  const int64_t before = p.context_length[sequence] - num_queries;
+  const int32_t* table = p.block_table + sequence * p.table_width;
+  const int64_t first_position = before + first_row / group;
+  const int64_t last_position = before + (first_row + R - 1) / group;
+  const int64_t first_visible = p.window > 0 ? std::max<int64_t>(0, first_position - p.window + 1) : 0;
+  const int64_t first_block = first_visible / p.block_size;
+  const int64_t origin = first_block * p.block_size;
+  const int64_t last_token = last_position + 1;
+  const int64_t num_lanes = (last_token - origin + kLanes - 1) / kLanes; // runs of sixteen tokens
+  const int64_t row_stride = (num_lanes + G - 1) / G * G * kLanes;
+  scratch.resize(R * (row_stride + p.key_dim));
+  float* scores = scratch.data();
+  float* query = scores + R * row_stride;
+  T* out[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t token = p.query_start[sequence] + (first_row + r) / group;
+    const int64_t head = kv_head * group + (first_row + r) % group;
+    const T* source = p.query + (token * p.num_heads + head) * p.key_dim;
+    for (int64_t d = 0; d < p.key_dim; ++d) {
+      query[r * p.key_dim + d] = hybrid_rl::to_float(source[d]) * p.scale;
+    }
+    out[r] = p.out + (token * p.num_heads + head) * p.value_dim;
+  }
+  const int64_t runs_per_block = p.block_size / kLanes;
+  for (int64_t run = 0; run < num_lanes; run += G) {
+    const T* keys[G];
+    for (int g = 0; g < G; ++g) {
+      const int64_t own = std::min(run + g, num_lanes - 1); // a surplus run scores the last one again, into the padding
+      const int64_t block = first_block + own / runs_per_block;
+      keys[g] = p.key_block(table[block], kv_head) + own % runs_per_block * kLanes;
+    }
+    score_lanes<T, R, G>(query, p.key_dim, keys, p.block_size, scores + run * kLanes, row_stride);
+  }
+  float inverse[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t position = before + (first_row + r) / group;
+    const int64_t visible = p.window > 0 ? std::max<int64_t>(0, position - p.window + 1) : 0;
+    float* row = scores + r * row_stride;
+    if (p.softcap > 0.0f) {
+      for (int64_t i = visible - origin; i <= position - origin; ++i) {
+        row[i] = p.softcap * std::tanh(row[i] / p.softcap);
+      }
+    }
+    inverse[r] = 1.0f / softmax_row(row, num_lanes * kLanes, visible - origin, position + 1 - origin);
+  }
+  int64_t dim = 0;
+  for (; dim + 2 * kLanes <= p.padded_value_dim; dim += 2 * kLanes) {
+    write_values<T, R, 2>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+  }
+  if (dim < p.padded_value_dim) {
+    write_values<T, R, 1>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+  }
+}
+
+template <typename T>
+HYBRID_RL_INLINE void attend_task(const Problem<T>& p, const Task& task, std::vector<float>& scratch) {
+  const int64_t num_queries = p.query_start[task.sequence + 1] - p.query_start[task.sequence];
+  const int64_t num_rows = num_queries * (p.num_heads / p.num_kv_heads);
+  const int64_t end = std::min(task.first_row + kTileRows, num_rows);
+  int64_t row = task.first_row;
+  for (; row + 8 <= end; row += 8) {
+    attend_rows<T, 8, 2>(p, task.sequence, task.kv_head, row, scratch);
+  }
+  for (; row + 4 <= end; row += 4) {
+    attend_rows<T, 4, 4>(p, task.sequence, task.kv_head, row, scratch);
+  }
+  for (; row + 2 <= end; row += 2) {
+    attend_rows<T, 2, 4>(p, task.sequence, task.kv_head, row, scratch);
+  }
+  for (; row < end; ++row) {
+    attend_rows<T, 1, 4>(p, task.sequence, task.kv_head, row, scratch);
+  }
+}
+
+HYBRID_RL_TARGETS
+void attend_tasks(const Problem<float>& p, const Task* begin, const Task* end) {
+  thread_local std::vector<float> scratch;
+  for (const Task* task = begin; task != end; ++task) {
+    attend_task(p, *task, scratch);
+  }
+}
+
+HYBRID_RL_TARGETS
+void attend_tasks(const Problem<BFloat16>& p, const Task* begin, const Task* end) {
+  thread_local std::vector<float> scratch;
+  for (const Task* task = begin; task != end; ++task) {
+    attend_task(p, *task, scratch);
+  }
+}
+
+// The new tokens' keys and values into their places, before anybody reads them: sequences may share blocks.
+template <typename T>
+void write_new_tokens(const Problem<T>& p, const T* key, const T* value, int64_t num_sequences) {
+  for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
+    const int64_t begin = p.query_start[sequence];
+    const int64_t end = p.query_start[sequence + 1];
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t position = p.context_length[sequence] - end + token;
+      const int64_t block = p.block_table[sequence * p.table_width + position / p.block_size];
+      const int64_t offset = position % p.block_size;
+      for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+        const T* new_key = key + (token * p.num_kv_heads + head) * p.key_dim;
+        T* keys = const_cast<T*>(p.key_block(block, head)) + offset;
+        for (int64_t d = 0; d < p.key_dim; ++d) {
+          keys[d * p.block_size] = new_key[d];
+        }
+        const T* new_value = value + (token * p.num_kv_heads + head) * p.value_dim;
+        std::copy(new_value, new_value + p.value_dim, const_cast<T*>(p.value_block(block, head)) + offset * p.padded_value_dim);
+      }
+    }
+  }
+}
+
+template <typename T>
+void run(const Problem<T>& p, const T* key, const T* value, int64_t num_sequences) {
+  write_new_tokens(p, key, value, num_sequences);
+  std::vector<Task> tasks;
+  double work = 0.0;
+  for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
+    const int64_t num_queries = p.query_start[sequence + 1] - p.query_start[sequence];
+    const int64_t num_rows = num_queries * (p.num_heads / p.num_kv_heads);
+    work += static_cast<double>(num_queries * p.num_heads) * p.context_length[sequence] * (p.key_dim + p.value_dim);
+    for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+      for (int64_t row = 0; row < num_rows; row += kTileRows) {
+        tasks.push_back({sequence, head, row});
+      }
+    }
+  }
+  const int64_t num_tasks = static_cast<int64_t>(tasks.size());
+  const int64_t grain = work < kSerialWork ? num_tasks : std::max<int64_t>(1, static_cast<int64_t>(num_tasks * kSerialWork / work / 4));
+  torch::stable::parallel_for(0, num_tasks, grain, [&](int64_t begin, int64_t end) {
+    attend_tasks(p, tasks.data() + begin, tasks.data() + end);
+  });
+}
+
+template <typename T>
+Problem<T> describe(
+    const Tensor& query,
+    const Tensor& keys,
+    const Tensor& values,
+    const Tensor& out,
+    const Tensor& block_table,
+    const Tensor& query_start,
+    const Tensor& context_length) {
+  Problem<T> p{};
+  p.query = static_cast<const T*>(query.const_data_ptr());
+  p.keys = static_cast<T*>(keys.mutable_data_ptr());
+  p.values = static_cast<T*>(values.mutable_data_ptr());
+  p.out = static_cast<T*>(out.mutable_data_ptr());
+  p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  p.query_start = static_cast<const int64_t*>(query_start.const_data_ptr());
+  p.context_length = static_cast<const int64_t*>(context_length.const_data_ptr());
+  p.num_heads = query.size(1);
+  p.num_kv_heads = keys.size(1);
+  p.key_dim = keys.size(2);
+  p.block_size = keys.size(3);
+  p.value_dim = out.size(2);
+  p.padded_value_dim = values.size(3);
+  p.table_width = block_table.size(1);
+  return p;
+}
+
+// Every index that the kernel follows is checked once: a wrong one would read or write memory that is not the cache's.
+void check_indices(const Tensor& block_table, const Tensor& query_start, const Tensor& context_length, const Tensor& query, const Tensor& keys) {
+  const int32_t* table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  const int64_t* start = static_cast<const int64_t*>(query_start.const_data_ptr());
+  const int64_t* length = static_cast<const int64_t*>(context_length.const_data_ptr());
+  const int64_t num_sequences = context_length.size(0);
+  const int64_t block_size = keys.size(3);
+  STD_TORCH_CHECK(
+      start[0] == 0 && start[num_sequences] == query.size(0),
+      "hybrid_rl::paged_attention: query_start must run from 0 to the number of queries");
+  for (int64_t i = 0; i < num_sequences; ++i) {
+    const int64_t num_queries = start[i + 1] - start[i];
+    STD_TORCH_CHECK(
+        num_queries >= 0 && num_queries <= length[i],
+        "hybrid_rl::paged_attention: sequence ", i, " has ", num_queries, " queries and a context of ", length[i]);
+    const int64_t num_blocks = (length[i] + block_size - 1) / block_size;
+    STD_TORCH_CHECK(
+        num_blocks <= block_table.size(1),
+        "hybrid_rl::paged_attention: sequence ", i, " needs ", num_blocks, " blocks, its table has ", block_table.size(1));
+    for (int64_t j = 0; j < num_blocks; ++j) {
+      const int32_t block = table[i * block_table.size(1) + j];
+      STD_TORCH_CHECK(
+          block >= 0 && block < keys.size(0),
+          "hybrid_rl::paged_attention: sequence ", i, " names block ", block, " of ", keys.size(0));
+    }
+  }
+}
+
+void check_shapes(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keys, const Tensor& values) {
+  STD_TORCH_CHECK(
+      query.dim() == 3 && key.dim() == 3 && value.dim() == 3 && keys.dim() == 4 && values.dim() == 4,
+      "hybrid_rl::paged_attention: query, key and value must be [T, heads, dim], the cache four-dimensional");
+  STD_TORCH_CHECK(
+      key.size(0) == query.size(0) && value.size(0) == query.size(0) && key.size(1) == keys.size(1) &&
+          value.size(1) == keys.size(1) && values.size(1) == keys.size(1) && values.size(0) == keys.size(0) &&
+          query.size(2) == keys.size(2) && key.size(2) == keys.size(2) && query.size(1) % keys.size(1) == 0,
+      "hybrid_rl::paged_attention: query, key, value and cache differ in tokens, heads or dims");
+  STD_TORCH_CHECK(
+      keys.size(3) % kLanes == 0 && values.size(2) == keys.size(3) && values.size(3) % kLanes == 0 &&
+          values.size(3) >= value.size(2),
+      "hybrid_rl::paged_attention: the block size and the padded value dim must be multiples of ", kLanes);
+}
+
+Tensor paged_attention(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const Tensor& keys,
+    const Tensor& values,
+    const Tensor& block_table,
+    const Tensor& query_start,
+    const Tensor& context_length,
+    double scale,
+    int64_t window,
+    double softcap) {
+  check_shapes(query, key, value, keys, values);
+  const ScalarType type = query.scalar_type();
+  STD_TORCH_CHECK(
+      (type == ScalarType::Float || type == ScalarType::BFloat16) && key.scalar_type() == type && value.scalar_type() == type &&
+          keys.scalar_type() == type && values.scalar_type() == type,
+      "hybrid_rl::paged_attention: query, key, value and cache must all be float32 or all bfloat16");
+  STD_TORCH_CHECK(
+      block_table.dim() == 2 && query_start.dim() == 1 && context_length.dim() == 1 &&
+          block_table.size(0) == context_length.size(0) && query_start.size(0) == context_length.size(0) + 1 &&
+          block_table.scalar_type() == ScalarType::Int && query_start.scalar_type() == ScalarType::Long &&
+          context_length.scalar_type() == ScalarType::Long,
+      "hybrid_rl::paged_attention: block_table must be int32 [B, M], query_start int64 [B + 1], context_length int64 [B]");
+  for (const Tensor* tensor : {&query, &key, &value, &keys, &values, &block_table, &query_start, &context_length}) {
+    STD_TORCH_CHECK(tensor->is_contiguous(), "hybrid_rl::paged_attention: all tensors must be contiguous");
+  }
+  check_indices(block_table, query_start, context_length, query, keys);
+
+  const int64_t sizes[3] = {query.size(0), query.size(1), value.size(2)};
+  Tensor out = torch::stable::new_empty(query, {sizes, 3}, type);
+  const int64_t num_sequences = context_length.size(0);
+  const auto start = [&](auto tag) {
+    using T = decltype(tag);
+    Problem<T> p = describe<T>(query, keys, values, out, block_table, query_start, context_length);
+    p.scale = static_cast<float>(scale);
+    p.window = window;
+    p.softcap = static_cast<float>(softcap);
+    run<T>(p, static_cast<const T*>(key.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), num_sequences);
+  };
+  if (type == ScalarType::Float) {
+    start(float{});
+  } else {
+    start(BFloat16{});
+  }
+  return out;
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hybrid_rl, library) {
+  library.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor block_table, "
+      "Tensor query_start, Tensor context_length, float scale, int window, float softcap) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybrid_rl, CPU, library) {
+  library.impl("paged_attention", TORCH_BOX(&paged_attention));
+}
