@@ -3,15 +3,19 @@
 from hybrid_rl.models.attention import AttentionContext, AttentionOptions, PackedAttention, masked_attention
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
 
 __all__ = [
     "AttentionContext",
     "AttentionOptions",
     "CausalLM",
+    "Layout",
     "PackedAttention",
+    "PackedRow",
     "check_tokenizer",
     "load_model",
     "load_tokenizer",
     "masked_attention",
+    "prompt_groups",
     "stop_token_ids",
 ]

@@ -2,7 +2,8 @@
 
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
 layer's projected queries, keys and values to a context object: `PackedAttention` when training, the engine's paged
-cache when generating. The registered mask function returns None, so transformers builds no mask.
+cache when generating. No mask function is registered beside it: transformers then builds no mask, and does not look
+into the positions for packing either, which would wait for the device in every forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import SMALLEST_ROWS, Linears
@@ -82,7 +83,6 @@ def attention_forward(
 
 
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def attention_configs(module: nn.Module) -> list[Any]:
@@ -134,35 +134,39 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self._num_tokens = sum(lengths)
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        self._buckets = [_Bucket.build(starts, lengths, members, device) for members in length_buckets(lengths)]
-        tokens = torch.cat([bucket.tokens for bucket in self._buckets])
-        order = torch.arange(self._num_tokens, device=tokens.device)
-        # Where buckets follow each other in the row, as they do when samples run from long to short, nothing is moved.
-        self._restore = None if torch.equal(tokens, order) else torch.empty_like(tokens).scatter_(0, tokens, order)
+        self._buckets = [Bucket.build(starts, lengths, members, device) for members in length_buckets(lengths)]
+        self._restore = restoring_order(self._buckets)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext."""
         if query.shape[0] != self._num_tokens:
             raise ModelError(f"attention was planned for {self._num_tokens} tokens but got {query.shape[0]}")
-        parts = [bucket.attend(query, key, value, options) for bucket in self._buckets]
+        parts = []
+        for bucket in self._buckets:
+            q, k, v = (bucket.pad(tensor).transpose(1, 2) for tensor in (query, key, value))
+            parts.append(bucket.unpad(causal_attention(q, k, v, options).transpose(1, 2)))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._restore is None else out[self._restore]
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
+    """Sequences of a packed row that are padded to one length. count: how many; length: of the longest."""
+
     count: int
     length: int
     first: int
     contiguous: bool  # equal lengths, one after the other: a view will do
     gather: Tensor  # int64 [count * length], token of each padded place
     real: Tensor | None  # bool [count * length], None where all are
+    places: Tensor | None  # int64 [tokens in the bucket], the padded places that are real; None where all are
     tokens: Tensor  # int64 [tokens in the bucket]
 
     @classmethod
     def build(
         cls, starts: Tensor, lengths: Sequence[int], members: Sequence[int], device: torch.device | str
-    ) -> _Bucket:
+    ) -> Bucket:
+        """The bucket of the sequences `members`. starts: int64 [N], place of the first token of every sequence."""
         length = max(lengths[i] for i in members)
         own = torch.tensor([lengths[i] for i in members])
         begin = starts[list(members)]
@@ -171,24 +175,46 @@ class _Bucket:
         real = (place < own[:, None]).reshape(-1)
         full = bool(real.all())
         contiguous = full and bool((begin.diff() == length).all())
-        flat = gather.reshape(-1).to(device)
-        real = real.to(device)
+        flat = gather.reshape(-1)
         return cls(
-            len(members), length, int(begin[0]), contiguous, flat, None if full else real, flat if full else flat[real]
+            count=len(members),
+            length=length,
+            first=int(begin[0]),
+            contiguous=contiguous,
+            gather=flat.to(device),
+            real=None if full else real.to(device),
+            places=None if full else real.nonzero()[:, 0].to(device),
+            tokens=flat[real].to(device),
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        q, k, v = (self._pad(tensor) for tensor in (query, key, value))
-        out = causal_attention(q, k, v, options).transpose(1, 2)
-        out = out.reshape(self.count * self.length, *out.shape[2:])
-        return out if self.real is None else out[self.real]
-
-    def _pad(self, tensor: Tensor) -> Tensor:
+    def pad(self, tensor: Tensor) -> Tensor:
+        """[T, ...] to [count, length, ...]: behind its end a sequence repeats its own last token."""
         if self.contiguous:
             rows = tensor[self.first : self.first + self.count * self.length]
         else:
             rows = tensor.index_select(0, self.gather)
-        return rows.view(self.count, self.length, *tensor.shape[1:]).transpose(1, 2)
+        return rows.view(self.count, self.length, *tensor.shape[1:])
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[count, length, ...] to the rows of `tokens`."""
+        flat = padded.reshape(self.count * self.length, *padded.shape[2:])
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+    def put(self, whole: Tensor, padded: Tensor) -> None:
+        """Write the real rows of [count, length, ...] to their places in [T, ...]."""
+        if self.contiguous:
+            rows = whole[self.first : self.first + self.count * self.length]
+            rows.view(padded.shape).copy_(padded)
+        else:
+            whole.index_copy_(0, self.tokens, self.unpad(padded))
+
+
+def restoring_order(buckets: Sequence[Bucket]) -> Tensor | None:
+    """Index that brings the concatenated rows of buckets back into the order of the row; None where they are in it, as
+    when samples run from long to short."""
+    tokens = torch.cat([bucket.tokens for bucket in buckets])
+    order = torch.arange(tokens.numel(), device=tokens.device)
+    return None if torch.equal(tokens, order) else torch.empty_like(tokens).scatter_(0, tokens, order)
 
 
 def length_buckets(lengths: Sequence[int]) -> list[list[int]]:

@@ -13,25 +13,32 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import (
     AttentionContext,
-    PackedAttention,
     attention_configs,
     attention_functions,
     checkpoint_contexts,
     packed_attention,
 )
+from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
+from hybrid_rl.models.row import Layout, PackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
 # logit. transformers' eager attention takes its softmax in float32, in float64 models too.
-VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 2e-2}
+VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
+# The row that a model is verified on: two samples that share a prompt, and one on its own.
+VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
 
 class CausalLM:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
-    twice."""
+    twice.
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    attention: what training and scoring run on, a name of backends.py or auto. Raises ConfigError where that cannot
+    run here, ModelError for a module that is no causal LM or has float16 parameters.
+    """
+
+    def __init__(self, module: PreTrainedModel, attention: str = "auto") -> None:
         self.module = module
         module.eval()
         self._configs = attention_configs(module)
@@ -45,6 +52,8 @@ class CausalLM:
             )
         self._head = head
         self._options = _head_options(module)
+        check_dtype(self.device, self.dtype)
+        self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,6 +120,14 @@ class CausalLM:
         differentiable."""
         return token_logprobs(hidden, self._head.weight, self._head.bias, labels, temperature, self._options)
 
+    def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+        """ln p and entropy of the labels of a row, given all tokens before them in their sequence.
+
+        Returns two float32 tensors [M], in the order of the labels; differentiable.
+        """
+        hidden = self.hidden_states(row.token_ids, row.positions, self.attention.context(row.layout, self.device))
+        return self.token_logprobs(hidden[row.sources], row.labels, temperature)
+
     def packed_logprobs(
         self, token_ids: Tensor, lengths: Sequence[int], targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
@@ -119,29 +136,34 @@ class CausalLM:
         token_ids: int64 [T], sequences of `lengths` one after the other; targets: int64 [M], indices into token_ids,
         none the first of its sequence. Returns two float32 tensors [M]; differentiable.
         """
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(token_ids.device)
-        hidden = self.hidden_states(token_ids, positions, PackedAttention(lengths, token_ids.device))
-        return self.token_logprobs(hidden[targets - 1], token_ids[targets], temperature)
+        layout = Layout(tuple(lengths))
+        positions = layout.positions().to(token_ids.device)
+        return self.row_logprobs(PackedRow(token_ids, positions, token_ids[targets], targets - 1, layout), temperature)
 
     @torch.no_grad()
     def verify(self) -> float:
-        """Compare a packed forward of two sequences with the model's own forward of each; the largest relative gap.
+        """Compare a packed forward of three sequences, two of which share a prompt, with the model's own forward of
+        each; the largest relative gap.
 
         Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently.
         """
         name = type(self.module).__name__
-        lengths = (7, 4)
-        tokens = (torch.arange(sum(lengths), device=self.device) * 7919 + 3) % self.vocab_size
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        layout = VERIFY_LAYOUT
+        tokens = (torch.arange(layout.num_tokens, device=self.device) * 7919 + 3) % self.vocab_size
+        context = self.attention.context(layout, self.device)
         try:
-            mine = self.logits(self.hidden_states(tokens, positions, PackedAttention(lengths, self.device)))
+            mine = self.logits(self.hidden_states(tokens, layout.positions().to(self.device), context))
         except (TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{name} does not run with packed sequences: {error}") from error
-        parts: Any = tokens.split(lengths)
+        segments: Any = tokens.split(layout.lengths)
+        roots, children = segments[: len(layout.roots)], segments[len(layout.roots) :]
         # Eager attention defines an architecture: the others leave out what they lack, SDPA Gemma-2's soft-capping.
         with attention_functions(self._configs, ["eager"] * len(self._configs)):
-            plain = torch.cat([self.module(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+            parts = [self._plain_logits(root) for root in roots]
+            for child, root in zip(children, layout.parents, strict=True):
+                parts.append(self._plain_logits(torch.cat([roots[root], child]))[-len(child) :])
+        plain = torch.cat(parts)
         gap = float((mine - plain.to(mine.dtype)).abs().max() / plain.abs().max().clamp(min=1e-6))
         if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
             raise ModelError(
@@ -149,6 +171,10 @@ class CausalLM:
                 f"supported"
             )
         return gap
+
+    def _plain_logits(self, token_ids: Tensor) -> Tensor:
+        logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
+        return logits
 
 
 def _switch_off_noise(module: nn.Module) -> None:

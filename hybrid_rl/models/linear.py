@@ -89,7 +89,7 @@ class _Forward:
             out = apply(rows, weight, bias)
         else:
             out = _linear(rows, weight, bias)
-        return out.view(*input.shape[:-1], -1)
+        return out.view(*input.shape[:-1], weight.shape[0])
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

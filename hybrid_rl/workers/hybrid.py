@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,15 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a rank needs to build itself. probe_ids: the prompt on which engine and trainer are compared."""
+    """What a rank needs to build itself. probe_ids: the prompt on which engine and trainer are compared; decode: token
+    ids to text, in which stop strings are looked for."""
 
     module: PreTrainedModel
     config: TrainerConfig
     num_optimizer_steps: int
     max_length: int
     probe_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str] | None = None
 
 
 class HybridWorker(WorkerBase):
@@ -65,7 +67,7 @@ class HybridWorker(WorkerBase):
         self._config = config
         self._probe_ids = setup.probe_ids
         self._algorithm = ALGORITHMS[config.algorithm.name]
-        model = CausalLM(setup.module)
+        model = CausalLM(setup.module, config.model.attention)
         model.check_length(setup.max_length)
         model.verify()
         needs_reference = config.algorithm.beta > 0 or "ref_logprobs" in self._algorithm.needs
@@ -73,7 +75,9 @@ class HybridWorker(WorkerBase):
         self._actor = Actor(model, self._algorithm, config, num_optimizer_steps=setup.num_optimizer_steps)
         if not isinstance(config.rollout, InPlaceRolloutConfig):
             raise NotYetSupportedError(f"rollout.engine={config.rollout.engine} does not work yet; use inplace")
-        self._engine = InPlaceEngine(model, config.rollout.inplace, max_length=setup.max_length)
+        self._engine = InPlaceEngine(
+            model, config.rollout.inplace, max_length=setup.max_length, decode=setup.decode
+        )
         self.leases.add(module_resident(ACTOR, model.module))
         self.leases.add(optimizer_resident(self._actor.optimizer))
         # Without a KL term the reference is a resident of no bytes, so that one declaration of needs serves both cases.

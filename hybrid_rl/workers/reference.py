@@ -14,7 +14,7 @@ class Reference:
     """A frozen copy of a model."""
 
     def __init__(self, model: CausalLM) -> None:
-        self.model = CausalLM(copy.deepcopy(model.module).requires_grad_(False))
+        self.model = CausalLM(copy.deepcopy(model.module).requires_grad_(False), model.attention.name)
 
     def logprobs(self, batch: Batch, plan: Plan, temperature: float) -> Jagged:
         """ln p of the completion tokens under the reference, at the policy's temperature."""

@@ -13,36 +13,13 @@ from hybrid_rl.algos import Algorithm, PolicyLoss, kl_estimate, row_mean, token_
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import AlgorithmConfig
 from hybrid_rl.metrics import MetricSums
-from hybrid_rl.models import CausalLM
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A micro-batch as one row. token_ids: int64 [T]; lengths: tokens of each sample; targets: int64 [M], the places of
-    the completion tokens; rows: int64 [M], the sample of each."""
-
-    token_ids: Tensor
-    lengths: list[int]
-    targets: Tensor
-    rows: Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Packed:
-        """Prompt and completion of every sample, one sample after the other."""
-        prompts, completions = batch["prompt_ids"], batch["completion_ids"]
-        token_ids = torch.cat([part for pair in zip(prompts, completions, strict=True) for part in pair])
-        lengths = prompts.lengths + completions.lengths
-        # The j-th completion token of sample i lies behind all earlier samples and its own prompt.
-        before = lengths.cumsum(0) - lengths + prompts.lengths - completions.offsets[:-1]
-        rows = completions.row_index()
-        targets = torch.arange(rows.numel()) + before[rows]
-        return cls(token_ids.to(device), lengths.tolist(), targets.to(device), rows.to(device))
+from hybrid_rl.models import CausalLM, PackedRow
 
 
 def micro_batch_logprobs(model: CausalLM, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """ln p and entropy of the completion tokens of a micro-batch, float32 [M] each, in the order of completion_ids."""
-    packed = Packed.of(batch, model.device)
-    return model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
+    row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
+    return model.row_logprobs(row, temperature)
 
 
 @torch.no_grad()
@@ -98,15 +75,15 @@ def micro_batch_loss(
     own are used, detached: the ratio is 1 and carries the gradient.
     """
     device = model.device
-    packed = Packed.of(batch, device)
-    logprobs, entropy = model.packed_logprobs(packed.token_ids, packed.lengths, packed.targets, temperature)
+    logprobs, entropy = micro_batch_logprobs(model, batch, temperature)
+    rows = batch["completion_ids"].row_index().to(device)
     mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions).to(device)
     own = logprobs.detach()
     old = batch["old_logprobs"].values.to(device) if "old_logprobs" in batch else own
     advantages = batch["advantages"].values.to(device)
     num_rows = batch.num_samples
     loss = algorithm.policy_loss(
-        logprobs, old, advantages, mask, packed.rows, num_rows, **options_of(config, algorithm.loss_options)
+        logprobs, old, advantages, mask, rows, num_rows, **options_of(config, algorithm.loss_options)
     )
     per_token = loss.per_token
     sums = MetricSums()
@@ -120,7 +97,7 @@ def micro_batch_loss(
         sums.mean("kl", float(kl.detach()[mask].sum()), _count(mask))
     weights = token_weights(
         mask,
-        packed.rows,
+        rows,
         num_rows,
         config.loss_type,
         num_tokens=counts.num_tokens,
@@ -128,7 +105,7 @@ def micro_batch_loss(
         max_completion_length=max_completion_length,
     )
     total = (weights * per_token).sum()
-    _add_metrics(sums, loss, entropy.detach(), mask, packed.rows, num_rows)
+    _add_metrics(sums, loss, entropy.detach(), mask, rows, num_rows)
     return total, sums, own
 
 

@@ -39,7 +39,7 @@ LIBRARY_HOMES: dict[str, str] = {
 
 # torch.ops is the door to the extension; PyTorch's own operators may be named anywhere.
 EXTENSION_HOME = "hybrid_rl/native.py"
-TORCH_OPS_ALLOWED = frozenset({"aten", "prims", "_c10d_functional"})
+TORCH_OPS_ALLOWED = frozenset({"aten", "prims", "mkldnn", "_c10d_functional"})
 
 # Names that a file must not hold at all, comments included.
 UNMENTIONABLE: dict[str, re.Pattern[str]] = {

@@ -12,6 +12,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.plan import Plan, make_plan
 from hybrid_rl.workers.step import Counts, micro_batch_loss
+from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
 
 LIMIT = grpo_case.MAX_COMPLETION_LENGTH
@@ -69,15 +70,16 @@ def loss_and_gradient(
     counts = Counts.of(batch, config.algorithm)
     sums, total = MetricSums(), 0.0
     for rows in micro_batches:
-        loss, stats, _ = micro_batch_loss(
-            model,
-            batch.select(rows),
-            ALGORITHMS["grpo"],
-            config.algorithm,
-            counts,
-            temperature=config.rollout.temperature,
-            max_completion_length=config.rollout.max_completion_length,
-        )
+        with KeepFloat64():
+            loss, stats, _ = micro_batch_loss(
+                model,
+                batch.select(rows),
+                ALGORITHMS["grpo"],
+                config.algorithm,
+                counts,
+                temperature=config.rollout.temperature,
+                max_completion_length=config.rollout.max_completion_length,
+            )
         loss.backward()
         total += loss.item()
         sums.merge(stats)

@@ -156,7 +156,8 @@ def test_engine_with_other_modules_is_refused(make_bench) -> None:
 def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkeypatch) -> None:
     """Every tensor is shared and yet the answer is stale: what a derived tensor that was not refreshed would do."""
     bench = make_bench()
-    logits = bench.worker._engine._model.logits
+    runner = bench.worker._engine._runner
+    logits = runner._model.logits
     head = bench.module.lm_head.weight.detach().clone()
 
     class Stale:
@@ -166,7 +167,7 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
             return logits(hidden) - hidden @ bench.module.lm_head.weight.T + hidden @ head.T
 
-    monkeypatch.setattr(bench.worker._engine, "_model", Stale())
+    monkeypatch.setattr(runner, "_model", Stale())
     bench.group.publish_weights(1)
     with torch.no_grad():
         bench.module.lm_head.weight.normal_()

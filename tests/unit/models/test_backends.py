@@ -1,0 +1,114 @@
+"""The choice of an attention backend, and the refusal of what cannot run, before any work."""
+
+import pytest
+import torch
+
+from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend, obstacles
+from tests.unit.models.families import build
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def needs(device=GPU, dtype=torch.bfloat16, head_dim=64, softcap=None):
+    return AttentionNeeds(device, dtype, head_dim, softcap)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What a CUDA build of torch says on a machine with a recent GPU and flash-attn."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("hybrid_rl.models.backends.metadata.version", lambda name: {"flash-attn": "2.8.3"}[name])
+    return monkeypatch
+
+
+def test_auto_is_sdpa_on_a_cpu():
+    assert choose_backend("auto", needs(CPU)).name == "sdpa"
+    assert CausalLM(build("qwen2")).attention.name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        (needs(), "varlen"),
+        (needs(head_dim=256), "varlen"),
+        (needs(dtype=torch.float32), "sdpa"),
+        (needs(softcap=50.0), "sdpa"),
+        (needs(head_dim=72), "varlen"),
+        (needs(head_dim=100), "sdpa"),
+        (needs(head_dim=288), "sdpa"),
+        (needs(head_dim=None), "sdpa"),
+    ],
+)
+def test_auto_on_cuda(hopper, wanted, name):
+    assert choose_backend("auto", wanted).name == name
+
+
+def test_older_machines_and_packages(hopper):
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert obstacles("varlen", needs()) == ["it needs compute capability 8.0, and cuda:0 has 7.5"]
+    assert choose_backend("auto", needs()).name == "sdpa"
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert not obstacles("varlen", needs()) and not obstacles("flash_attn", needs())
+    hopper.setattr(torch, "__version__", "2.10.1+cu130")
+    assert obstacles("varlen", needs()) == ["it needs torch 2.11, and this is 2.10.1+cu130"]
+    hopper.setattr("hybrid_rl.models.backends.metadata.version", lambda name: "2.6.3")
+    assert obstacles("flash_attn", needs()) == ["it needs flash-attn 2.7, and this is 2.6.3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("varlen", needs(CPU), "model.attention=varlen cannot run here: it needs a CUDA device.*on cpu; use auto or "),
+        ("flash_attn", needs(CPU), "flash-attn is not installed"),
+        ("varlen", needs(dtype=torch.float32), "computes in bfloat16, and the model holds float32"),
+        ("varlen", needs(softcap=50.0), "no soft-capping, and this architecture caps at 50"),
+        ("varlen", needs(head_dim=20), "multiple of 8, at most 256, and have 20"),
+        ("varlen", needs(head_dim=None), "does not have one head size"),
+        ("paged", needs(), "model.attention='paged' is unknown; use auto, sdpa, varlen, flash_attn"),
+    ],
+)
+def test_what_cannot_run_is_refused(name, wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(name, wanted)
+
+
+def test_the_refusal_names_what_would_run(hopper):
+    with pytest.raises(ConfigError, match="use auto or one of: sdpa, flash_attn$"):
+        choose_backend("varlen", needs(softcap=50.0))
+
+
+def test_a_model_is_refused_before_it_is_run():
+    with pytest.raises(ConfigError, match="model.attention=varlen cannot run here"):
+        CausalLM(build("qwen2"), attention="varlen")
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "softcap"), [("qwen2", 8, None), ("qwen3", 16, None), ("gpt2", 8, None), ("gemma2", 8, 2.0)]
+)
+def test_needs_are_read_from_the_config(name, head_dim, softcap):
+    found = AttentionNeeds.of(build(name), CPU, torch.float32)
+    assert (found.head_dim, found.softcap) == (head_dim, softcap)
+
+
+def test_float16_is_refused():
+    with pytest.raises(ModelError, match=r"holds float16.*without loss scaling; use bfloat16 or float32"):
+        CausalLM(build("qwen2", dtype=torch.float16))
+
+
+def test_bfloat16_runs_in_software_on_a_cpu_but_not_on_a_gpu(monkeypatch):
+    check_dtype(CPU, torch.bfloat16)
+    asked = []
+
+    def is_supported(including_emulation=True):
+        asked.append(including_emulation)
+        return including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_dtype(GPU, torch.float32)
+    with pytest.raises(ModelError, match="Tesla T4 has no bfloat16 in hardware; use dtype=float32"):
+        check_dtype(GPU, torch.bfloat16)
+    assert asked == [False]

@@ -1,0 +1,88 @@
+"""A packed row: where every token lies, and that each label is predicted from exactly its own past."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_rl.batch import Jagged
+from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
+from tests.attention_contract import visible_keys
+
+CPU = torch.device("cpu")
+
+
+def jagged(rows):
+    return Jagged.from_rows(rows, torch.int64)
+
+
+def test_hand_computed_row():
+    prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
+    completions = jagged([[10, 11], [12], [13], [14, 15], []])
+    row = PackedRow.of(prompts, completions, CPU)
+    # The shared prompt; the two single samples; the completions of the shared one.
+    assert row.token_ids.tolist() == [1, 2, 3, 12, 4, 5, 14, 15, 10, 11, 13]
+    assert row.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2]
+    assert row.layout == Layout((2, 2, 4), (2, 1), (0, 0))
+    assert row.labels.tolist() == [10, 11, 12, 13, 14, 15]
+    assert row.sources.tolist() == [1, 8, 2, 1, 5, 6]
+
+
+SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(50, 99), max_size=5)), min_size=1, max_size=12)
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=4, max_size=4), samples=SAMPLES)
+def test_every_label_is_predicted_from_its_own_past(prompts, samples):
+    """Whatever is shared: what a label's source sees, in order of position, is the prompt and completion before it."""
+    chosen = [prompts[which] for which, _ in samples]
+    completions = [completion for _, completion in samples]
+    row = PackedRow.of(jagged(chosen), jagged(completions), CPU)
+    visible = visible_keys(row.layout, None)
+    expected, found = [], []
+    for prompt, completion in zip(chosen, completions, strict=True):
+        expected += [(prompt + completion[:place], label) for place, label in enumerate(completion)]
+    for source, label in zip(row.sources.tolist(), row.labels.tolist(), strict=True):
+        seen = visible[source].nonzero()[:, 0]
+        order = row.positions[seen].argsort()
+        assert row.positions[seen][order].tolist() == list(range(len(seen)))
+        found.append((row.token_ids[seen[order]].tolist(), label))
+    assert found == expected
+    # Every distinct prompt that is completed is there once, and nothing else (all samples empty: one prompt).
+    needed = {tuple(prompt) for prompt, completion in zip(chosen, completions, strict=True) if completion}
+    size = sum(map(len, needed)) + sum(map(len, completions))
+    assert len(row.token_ids) == row.layout.num_tokens == (size or len(chosen[0]))
+
+
+def test_a_batch_without_any_completion_token_still_makes_a_row():
+    row = PackedRow.of(jagged([[1, 2], [3]]), jagged([[], []]), CPU)
+    assert row.token_ids.tolist() == [1, 2]
+    assert row.labels.numel() == row.sources.numel() == 0
+
+
+def test_prompts_are_compared_token_for_token():
+    prompts = jagged([[1, 2], [1, 2, 3], [1, 2], [2, 1], [1, 2, 3]])
+    assert prompt_groups(prompts, [4, 2, 0, 1, 3]) == [[4, 1], [2, 0], [3]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3,), (1,), (1,)), "parents 0"),
+        (((3, 3, 3), (1, 1), (0, 2)), "parents 0"),
+        (((3, 3), (1, 1), (1, 0)), "parents 0"),
+        (((3,), (1,), ()), "parents 0"),
+        (((3,), (1, 1), (0, 1)), "every child a root"),
+        (((3, 0),), "at least 1 token"),
+        (((3,), (0,), (0,)), "at least 1 token"),
+    ],
+)
+def test_a_layout_that_is_none_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(*arguments)
+
+
+def test_sizes_of_a_layout():
+    layout = Layout((5, 2, 9), (3, 1, 4), (0, 0, 1))
+    assert (layout.num_shared, layout.num_root_tokens, layout.num_tokens, layout.longest) == (2, 16, 24, 9)
+    assert layout.child_totals() == [4, 4]
+    assert Layout((5,), (6,), (0,)).longest == 11
