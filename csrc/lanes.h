@@ -74,12 +74,19 @@ HYBRID_RL_INLINE void from_float(float value, BFloat16& target) {
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below -87. x = n ln 2 + r, and a polynomial in r.
 HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
-  const Floats too_small = Floats{} - 87.0f;
-  const Ints vanishes = x < too_small;
-  const Floats clamped = vanishes ? too_small : x;
-  constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number
-  const Floats n = (clamped * 1.44269504f + kRound) - kRound;
-  const Floats r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts (Cody and Waite)
+  Ints bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  // All ones where 87 < |x| <= infinity, so that NaN stays NaN. Integers only: GCC makes scalars of a comparison of
+  // vectors wider than a register.
+  const Ints size = bits & 0x7FFFFFFF;
+  const Ints vanishes = ((0x42AE0000 - size) & ~(0x7F800000 - size)) >> 31;
+  bits &= ~vanishes;
+  Floats inside;
+  std::memcpy(&inside, &bits, sizeof(bits));
+  constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number, which its low bits hold
+  const Floats shifted = inside * 1.44269504f + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r = (inside - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts (Cody and Waite)
   // Taylor's series to the seventh power: its remainder for |r| <= ln(2)/2 is below half a unit in the last place.
   Floats p = r * 1.98412698e-4f + 1.38888889e-3f;
   p = p * r + 8.33333333e-3f;
@@ -88,10 +95,15 @@ HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits + 127) << 23;
   Floats power;
-  std::memcpy(&power, &exponent, sizeof(power));
-  return vanishes ? Floats{} : p * power;
+  std::memcpy(&power, &bits, sizeof(power));
+  p *= power;
+  std::memcpy(&bits, &p, sizeof(bits));
+  bits &= ~vanishes;
+  std::memcpy(&p, &bits, sizeof(bits));
+  return p;
 }
 
 HYBRID_RL_INLINE float sum_of(Floats lanes) {
@@ -100,14 +112,6 @@ HYBRID_RL_INLINE float sum_of(Floats lanes) {
     total += lanes[i];
   }
   return total;
-}
-
-HYBRID_RL_INLINE float max_of(Floats lanes) {
-  float largest = lanes[0];
-  for (int i = 1; i < kLanes; ++i) {
-    largest = lanes[i] > largest ? lanes[i] : largest;
-  }
-  return largest;
 }
 
 } // namespace hybrid_rl

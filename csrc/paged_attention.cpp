@@ -88,12 +88,14 @@ HYBRID_RL_INLINE float softmax_row(float* scores, int64_t length, int64_t first,
   constexpr float kHidden = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kHidden);
   std::fill(scores + last, scores + length, kHidden);
-  Floats largest = Floats{} + kHidden;
+  float largest[kLanes];
+  std::fill(largest, largest + kLanes, kHidden);
   for (int64_t i = 0; i < length; i += kLanes) {
-    const Floats lanes = hybrid_rl::load(scores + i);
-    largest = lanes > largest ? lanes : largest;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      largest[lane] = scores[i + lane] > largest[lane] ? scores[i + lane] : largest[lane];
+    }
   }
-  const float top = hybrid_rl::max_of(largest);
+  const float top = *std::max_element(largest, largest + kLanes);
   Floats total{};
   for (int64_t i = 0; i < length; i += kLanes) {
     const Floats weights = hybrid_rl::exp_of_nonpositive(hybrid_rl::load(scores + i) - top);

@@ -1,40 +1,34 @@
-// From logits to tokens on the CPU. The uniform number of a token is a pure function of (seed, position): Philox-4x32-10,
-// J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A sampled token therefore does not depend on
-// which other requests share its batch. The PyTorch forms of both operators are their oracles (hybrid_rl/native.py,
-// hybrid_rl/rollout/sampling.py): the noise agrees bit for bit, the tokens up to floating-point ties.
+// From logits to tokens on the CPU. The uniform number of a token is a pure function of (seed, position):
+// Philox-4x32-10, J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A sampled token therefore
+// does not depend on which other requests share its batch. The PyTorch forms of both operators are their oracles
+// (hybrid_rl/native.py, hybrid_rl/rollout/sampling.py): the noise agrees bit for bit, the tokens up to floating-point
+// ties.
 //
 // Built on LibTorch's stable ABI (no Python.h, no ATen headers): one binary serves several versions of both.
+
+#include "lanes.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <tuple>
 #include <vector>
 
-// The compiler makes one copy per instruction set and the loader picks one; a wheel must still run without AVX.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define HYBRID_RL_TARGETS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define HYBRID_RL_TARGETS
-#endif
-
 namespace {
 
+using hybrid_rl::kLanes;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr uint32_t kDomain = 0x48524Cu; // "HRL": keeps this stream apart from other uses of the same seed
-// Accumulators side by side, so that the compiler may vectorise a sum without reordering it. With 16 or fewer, GCC
-// unrolls the loops whole before it vectorises.
+// Maxima and sums side by side, so that the compiler vectorises. With 16 or fewer, GCC unrolls the loops whole before.
 constexpr int kNumLanes = 64;
 constexpr int64_t kBlock = 1024; // columns of one partial sum: the search for the token repeats one block only
-constexpr float kLeastExponent = -87.3f; // below it, e^x counts as 0
 constexpr int64_t kColumnsPerTask = 16384; // about 10 microseconds
 
 struct Words {
@@ -60,27 +54,6 @@ Words philox(uint64_t seed, uint64_t position, uint32_t block) {
 // 23 bits: with 24, x + 0.5 has no exact float32 and the largest value would round to 1.
 float uniform(uint32_t word) {
   return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
-}
-
-// e^x for -87.3 <= x <= 0 with a relative error below 2e-7; 0 below e^-87, next to where float32 becomes subnormal.
-// Cephes' expf: x = n ln 2 + r, a polynomial in r, n added to the exponent. No branch, so that loops over it vectorise.
-inline float exp_of(float x) {
-  constexpr float kRound = 0x1.8p23f; // adding it rounds to an integer and leaves that in the low bits
-  const float shifted = x * 1.44269504f + kRound;
-  const float n = shifted - kRound;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(kRound);
-  const float value = p * std::bit_cast<float>((exponent + 127u) << 23);
-  // All ones for n >= -125, else 0.
-  const uint32_t mask = ~static_cast<uint32_t>(static_cast<int32_t>(exponent + 125u) >> 31);
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & mask);
 }
 
 // The largest of a block's logits; NaN where one of them is NaN or +inf.
@@ -115,27 +88,32 @@ float block_max(const float* logits, int64_t size) {
 // weights[i] = e^((logits[i] - best) / temperature); returns their sum.
 HYBRID_RL_TARGETS
 double block_weights(const float* logits, int64_t size, float best, float inverse_temperature, float* weights) {
-  // Two loops: in one, GCC makes a branch of the bound, behind which the result is a constant, and vectorises nothing.
-  for (int64_t column = 0; column < size; ++column) {
-    const float exponent = (logits[column] - best) * inverse_temperature;
-    weights[column] = exponent > kLeastExponent ? exponent : kLeastExponent;
-  }
-  for (int64_t column = 0; column < size; ++column) {
-    weights[column] = exp_of(weights[column]);
-  }
-  float sums[kNumLanes] = {};
   int64_t first = 0;
-  for (; first + kNumLanes <= size; first += kNumLanes) {
+  for (; first + kLanes <= size; first += kLanes) {
+    hybrid_rl::store(
+        weights + first,
+        hybrid_rl::exp_of_nonpositive((hybrid_rl::load(logits + first) - best) * inverse_temperature));
+  }
+  if (first < size) {
+    float rest[kLanes];
+    std::fill_n(rest, kLanes, -std::numeric_limits<float>::infinity());
+    std::copy(logits + first, logits + size, rest);
+    hybrid_rl::store(rest, hybrid_rl::exp_of_nonpositive((hybrid_rl::load(rest) - best) * inverse_temperature));
+    std::copy_n(rest, size - first, weights + first);
+  }
+  // In double: next to a sum of 1, float32 would lose the tokens below p = 1e-7.
+  double sums[kNumLanes] = {};
+  for (first = 0; first + kNumLanes <= size; first += kNumLanes) {
     for (int lane = 0; lane < kNumLanes; ++lane) {
       sums[lane] += weights[first + lane];
     }
   }
   double sum = 0.0;
-  for (; first < size; ++first) {
-    sum += weights[first];
-  }
   for (int lane = 0; lane < kNumLanes && size >= kNumLanes; ++lane) {
     sum += sums[lane];
+  }
+  for (; first < size; ++first) {
+    sum += weights[first];
   }
   return sum;
 }

@@ -76,16 +76,29 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
         check_tokenizer(tokenizer, model)
+        check_stop_strings(config.rollout.stop_strings, tokenizer)
         return ModelChoice(model, None, tokenizer, _positions(model.config))
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    check_stop_strings(config.rollout.stop_strings, tokenizer)
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
         raise ModelError(f"cannot load the config of model {path!r}: {first_line(error)}") from error
     return ModelChoice(None, path, tokenizer, _positions(settings))
+
+
+def check_stop_strings(stop_strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError for a stop string that holds a special token: decoded text leaves those out."""
+    for string in stop_strings:
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special and token.content in string:
+                raise ConfigError(
+                    f"stop_strings: {string!r} holds the special token {token.content!r}, which a completion's text "
+                    f"leaves out; set stop_token_ids=[{token_id}]"
+                )
 
 
 def _positions(settings: Any) -> int | None:
@@ -175,6 +188,7 @@ def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[S
         max_tokens=config.rollout.max_completion_length,
         temperature=config.rollout.temperature,
         stop_token_ids=stop_ids,
+        stop_strings=tuple(config.rollout.stop_strings),
     )
     settings = config.eval
     evaluation = dataclasses.replace(
@@ -183,5 +197,6 @@ def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[S
         top_p=settings.eval_top_p,
         top_k=settings.eval_top_k,
         min_p=settings.eval_min_p,
+        repetition_penalty=settings.eval_repetition_penalty,
     )
     return training, evaluation

@@ -1,7 +1,7 @@
-"""The compiled extension (csrc/): loading, and each of its operators with the PyTorch form that is its oracle.
+"""The compiled extension (csrc/): loading it, its operators by name, and the keyed noise of sampling.
 
-No other file touches the extension. Where it was not built, the PyTorch form runs and the log says so once;
-`HYBRID_RL_NATIVE=0` asks for that on purpose. Both forms give the same bits.
+No other file touches the extension; each operator's caller holds the PyTorch form that is its oracle. Where the
+extension was not built, the PyTorch forms run and the log says so once; `HYBRID_RL_NATIVE=0` asks for that on purpose.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from hybrid_rl.errors import ConfigError, DataError
 
 _LIBRARY_PATH = Path(__file__).parent / "_native.so"
 _SWITCH = "HYBRID_RL_NATIVE"
+_STAND_IN = "slower PyTorch forms stand in for the compiled operators"
 _MASK_32 = 0xFFFFFFFF
 _DOMAIN = 0x48524C
 _logger = logging.getLogger("hybrid_rl")
@@ -29,7 +31,26 @@ def is_available() -> bool:
 
     Raises `ConfigError` where the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    return _native_keyed_uniform() is not None
+    return _is_loaded()
+
+
+@functools.cache
+def operator(name: str) -> Callable[..., Any] | None:
+    """The compiled operator of this name; None where the caller's PyTorch form has to stand in.
+
+    None means that the extension is missing or switched off, or that it was built from older sources without this
+    operator; each is logged once. The operators have CPU kernels only.
+
+    Raises:
+        ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
+    """
+    if not _is_loaded():
+        return None
+    packet = getattr(torch.ops.hybrid_rl, name, None)
+    if packet is None:
+        _logger.warning("the compiled extension has no operator %s: %s; reinstall to rebuild it", name, _STAND_IN)
+        return None
+    return packet.default
 
 
 def keyed_uniform(
@@ -57,8 +78,8 @@ def keyed_uniform(
     _check(seeds, positions, num_columns)
     target = seeds.device if device is None else torch.device(device)
     seeds, positions = seeds.to(target).contiguous(), positions.to(target).contiguous()
-    operator = _native_keyed_uniform() if target.type == "cpu" else None
-    return (operator or keyed_uniform_torch)(seeds, positions, num_columns)
+    compiled = operator("keyed_uniform") if target.type == "cpu" else None
+    return (compiled or keyed_uniform_torch)(seeds, positions, num_columns)
 
 
 def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
@@ -108,28 +129,30 @@ def _check(seeds: Tensor, positions: Tensor, num_columns: int) -> None:
 
 
 @functools.cache
-def _native_keyed_uniform() -> Callable[[Tensor, Tensor, int], Tensor] | None:
+def _is_loaded() -> bool:
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
         raise ConfigError(f"{_SWITCH}={switch!r}; set 0 (PyTorch only) or 1 (the extension where it was built)")
     if switch == "0":
-        _logger.info("%s=0: sampling noise is made by the slower PyTorch form", _SWITCH)
-        return None
+        _logger.info("%s=0: %s", _SWITCH, _STAND_IN)
+        return False
     if not _LIBRARY_PATH.exists():
         _logger.info(
-            "the compiled extension was not built (no %s): sampling noise is made by the slower PyTorch form; "
-            "install a C++ compiler and reinstall with --no-build-isolation to have it",
+            "the compiled extension was not built (no %s): %s; install a C++ compiler and reinstall with "
+            "--no-build-isolation to have it",
             _LIBRARY_PATH.name,
+            _STAND_IN,
         )
-        return None
+        return False
     try:
         torch.ops.load_library(_LIBRARY_PATH)
     except OSError as error:
         _logger.warning(
-            "the compiled extension cannot be loaded (%s): sampling noise is made by the slower PyTorch form; "
-            "reinstall with --no-build-isolation to build it against torch %s",
+            "the compiled extension cannot be loaded (%s): %s; reinstall with --no-build-isolation to build it "
+            "against torch %s",
             error,
+            _STAND_IN,
             torch.__version__,
         )
-        return None
-    return torch.ops.hybrid_rl.keyed_uniform.default
+        return False
+    return True

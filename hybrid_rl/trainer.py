@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,6 @@ from hybrid_rl.models import stop_token_ids
 from hybrid_rl.progress import line_of
 from hybrid_rl.report import check_trackers
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.client import GroupRolloutClient
 from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of
@@ -103,6 +103,7 @@ class Trainer:
             max_length=(self._data.longest_prompt or self._data.encoder.max_prompt_length or 0)
             + self.config.rollout.max_completion_length,
             probe_ids=self._data.probe_ids,
+            decode=self._decode,
         )
         self.policy = WorkerGroup(HybridWorker, LocalBackend("policy", lambda: HybridWorker(setup)))
         self._closing.callback(self.policy.close)
@@ -278,11 +279,13 @@ class Trainer:
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop_strings: Sequence[str] | None = None,
         seed: int = 0,
     ) -> list[Generation]:
         """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
 
-        max_completion_length and temperature default to those of the rollout; temperature 0 is greedy.
+        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
         """
         self._require_open()
         if self._in_step:
@@ -292,16 +295,12 @@ class Trainer:
             return []
         if num_generations < 1:
             raise ConfigError(f"num_generations={num_generations} must be at least 1")
-        rollout = self.config.rollout
-        params = SamplingParams(
-            max_tokens=rollout.max_completion_length if max_completion_length is None else max_completion_length,
-            temperature=rollout.temperature if temperature is None else temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            stop_token_ids=self._train_params.stop_token_ids,
-            seed=seed,
-        )
+        strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        given: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": temperature}
+        given["stop_strings"] = None if strings is None else tuple(strings)
+        given |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        given["repetition_penalty"] = repetition_penalty
+        params = replace(self._train_params, **{name: value for name, value in given.items() if value is not None})
         encoded = self._data.encoder.encode(prompts)
         rows = [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))]
         collector = Collector(self._client, None, self._decode, seed=0, max_failure_share=1.0)

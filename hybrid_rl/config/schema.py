@@ -41,6 +41,11 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = key(
+        "auto",
+        "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), or "
+        "scaled_dot_product_attention (any machine); auto = varlen where it runs, else sdpa",
+    )
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,19 @@ class InPlaceConfig:
     """The embedded engine that decodes from the actor's own modules."""
 
     max_num_seqs: int = key(256, "sequences decoded together", minimum=1)
-    max_num_batched_tokens: int = key(8192, "prompt tokens of one prefill pass", minimum=1)
-    block_size: int = key(16, "tokens of one KV block", minimum=1)
+    max_num_batched_tokens: int = key(
+        8192, "prompt tokens of one pass, beside what decodes; longer prompts are computed in chunks", minimum=1
+    )
+    max_num_waiting: int = key(65536, "requests that may wait in the engine; more are refused", minimum=1)
+    enable_prefix_caching: bool = key(
+        True, "prompts that begin alike share the blocks of what they have in common, within a rollout"
+    )
+    block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
+    cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, one per batch size")
     kv_cache_memory_bytes: int | None = key(
         None,
-        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory",
+        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; where "
+        "sequences outgrow it the newest wait and are computed again",
         minimum=1,
     )
 
@@ -144,6 +157,7 @@ class RolloutConfig:
     max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
     temperature: float = key(1.0, "divides the logits, in the rollout and in the trainer alike", above=0)
     stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
+    stop_strings: list[str] = key([], "texts that end a completion, in evaluation too; they stay at its end")
     probe_steps: int = key(
         1, "compare engine and trainer on a probe prompt at every n-th handoff; 0 = never", minimum=0
     )
@@ -185,6 +199,9 @@ class EvalConfig:
     eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
     eval_min_p: float = key(
         0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
+    )
+    eval_repetition_penalty: float = key(
+        1.0, "makes tokens that prompt or completion hold less likely, in evaluation only; 1 = off", above=0
     )
     success_reward: float = key(1.0, "eval/accuracy is the share of samples whose reward reaches this")
 
@@ -273,7 +290,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "model_init_kwargs": "pass a module with tokenizer=, or set model.dtype and the other keys of model",
         "device": "it is the device of the module that you pass; the CPU for a name or folder",
         "fp16": "float16 is not supported; set dtype=bfloat16 or float32",
-        "stop": "stop strings are not supported yet; set stop_token_ids",
+        "stop": "set stop_strings (texts) or stop_token_ids",
         "adv_estimator": "the algorithm decides it",
         "warmup_ratio": "set warmup_steps, a number of optimizer steps",
         "vllm_mode": "the vLLM engine does not work yet; leave it out",
@@ -289,8 +306,8 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "evaluation has eval_top_k",
         "min_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
         "evaluation has eval_min_p",
-        "repetition_penalty": "it changes the sampling distribution that importance ratios assume, so training "
-        "refuses it",
+        "repetition_penalty": "it changes the distribution that importance ratios assume, so training samples without "
+        "it; evaluation has eval_repetition_penalty",
         "entropy_coef": "an entropy bonus is not there yet",
         "bf16": "set dtype=bfloat16",
         "save_strategy": "set save_steps",

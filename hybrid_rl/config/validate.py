@@ -58,6 +58,10 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
             f"tokens_per_micro_batch={optimizer.tokens_per_micro_batch} cannot hold one completion of "
             f"max_completion_length={config.rollout.max_completion_length}; raise it"
         )
+    if not all(config.rollout.stop_strings):
+        raise ConfigError(
+            f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
+        )
     changed: dict[str, Any] = {"old_logprobs": old_logprobs}
     if isinstance(algorithm, GRPOConfig) and algorithm.epsilon_high is None:
         changed["epsilon_high"] = algorithm.epsilon
@@ -91,7 +95,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
     ]
     rules += [
         (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
-        for name in ("eval_steps", "eval_on_start", "eval_temperature", "success_reward")
+        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")
     ]
     leaves = _values(config)
     defaults = _values(TrainerConfig())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,10 @@ class SamplingParams:
     """How the tokens of one request are chosen.
 
     max_tokens: longest completion, stop token counted. temperature: 0 = greedy. top_k = 0, top_p = 1, min_p = 0: off.
-    stop_token_ids: any of them ends the completion and is its last token. seed: with the position it decides each
-    token's noise, whatever else is in the batch.
+    repetition_penalty: divides the positive and multiplies the other logits of tokens that prompt or completion hold;
+    1 = off. stop_token_ids: any of them ends the completion and is its last token. stop_strings: the token with which
+    the completion's text contains one of them is its last token. seed: with the position it decides each token's
+    noise, whatever else is in the batch.
     """
 
     max_tokens: int
@@ -48,7 +51,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,6 +63,8 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and above 0; 1 is off"),
+            ("stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings), "texts, none empty"),
             ("seed", -(2**63) <= self.seed < 2**63, "a signed 64-bit integer"),
         )
         for name, holds, words in checks:
@@ -92,15 +99,24 @@ class FinishedSample:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made (num_*) and its state now."""
+    """Counters since the engine was made and its state now.
+
+    num_waiting, num_queueable, num_running: requests that wait, that may still be submitted, and that run, now.
+    num_prompt_tokens: computed tokens that were not decoded, those computed again included. num_shared_prompt_tokens,
+    num_prefix_tokens: tokens that were not computed because a request of the same group was at it, or because the cache
+    held them. num_preemptions: how often a running request gave its memory back to be computed again later.
+    """
 
     state: EngineState
     policy_version: int
     num_waiting: int
+    num_queueable: int
     num_running: int
     num_finished: int
     num_prompt_tokens: int
     num_shared_prompt_tokens: int
+    num_prefix_tokens: int
+    num_preemptions: int
     num_generated_tokens: int
     num_steps: int
     kv_cache_bytes: int

@@ -14,7 +14,8 @@ class RolloutClient(Protocol):
     """What a collector needs of an engine."""
 
     def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
-        """Run requests to their end, handing out what finished after every engine step.
+        """Run requests to their end, handing out what finished after every engine step. More requests than the engine
+        lets wait are fed to it as it gets room.
 
         Where the consumer stops early, by an error or Ctrl-C, what still runs is aborted: the engine is left empty.
         """
@@ -40,11 +41,14 @@ class GroupRolloutClient:
                 "meanwhile"
             )
         self._busy = True
-        open_requests = 0
+        open_requests = num_sent = 0
         try:
-            self._submit(requests, version)
-            open_requests = len(requests)
-            while open_requests:
+            while open_requests or num_sent < len(requests):
+                if num_sent < len(requests):
+                    wave = requests[num_sent : num_sent + self.stats().num_queueable]
+                    self._submit(wave, version)
+                    open_requests += len(wave)
+                    num_sent += len(wave)
                 finished = self._workers.step()
                 open_requests -= len(finished)
                 if finished:

@@ -6,6 +6,7 @@ distribution. A sample therefore does not depend on what else is in the batch, u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,21 +14,27 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.native import keyed_uniform
+from hybrid_rl.native import keyed_uniform, operator
 from hybrid_rl.rollout.base import SamplingParams
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """The parameters of B requests as tensors [B]; `truncates` says whether any row needs top-k, top-p or min-p."""
+    """The parameters of B requests as tensors [B].
+
+    truncates: a row needs top-k, top-p or min-p. greedy: a row has temperature 0. penalises: a row has a repetition
+    penalty other than 1.
+    """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    repetition_penalty: Tensor
     seed: Tensor
     truncates: bool
     greedy: bool
+    penalises: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
@@ -41,15 +48,12 @@ class SamplingTensors:
             top_k=column("top_k", torch.int64),
             top_p=column("top_p", torch.float32),
             min_p=column("min_p", torch.float32),
+            repetition_penalty=column("repetition_penalty", torch.float32),
             seed=column("seed", torch.int64),
             truncates=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
             greedy=any(p.temperature == 0 for p in params),
+            penalises=any(p.repetition_penalty != 1 for p in params),
         )
-
-    def select(self, index: Tensor) -> SamplingTensors:
-        """The rows at int64 index."""
-        parts = {name: getattr(self, name)[index] for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-        return SamplingTensors(**parts, truncates=self.truncates, greedy=self.greedy)
 
 
 def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,27 +61,67 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
 
     logits: float32 [B, V]; positions: int64 [B], index of the token within its completion. Returns tokens int64 [B] and
     float32 [B] ln p of each under the distribution that it was drawn from: tempered and truncated; for temperature 0
-    under the model's own distribution.
+    under the model's own distribution. A repetition penalty is applied before (`penalise`).
+
+    Nothing waits for the device. Where a row is no distribution (a logit is NaN or +inf, or none is above -inf) its
+    logprob is NaN: hand the logprobs to `check_finite` once they are on the host.
     """
+    plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not params.truncates
+    compiled = operator("sample") if plain else None
+    if compiled is None:
+        return sample_torch(logits, params, positions)
+    tokens, logprobs = compiled(logits.contiguous(), params.temperature, params.seed, positions.contiguous())
+    return tokens, logprobs
+
+
+def sample_torch(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample` in operations of PyTorch, for every device and with truncation; the oracle of the compiled operator."""
     tempered = torch.where(params.temperature > 0, params.temperature, 1.0)
     logprobs = torch.log_softmax(logits / tempered[:, None], dim=1)
     if params.truncates:
         logprobs = truncate(logprobs, params)
     cumulative = logprobs.exp().to(torch.float64).cumsum(1)
-    total = cumulative[:, -1:]
-    if not bool(total.isfinite().all()):
-        rows = total.isfinite().logical_not().nonzero()[:, 0].tolist()
-        raise ModelError(
-            f"the model's logits are not finite in {len(rows)} of {len(total)} rows: its weights have diverged"
-        )
     # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
     words = keyed_uniform(params.seed, positions, 2).to(torch.float64)
     uniform = words[:, :1] + (words[:, 1:] - 0.5) * 2.0**-23
-    # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token.
-    tokens = torch.searchsorted(cumulative, uniform * total)[:, 0]
+    # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token; NaN would.
+    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0].clamp(max=logits.shape[1] - 1)
     if params.greedy:
         tokens = torch.where(params.temperature > 0, tokens, logits.argmax(1))
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def check_finite(logprobs: Sequence[float]) -> None:
+    """Raise ModelError where `sample` marked a row: its logits were no distribution.
+
+    logprobs: those of one step, on the host.
+    """
+    broken = sum(map(math.isnan, logprobs))
+    if broken:
+        raise ModelError(
+            f"the model's logits are not finite in {broken} of {len(logprobs)} rows: its weights have diverged"
+        )
+
+
+def penalise(logits: Tensor, penalty: Tensor, history: Tensor) -> Tensor:
+    """Make the tokens that a sequence already holds less likely (repetition penalty above 1) or more likely (below 1).
+
+    Positive logits are divided by the penalty and the others multiplied, once per distinct token, however often it
+    occurred (CTRL, arXiv:1909.05858, with the sign rule of transformers); a penalty of 1 changes nothing.
+
+    Args:
+        logits: float32 [B, V], before temperature and truncation.
+        penalty: float32 [B], above 0.
+        history: int64 [B, L], tokens of prompt and completion in any order, at least one per row; -1 in places
+            that hold none.
+
+    Returns:
+        float32 [B, V], a new tensor.
+    """
+    # Empty places repeat a token of their row: it gets the same value twice.
+    index = torch.where(history >= 0, history, history.amax(1, keepdim=True))
+    chosen = logits.gather(1, index)
+    return logits.scatter(1, index, torch.where(chosen > 0, chosen / penalty[:, None], chosen * penalty[:, None]))
 
 
 def truncate(logprobs: Tensor, params: SamplingTensors) -> Tensor:

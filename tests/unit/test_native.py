@@ -28,9 +28,14 @@ EXTREMES = [0, 1, -1, 2**31, 2**32 - 1, -(2**32), 2**63 - 1, -(2**63), 0x1234567
 @pytest.fixture(autouse=True)
 def fresh_choice() -> Iterator[None]:
     """The choice of a form is made once per process; each test here makes it anew."""
-    native._native_keyed_uniform.cache_clear()
+    forget()
     yield
-    native._native_keyed_uniform.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    native._is_loaded.cache_clear()
+    native.operator.cache_clear()
 
 
 def int64(values: list[int]) -> torch.Tensor:
@@ -141,13 +146,13 @@ def test_switched_off_says_so_once_and_gives_the_same_noise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = native.keyed_uniform(int64([5]), int64([6]), 10)
-    native._native_keyed_uniform.cache_clear()
+    forget()
     monkeypatch.setenv("HYBRID_RL_NATIVE", "0")
     with caplog.at_level(logging.INFO, logger="hybrid_rl"):
         assert not native.is_available()
         assert torch.equal(native.keyed_uniform(int64([5]), int64([6]), 10), expected)
     assert [record.getMessage() for record in caplog.records] == [
-        "HYBRID_RL_NATIVE=0: sampling noise is made by the slower PyTorch form"
+        "HYBRID_RL_NATIVE=0: slower PyTorch forms stand in for the compiled operators"
     ]
 
 
@@ -158,12 +163,22 @@ def test_missing_and_broken_libraries_are_said(
     monkeypatch.setattr(native, "_LIBRARY_PATH", tmp_path / "_native.so")
     with caplog.at_level(logging.INFO, logger="hybrid_rl"):
         assert not native.is_available()
-        native._native_keyed_uniform.cache_clear()
+        forget()
         (tmp_path / "_native.so").write_bytes(b"not a library")
         assert not native.is_available()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "was not built" in caplog.records[0].getMessage()
     assert "cannot be loaded" in caplog.records[1].getMessage()
+
+
+def test_an_operator_of_newer_sources_is_said_to_be_missing(caplog: pytest.LogCaptureFixture) -> None:
+    if not native.is_available():
+        pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        assert native.operator("of_tomorrow") is None
+        assert native.operator("of_tomorrow") is None
+        assert native.operator("keyed_uniform") is not None
+    assert ["no operator of_tomorrow" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_unknown_value_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

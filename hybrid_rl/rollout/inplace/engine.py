@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
-import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.errors import DataError, EngineStateError, HandoffError, QueueFullError
@@ -34,10 +32,9 @@ from hybrid_rl.rollout.base import (
 )
 from hybrid_rl.rollout.inplace.blocks import BlockPool
 from hybrid_rl.rollout.inplace.kv_cache import PagedCache, ShapeRecorder
-from hybrid_rl.rollout.inplace.paged_attention import PagedAttention, PagedBatch
+from hybrid_rl.rollout.inplace.runner import Runner, Sampled
 from hybrid_rl.rollout.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.rollout.inplace.seats import SeatTable
-from hybrid_rl.rollout.sampling import check_finite, penalise, sample
 from hybrid_rl.rollout.stopping import StopStrings
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
@@ -69,13 +66,14 @@ class InPlaceEngine(RolloutEngine):
             model.hidden_states(zero, zero, recorder)
         num_blocks = _num_blocks(config, recorder, max_length, model.device)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
-        self._seats = SeatTable(config.max_num_seqs, -(-max_length // config.block_size))
+        seats = SeatTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
             BlockPool(num_blocks, config.block_size),
-            self._seats,
+            seats,
             max_num_batched_tokens=config.max_num_batched_tokens,
             remember_prefixes=config.enable_prefix_caching,
         )
+        self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
         self._ids: set[int] = set()
         self._aborted: set[int] = set()
         self._stopping: dict[tuple[str, ...], StopStrings] = {}
@@ -88,11 +86,11 @@ class InPlaceEngine(RolloutEngine):
     def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
         """See RolloutEngine."""
         self.require_ready(version)
-        room = self._max_num_waiting - len(self._scheduler.waiting)
-        if len(requests) > room:
+        if len(requests) > self._num_queueable:
             raise QueueFullError(
-                f"{len(requests)} requests were submitted, but only {room} of rollout.inplace.max_num_waiting="
-                f"{self._max_num_waiting} may still wait; submit fewer at a time, or raise it"
+                f"{len(requests)} requests were submitted, but only {self._num_queueable} of "
+                f"rollout.inplace.max_num_waiting={self._max_num_waiting} may still wait; submit fewer at a time, or "
+                "raise it"
             )
         seen = set(self._ids)
         for request in requests:
@@ -103,6 +101,8 @@ class InPlaceEngine(RolloutEngine):
             # to the bit, whatever was evaluated between.
             self._scheduler.pool.forget()
         self._ids = seen
+        lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
+        self._scheduler.seats.widen(self._scheduler.blocks_for(max(lengths, default=0)))
         self._scheduler.add(Sequence(request) for request in requests)
         return [request.id for request in requests]
 
@@ -139,6 +139,11 @@ class InPlaceEngine(RolloutEngine):
             self._stopping[strings] = StopStrings(self._decode, strings)
 
     @property
+    def _num_queueable(self) -> int:
+        # Those that were pushed out wait as well, beyond the limit if need be.
+        return max(0, self._max_num_waiting - len(self._scheduler.waiting))
+
+    @property
     def num_unfinished(self) -> int:
         """See RolloutEngine."""
         return len(self._ids)
@@ -165,21 +170,30 @@ class InPlaceEngine(RolloutEngine):
     def step(self) -> list[FinishedSample]:
         """See RolloutEngine."""
         self.require_ready(self.policy_version)
-        finished = self._take_aborted()
-        if self._paused == "keep":
-            return finished
-        chunks = self._scheduler.schedule(admit=self._paused is None)
-        if not chunks:
-            return finished
-        try:
-            tokens, logprobs = self._run(chunks)
-        except BaseException:
-            self._scheduler.requeue_running()  # blocks count as written that were not
-            raise
-        self._num_steps += 1
-        return finished + self._postprocess(chunks, tokens, logprobs)
+        leaving = self._take_aborted()
+        chunks = [] if self._paused == "keep" else self._scheduler.schedule(admit=self._paused is None)
+        sampled = None
+        if chunks:
+            try:
+                sampled = self._runner.run(chunks)
+            except BaseException:
+                self._undo_pass(leaving)
+                raise
+        finished = [self._finish(sequence, "abort") for sequence in leaving]
+        if sampled is not None:
+            self._count(chunks)
+            finished += self._postprocess(sampled)
+        return finished
 
-    def _take_aborted(self) -> list[FinishedSample]:
+    def _undo_pass(self, leaving: list[Sequence]) -> None:
+        """Everybody waits again: blocks count as written that were not, and what was written may be NaN, which a weight
+        of zero does not hide. Those that were leaving leave at the next step."""
+        self._scheduler.requeue_running()
+        self._scheduler.add(leaving)
+        self._aborted.update(sequence.request.id for sequence in leaving)
+        self._cache.clear()
+
+    def _take_aborted(self) -> list[Sequence]:
         if not self._aborted:
             return []
         everyone = [*self._scheduler.running, *self._scheduler.waiting]
@@ -190,69 +204,19 @@ class InPlaceEngine(RolloutEngine):
                 self._scheduler.remove(sequence)
             else:
                 self._scheduler.waiting.remove(sequence)
-        return [self._finish(sequence, "abort") for sequence in leaving]
+        return leaving
 
-    def _run(self, chunks: list[Chunk]) -> tuple[list[int], list[float]]:
-        """One pass; the next token of every sequence whose last chunk it was, in the order of `_sampled`."""
-        hidden = self._forward(chunks)
-        self._copy_tails(chunks)
-        ends = np.cumsum([chunk.count for chunk in chunks]) - 1
-        index = [end for end, chunk in zip(ends.tolist(), chunks, strict=True) for _ in _sampled(chunk)]
-        if not index:
-            return [], []
-        if index != list(range(hidden.shape[0])):
-            hidden = hidden[torch.tensor(index, device=hidden.device)]
-        sequences = [sequence for chunk in chunks for sequence in _sampled(chunk)]
-        seats = np.array([sequence.seat for sequence in sequences])
-        params = self._seats.sampling(seats, hidden.device)
-        logits = self._model.logits(hidden)
-        if params.penalises:
-            logits = penalise(logits, params.repetition_penalty, _histories(sequences, hidden.device))
-        generated = torch.from_numpy(self._seats.generated[seats]).to(hidden.device)
-        tokens, logprobs = sample(logits, params, generated)
-        chosen, weights = tokens.tolist(), logprobs.tolist()
-        check_finite(weights)
-        self._seats.advance(seats, chosen)
-        return chosen, weights
-
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Last hidden states [T, H] of the chunks, one after the other."""
-        device = self._model.device
-        seats = np.array([chunk.sequence.seat for chunk in chunks])
-        counts = [chunk.count for chunk in chunks]
-        if len(chunks) == sum(counts) and all(chunk.sequence.tokens for chunk in chunks):
-            token_ids, positions = self._seats.last[seats], self._seats.length[seats] - 1
-        else:
-            parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
-            token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
-            positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-        lengths = [chunk.start + chunk.count for chunk in chunks]
-        width = self._scheduler.blocks_for(max(lengths))
-        table = torch.from_numpy(self._seats.blocks[seats, :width]).to(device)
-        attention = PagedAttention(self._cache, PagedBatch(table, counts, lengths))
-        tensors = (torch.from_numpy(array).to(device) for array in (token_ids, positions))
+    def _count(self, chunks: list[Chunk]) -> None:
+        self._num_steps += 1
         for chunk in chunks:
-            if chunk.count > 1 or not chunk.sequence.tokens:
-                self._num_prompt_tokens += chunk.count
-        return self._model.hidden_states(*tensors, attention)
-
-    def _copy_tails(self, chunks: list[Chunk]) -> None:
-        """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
-        source, destination = [], []
-        for chunk in chunks:
-            full, rest = divmod(chunk.start + chunk.count, self._cache.block_size)
+            self._num_prompt_tokens += 0 if chunk.is_decode else chunk.count
             self._num_shared_tokens += (chunk.start + chunk.count) * len(chunk.followers)
-            if rest:
-                source += [chunk.sequence.blocks[full]] * len(chunk.followers)
-                destination += [follower.blocks[full] for follower in chunk.followers]
-        if source:
-            self._cache.copy_blocks(*(torch.tensor(b, device=self._model.device) for b in (source, destination)))
+            self._num_generated_tokens += len(chunk.sampled)
 
-    def _postprocess(self, chunks: list[Chunk], tokens: list[int], logprobs: list[float]) -> list[FinishedSample]:
+    def _postprocess(self, sampled: Sampled) -> list[FinishedSample]:
         finished = []
         version = self.policy_version
-        sequences = (sequence for chunk in chunks for sequence in _sampled(chunk))
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(sampled.sequences, sampled.tokens, sampled.logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
@@ -260,7 +224,6 @@ class InPlaceEngine(RolloutEngine):
             if reason is not None:
                 self._scheduler.remove(sequence)
                 finished.append(self._finish(sequence, reason))
-        self._num_generated_tokens += len(tokens)
         return finished
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -312,6 +275,7 @@ class InPlaceEngine(RolloutEngine):
                 f"{len(self._scheduler.running)} requests are running; finish or pause them before sleeping"
             )
         self._drop_cache()
+        self._runner.drop_graphs()
         self._cache.free()
         self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
 
@@ -339,10 +303,13 @@ class InPlaceEngine(RolloutEngine):
             state=self.state,
             policy_version=self.policy_version,
             num_waiting=len(self._scheduler.waiting),
+            num_queueable=self._num_queueable,
             num_running=len(self._scheduler.running),
             num_finished=self._num_finished,
             num_prompt_tokens=self._num_prompt_tokens,
             num_shared_prompt_tokens=self._num_shared_tokens,
+            num_prefix_tokens=self._scheduler.num_prefix_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
             kv_cache_bytes=self._cache.num_bytes if self._cache.is_allocated else 0,
@@ -355,17 +322,6 @@ def _known(tags: Iterable[str]) -> frozenset[str]:
     if not tags or tags - TAGS:
         raise ValueError(f"tags {sorted(tags)} must be some of {sorted(TAGS)}")
     return tags
-
-
-def _sampled(chunk: Chunk) -> list[Sequence]:
-    """Who gets a token after this chunk."""
-    return [chunk.sequence, *chunk.followers] if chunk.is_last else []
-
-
-def _histories(sequences: list[Sequence], device: torch.device) -> Tensor:
-    """Tokens of prompt and completion, int64 [B, longest], -1 behind the end."""
-    rows = [torch.tensor(sequence.context(0, sequence.num_tokens)) for sequence in sequences]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
 
 
 def _num_blocks(config: InPlaceConfig, recorder: ShapeRecorder, max_length: int, device: torch.device) -> int:

@@ -48,8 +48,8 @@ class ShapeRecorder:
 class PagedCache:
     """Key and value memory of all layers.
 
-    On a CPU a block of keys is [head, dim, token] and a block of values [head, token, dim], as the compiled kernel reads
-    them; elsewhere both are [token, head, dim]. `views` shows either as [block, token, head, dim].
+    On a CPU a block of keys is [head, dim, token] and a block of values [head, token, dim], as the compiled kernel
+    reads them; elsewhere both are [token, head, dim]. `views` shows either as [block, token, head, dim].
     """
 
     def __init__(self, layers: dict[int, LayerShape], num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -84,8 +84,20 @@ class PagedCache:
             self._memory[index] = (keys, values)
 
     def free(self) -> None:
-        """Give the memory back; everything cached is lost."""
+        """Give the memory back to the device; everything cached is lost."""
         self._memory.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        """Zeros everywhere, as after `allocate`."""
+        if self.device.type == "cpu":
+            self.free()
+            self.allocate()
+            return
+        for pair in self._memory.values():  # at the same place: CUDA graphs have captured it
+            for tensor in pair:
+                tensor.zero_()
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as they lie in memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from hybrid_rl.rollout.base import FinishedSample, FinishReason, RolloutRequest
@@ -68,6 +69,16 @@ class Chunk:
         """Whether the next token can be sampled after this chunk."""
         return self.start + self.count == self.sequence.num_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is the newest token of a sequence and nothing else."""
+        return self.count == 1 and bool(self.sequence.tokens) and self.is_last
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Who gets a token after this chunk."""
+        return [self.sequence, *self.followers] if self.is_last else []
+
 
 class Scheduler:
     """First come, first served. Sequences that run get their next block before anybody is admitted; where none is left,
@@ -100,14 +111,15 @@ class Scheduler:
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """The next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens up to
-        max_num_batched_tokens. Empty where nothing can run."""
+        max_num_batched_tokens. Empty where nothing can run. admit: whether anybody new may start."""
         preemptions = self.num_preemptions
         chunks, budget = self._continue_running(self.max_num_batched_tokens)
-        if admit and preemptions == self.num_preemptions:
-            for chunk in chunks:
+        if preemptions == self.num_preemptions:
+            for chunk in chunks if admit else ():
                 if not chunk.sequence.tokens and chunk.is_last:
                     self._fork(chunk)
-            while self.waiting and self.seats.num_free and budget > 0:
+            # Who has tokens already was admitted before, and had to make room.
+            while self.waiting and (admit or self.waiting[0].tokens) and self.seats.num_free and budget > 0:
                 admitted = self._admit(budget)
                 if admitted is None:
                     break

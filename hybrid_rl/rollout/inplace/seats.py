@@ -3,14 +3,13 @@ sequences run and whichever came or went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid_rl.rollout.base import SamplingParams
+from hybrid_rl.rollout.inplace.upload import upload
 from hybrid_rl.rollout.sampling import SamplingTensors
 
 _SAMPLING = {
@@ -31,6 +30,7 @@ class SeatTable:
     """
 
     def __init__(self, num_seats: int, max_blocks: int) -> None:
+        self.num_seats = num_seats
         self.blocks = np.zeros((num_seats, max_blocks), dtype=np.int32)
         self.last = np.zeros(num_seats, dtype=np.int64)
         self.length = np.zeros(num_seats, dtype=np.int64)
@@ -61,7 +61,7 @@ class SeatTable:
         """The seat is free again."""
         self._free.append(seat)
 
-    def advance(self, seats: npt.NDArray[np.int64], tokens: Sequence[int]) -> None:
+    def advance(self, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Each of these sequences has one more token."""
         self.last[seats] = tokens
         self.length[seats] += 1
@@ -71,7 +71,7 @@ class SeatTable:
         """How the next tokens of these sequences are chosen."""
         rows = {name: column[seats] for name, column in self._sampling.items()}
         truncates = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
-        tensors: dict[str, Tensor] = {name: torch.from_numpy(row).to(device) for name, row in rows.items()}
+        tensors: dict[str, Tensor] = {name: upload(row, device, row.dtype) for name, row in rows.items()}
         return SamplingTensors(
             **tensors,
             truncates=bool(truncates.any()),

@@ -4,7 +4,8 @@ The context of a sequence is cut into parts that run side by side and are joined
 Dao et al. 2023), so that a few long sequences fill a GPU; within a part the softmax is taken online (Milakov and
 Gimelshein, arXiv:1805.02867). The query heads that share a key head are the rows of one tile, so a key is read once for
 all of them. Nothing here waits for the device and the grids depend on shapes only: the call can be captured in a CUDA
-graph whose block tables and lengths change between replays.
+graph whose block tables and lengths change between replays. `paged_store` puts the newest keys and values into their
+blocks, in one launch.
 
 Importing this file imports Triton, which only its callers on CUDA need.
 """
@@ -110,6 +111,53 @@ def paged_decode(
             PARTS_TILE=triton.next_power_of_2(num_parts),
         )
     return output
+
+
+def paged_store(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_length: Tensor,
+) -> None:
+    """Write the key [B, H_kv, D] and value [B, H_kv, D_v] of the newest token of each sequence into the caches.
+
+    That is token context_length - 1; rows of length 0 write nothing. The other arguments are those of `paged_decode`.
+    Raises ValueError where shapes, dtypes or devices do not go together.
+    """
+    _check(key, key_cache, value_cache, block_table, context_length, None, None)
+    batch, num_key_heads, dim = key.shape
+    block_size, value_dim = value_cache.shape[1], value_cache.shape[3]
+    if key_cache.shape[2] != num_key_heads or value.shape != (batch, num_key_heads, value_dim):
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)} do not go with caches of {key_cache.shape[2]} heads"
+        )
+    if value.dtype != value_cache.dtype or value.device != key.device or value.stride(2) != 1:
+        raise ValueError(
+            f"value is {value.dtype} on {value.device}; give {key.dtype} on {key.device}, last dim contiguous"
+        )
+    if batch == 0:
+        return
+    _store[(batch, num_key_heads)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        block_table,
+        context_length,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        DIM=dim,
+        DIM_TILE=triton.next_power_of_2(dim),
+        VALUE_DIM=value_dim,
+        VALUE_TILE=triton.next_power_of_2(value_dim),
+        num_warps=1,
+    )
 
 
 def _num_parts(num_tiles: int, max_tokens: int, num_processors: int) -> int:
@@ -297,3 +345,45 @@ def _join(
     )
     mixed = tl.sum(parts * share[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(output + at * VALUE_DIM + value_dim, mixed.to(output.dtype.element_ty), mask=value_dim < VALUE_DIM)
+
+
+@triton.jit
+def _store(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    block_table,
+    context_length,
+    key_from_b,
+    key_from_h,
+    value_from_b,
+    value_from_h,
+    key_stride_block,
+    key_stride_token,
+    key_stride_h,
+    value_stride_block,
+    value_stride_token,
+    value_stride_h,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    """The newest key and value of one sequence and key head."""
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    token = tl.load(context_length + sequence) - 1
+    if token >= 0:
+        block = tl.load(block_table + sequence * table_stride + token // BLOCK_SIZE).to(tl.int64)
+        place = token % BLOCK_SIZE
+        dim = tl.arange(0, DIM_TILE)
+        k = tl.load(key + sequence * key_from_b + head * key_from_h + dim, mask=dim < DIM)
+        k_at = key_cache + block * key_stride_block + place * key_stride_token + head * key_stride_h
+        tl.store(k_at + dim, k, mask=dim < DIM)
+        dim = tl.arange(0, VALUE_TILE)
+        v = tl.load(value + sequence * value_from_b + head * value_from_h + dim, mask=dim < VALUE_DIM)
+        v_at = value_cache + block * value_stride_block + place * value_stride_token + head * value_stride_h
+        tl.store(v_at + dim, v, mask=dim < VALUE_DIM)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -42,13 +43,27 @@ class Rig:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
 
 
-def inplace(family: str = "qwen2", **settings: int) -> Rig:
-    module = build(family)
+def inplace(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Rig:
+    """Blocks of 4 tokens: more of them, and attention in PyTorch."""
+    module = build(family, dtype=dtype)
     config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
-    return Rig(InPlaceEngine(CausalLM(module), config, max_length=48), module)
+    return Rig(InPlaceEngine(CausalLM(module), config, max_length=48, decode=decode), module)
 
 
-FACTORIES: dict[str, Callable[..., Rig]] = {"inplace": inplace}
+def inplace_compiled(family: str = "qwen2", **settings: Any) -> Rig:
+    """Blocks of 16 tokens, which the compiled attention needs."""
+    return inplace(family, **{"block_size": 16, **settings})
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """The text of token ids: a letter per token, in turn."""
+    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+# Bytes of a token of the qwen2 rig in the cache: layers, key heads, dims of key and padded value, fp32.
+TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
+
+FACTORIES: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

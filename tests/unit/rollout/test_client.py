@@ -28,7 +28,7 @@ def workers():
     return Workers(inplace(max_num_seqs=2).ready().engine)
 
 
-REQUESTS = [request(0, max_tokens=2), request(1, max_tokens=5), request(2, max_tokens=3)]
+REQUESTS = [request(0, max_tokens=2), request(1, max_tokens=6), request(2, max_tokens=3)]
 
 
 def flat(stream):
@@ -37,10 +37,17 @@ def flat(stream):
 
 def test_events_come_as_they_finish_and_nothing_is_aborted(workers):
     batches = list(GroupRolloutClient(workers).stream(REQUESTS, 1))
-    # Two at a time: 0 ends at the second step, 2 takes its place and ends before 1.
+    # Two at a time: 0 ends at the second step, 2 takes its place at the third and ends at the fifth, 1 at the sixth.
     assert [[event.id for event in events] for events in batches] == [[0], [2], [1]]
     assert (workers.engine.num_unfinished, workers.num_aborts) == (0, 0)
     assert GroupRolloutClient(workers).stats().num_finished == 3
+
+
+def test_more_requests_than_may_wait_are_fed_as_there_is_room():
+    workers = Workers(inplace(max_num_seqs=1, max_num_waiting=1).ready().engine)
+    events = flat(GroupRolloutClient(workers).stream(REQUESTS, 1))
+    same_samples(events, flat(GroupRolloutClient(Workers(inplace().ready().engine)).stream(REQUESTS, 1)))
+    assert (workers.engine.num_unfinished, workers.num_aborts) == (0, 0)
 
 
 def test_no_requests_no_events(workers):

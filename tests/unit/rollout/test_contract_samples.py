@@ -7,9 +7,15 @@ import torch
 
 from hybrid_rl.rollout.base import KV_CACHE, TAGS
 from tests.unit.models.families import VOCABULARY
-from tests.unit.rollout.engines import FACTORIES, forward_logprobs, mixed_requests, prompt, request, same_samples
-
-TOKEN_BYTES = 2 * 2 * (8 + 8) * 4  # of the rig's model: layers, key heads, dims of key and value, fp32
+from tests.unit.rollout.engines import (
+    FACTORIES,
+    TOKEN_BYTES,
+    forward_logprobs,
+    mixed_requests,
+    prompt,
+    request,
+    same_samples,
+)
 
 
 @pytest.fixture(params=FACTORIES)
@@ -45,7 +51,7 @@ def alone(make):
         {"max_num_seqs": 2},  # groups are cut between two admissions
         {"max_num_seqs": 5, "max_num_batched_tokens": 1},
         {"max_num_batched_tokens": 20},
-        {"kv_cache_memory_bytes": 8 * 4 * TOKEN_BYTES},  # the longest request alone, or a few short ones
+        {"kv_cache_memory_bytes": 32 * TOKEN_BYTES},  # the longest request alone, or a few short ones
         {"kv_cache_memory_bytes": 29 * TOKEN_BYTES, "block_size": 1},
     ],
     ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),

@@ -6,14 +6,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from hybrid_rl.assembly import sampling_params
+from hybrid_rl.config import load_config
+from hybrid_rl.config.validate import resolve
+from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.native import keyed_uniform, operator
 from hybrid_rl.rollout import SamplingParams, derive_seed
-from hybrid_rl.rollout.sampling import SamplingTensors, sample, truncate
+from hybrid_rl.rollout.sampling import SamplingTensors, check_finite, penalise, sample, sample_torch, truncate
 
 CPU = torch.device("cpu")
 P = [0.4, 0.3, 0.15, 0.1, 0.05]
 # 99.9 % quantiles of the chi-square distribution, by degrees of freedom.
 CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47}
+
+
+@pytest.fixture(params=["compiled", "pytorch"])
+def form(request, monkeypatch):
+    """Both forms of the operator, one after the other."""
+    if request.param == "pytorch":
+        monkeypatch.setattr("hybrid_rl.rollout.sampling.operator", lambda name: None)
+    elif operator("sample") is None:
+        pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
+    return request.param
 
 
 def params(*rows):
@@ -38,6 +54,7 @@ def support(p, top_k=0, top_p=1.0, min_p=0.0):
     return kept
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("keyed_by", ["seed", "position"])
 @pytest.mark.parametrize(
     ("row", "expected"),
@@ -109,14 +126,15 @@ def test_rows_do_not_see_the_parameters_of_other_rows():
     rows = [{}, {"temperature": 0.0, "top_k": 1}, {"top_k": 3}, {"temperature": 0.7, "min_p": 0.1}]
     rows = [{**row, "seed": seed} for seed, row in enumerate(rows)]
     positions = torch.tensor([3, 1, 4, 1])
-    tokens, logprobs = sample(logits, params(*rows), positions)
+    tokens, logprobs = sample_torch(logits, params(*rows), positions)
     for row in range(4):
-        own = sample(logits[row : row + 1], params(rows[row]), positions[row : row + 1])
+        own = sample_torch(logits[row : row + 1], params(rows[row]), positions[row : row + 1])
         torch.testing.assert_close((tokens[row : row + 1], logprobs[row : row + 1]), own, rtol=0, atol=0)
     plain = torch.log_softmax(logits, 1)
     assert torch.equal(truncate(plain, params(*rows))[:2], plain[:2])
 
 
+@pytest.mark.usefixtures("form")
 def test_greedy_rows_among_sampled_ones():
     logits = torch.tensor(P).log().expand(300, -1)
     rows = [{"temperature": 0.0 if i % 2 else 1.0, "seed": i} for i in range(300)]
@@ -126,6 +144,7 @@ def test_greedy_rows_among_sampled_ones():
     torch.testing.assert_close(logprobs, torch.tensor(P).log()[tokens])
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
     ("logits", "possible"),
     [
@@ -148,16 +167,164 @@ def test_a_rare_token_can_be_drawn_and_no_draw_falls_behind_the_last_token(monke
     logits = torch.tensor([0.0, -17.0, -math.inf])
     for words, expected in (([1.0 - 2.0**-24] * 2, 1), ([2.0**-24] * 2, 0), ([1.0 - 2.0**-24, 2.0**-24], 0)):
         monkeypatch.setattr("hybrid_rl.rollout.sampling.keyed_uniform", lambda *_, words=words: torch.tensor([words]))
-        tokens, logprobs = sample(logits[None], params({}), torch.zeros(1, dtype=torch.int64))
+        tokens, logprobs = sample_torch(logits[None], params({}), torch.zeros(1, dtype=torch.int64))
         assert tokens.item() == expected
         assert logprobs.isfinite().all()
 
 
-def test_select_takes_rows():
-    rows = params({"seed": 1, "top_k": 3}, {"seed": 2, "temperature": 0.5}, {"seed": 3, "min_p": 0.25})
-    chosen = rows.select(torch.tensor([2, 0]))
-    assert (chosen.seed.tolist(), chosen.top_k.tolist(), chosen.min_p.tolist()) == ([3, 1], [0, 3], [0.25, 0.0])
-    assert (chosen.temperature.tolist(), chosen.top_p.tolist()) == ([1.0, 1.0], [1.0, 1.0])
+def uniforms(seeds, positions):
+    """The number in (0, 1) behind each token, float64."""
+    high, low = keyed_uniform(seeds, positions, 2).double().unbind(1)
+    return high + (low - 0.5) * 2.0**-23
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns"),
+    [
+        (0, 5),
+        (1, 1),
+        (300, 2),
+        (200, 18),
+        (90, 63),
+        (90, 65),
+        (64, 511),
+        (64, 512),
+        (64, 513),
+        (40, 5000),
+        (3, 152_000),
+    ],
+)
+@pytest.mark.parametrize("spread", [0.01, 4.0, 40.0])
+def test_every_token_is_where_its_uniform_number_falls(form, num_rows, num_columns, spread):
+    """Against the cumulative distribution in float64: within 1e-6 of the borders of the token's interval."""
+    generator = torch.Generator().manual_seed(num_columns)
+    logits = spread * torch.randn(num_rows, num_columns, generator=generator) - 7
+    logits[::5, : num_columns // 3] = -math.inf
+    rows = [{"temperature": [1.0, 0.7, 2.5, 0.0][i % 4], "seed": derive_seed(i)} for i in range(num_rows)]
+    tensors, positions = params(*rows), torch.arange(num_rows) * 977
+    tokens, logprobs = sample(logits, tensors, positions)
+    exact = (logits.double() / torch.where(tensors.temperature > 0, tensors.temperature, 1.0)[:, None]).log_softmax(1)
+    chosen = exact.gather(1, tokens[:, None])[:, 0]
+    assert (tokens.dtype, logprobs.dtype, tokens.shape) == (torch.int64, torch.float32, (num_rows,))
+    tolerance = {"rtol": 2e-7, "atol": 1e-6} if form == "compiled" else {"rtol": 1e-6, "atol": 1e-5}
+    torch.testing.assert_close(logprobs.double(), chosen, **tolerance)
+    greedy = tensors.temperature == 0
+    if num_rows:
+        assert torch.equal(tokens[greedy], logits.argmax(1)[greedy])
+    upper = exact.exp().cumsum(1).gather(1, tokens[:, None])[:, 0]
+    uniform = uniforms(tensors.seed, positions)
+    inside = (upper - chosen.exp() - 1e-6 <= uniform) & (uniform <= upper + 1e-6) & chosen.isfinite()
+    assert bool((inside | greedy).all())
+
+
+@pytest.mark.usefixtures("form")
+def test_the_largest_and_the_smallest_uniform_numbers_find_possible_tokens():
+    seeds = torch.arange(300_000)
+    uniform = uniforms(seeds, torch.zeros_like(seeds))
+    extremes = [int(uniform.argmin()), int(uniform.argmax())]
+    logits = torch.full((2, 3000), -math.inf)
+    logits[:, 700:2200] = 1.0
+    tokens, logprobs = sample(logits, params(*({"seed": seed} for seed in extremes)), torch.zeros(2, dtype=torch.int64))
+    assert tokens.tolist() == [700, 2199]
+    torch.testing.assert_close(logprobs, torch.full((2,), -math.log(1500)))
+
+
+@pytest.mark.usefixtures("form")
+def test_both_words_of_the_uniform_number_count():
+    """A border between the number and its coarse half, near 1, where float32 can tell them apart."""
+    seeds = torch.arange(300_000)
+    seeds = seeds[uniforms(seeds, torch.zeros_like(seeds)).argsort(descending=True)[:40]]
+    zeros = torch.zeros(40, dtype=torch.int64)
+    fine, coarse = uniforms(seeds, zeros), keyed_uniform(seeds, zeros, 2)[:, 0].double()
+    rare = 1 - (fine + coarse) / 2
+    logits = torch.stack([torch.zeros(40), (rare / (1 - rare)).log().float()], 1)
+    tokens, _ = sample(logits, params(*({"seed": seed} for seed in seeds.tolist())), zeros)
+    assert tokens.tolist() == (fine > coarse).long().tolist()
+    assert 0 < int(tokens.sum()) < 40
+
+
+@pytest.mark.usefixtures("form")
+def test_plain_rows_do_not_see_each_other():
+    logits = torch.randn(9, 1300, generator=torch.Generator().manual_seed(5)) * 3
+    rows = [{"temperature": row % 3 * 0.6, "seed": row} for row in range(9)]
+    positions = torch.arange(9) % 4
+    tokens, logprobs = sample(logits, params(*rows), positions)
+    for row in range(9):
+        own = sample(logits[row : row + 1], params(rows[row]), positions[row : row + 1])
+        torch.testing.assert_close((tokens[row : row + 1], logprobs[row : row + 1]), own, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("form")
+def test_the_first_of_several_best_tokens_is_the_greedy_one():
+    logits = torch.zeros(1, 2000)
+    logits[0, [1100, 1101, 1990]] = 2.0
+    tokens, logprobs = sample(logits, params({"temperature": 0.0}), torch.zeros(1, dtype=torch.int64))
+    assert tokens.item() == 1100
+    assert logprobs.item() == pytest.approx(2 - math.log(3 * math.e**2 + 1997), abs=1e-6)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("num_columns", [5, 3000])
+@pytest.mark.parametrize("row", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 2, "min_p": 0.1}])
+def test_rows_without_a_distribution_are_marked_and_counted(num_columns, row):
+    logits = torch.zeros(6, num_columns)
+    logits[0, -1] = math.nan
+    logits[2, 3] = math.inf
+    logits[3] = -math.inf
+    logits[5, 0] = math.nan
+    tokens, logprobs = sample(logits, params(*[row] * 6), torch.zeros(6, dtype=torch.int64))
+    assert logprobs.isnan().tolist() == [True, False, True, True, False, True]
+    assert bool(((tokens >= 0) & (tokens < num_columns)).all())
+    with pytest.raises(ModelError, match="not finite in 4 of 6 rows"):
+        check_finite(logprobs.tolist())
+    check_finite(logprobs[[1, 4]].tolist())
+
+
+@pytest.mark.parametrize("row", [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 3}])
+def test_nothing_waits_for_the_device(row):
+    """A meta tensor has no values: whoever asks for one fails."""
+    meta = torch.device("meta")
+    logits, positions = torch.empty(4, 9, device=meta), torch.empty(4, dtype=torch.int64, device=meta)
+    tokens, logprobs = sample(logits, SamplingTensors.of([SamplingParams(1, **row)] * 4, meta), positions)
+    assert (tokens.shape, tokens.dtype, logprobs.dtype) == ((4,), torch.int64, torch.float32)
+    penalise(logits, positions.float(), positions[:, None])
+
+
+def test_repetition_penalty_by_hand():
+    logits = torch.tensor([[4.0, -4.0, 1.0, 0.0, -2.0], [4.0, -4.0, 1.0, 0.0, -2.0]])
+    history = torch.tensor([[0, 1, 1, 3], [2, -1, -1, -1]])
+    penalised = penalise(logits, torch.tensor([2.0, 0.5]), history)
+    assert penalised.tolist() == [[2.0, -8.0, 1.0, 0.0, -2.0], [4.0, -4.0, 2.0, 0.0, -2.0]]
+    assert logits[0].tolist() == [4.0, -4.0, 1.0, 0.0, -2.0]
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 40, generator=generator) * 5
+    histories = [torch.randint(0, 40, (length,), generator=generator) for length in (1, 7, 60, 13, 2, 200)]
+    penalties = [1.3, 0.8, 1.0, 5.0, 1.05, 1.2]
+    padded = torch.nn.utils.rnn.pad_sequence(histories, batch_first=True, padding_value=-1)
+    penalised = penalise(logits, torch.tensor(penalties), padded)
+    for row, (history, penalty) in enumerate(zip(histories, penalties, strict=True)):
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(history[None], logits[row : row + 1].clone())
+        torch.testing.assert_close(penalised[row : row + 1], expected)
+    assert torch.equal(penalised[2], logits[2])
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_penalties_are_refused(penalty):
+    with pytest.raises(ConfigError, match=r"repetition_penalty=.* must be finite and above 0"):
+        SamplingParams(1, repetition_penalty=penalty)
+
+
+def test_training_samples_without_a_penalty_and_evaluation_may_have_one():
+    config = load_config({"eval_repetition_penalty": 1.2})[0]
+    training, evaluation = sampling_params(config, (1,))
+    assert (training.repetition_penalty, evaluation.repetition_penalty) == (1.0, 1.2)
+    with pytest.raises(ConfigError, match="evaluation has eval_repetition_penalty"):
+        load_config({"repetition_penalty": 1.2})
+    with pytest.raises(ConfigError, match="eval_repetition_penalty=1.2 would do nothing: there is no eval_dataset"):
+        resolve(*load_config({"eval_repetition_penalty": 1.2}), has_eval=False)
 
 
 def test_seeds_depend_on_every_part_in_order_and_fit_int64():

@@ -1,0 +1,114 @@
+"""Paged decode attention in Triton's interpreter on the CPU, against plain PyTorch.
+
+bfloat16 is for a GPU only: the interpreter multiplies the bits of bfloat16 matrices as if they were integers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.decode_cases import CASES, build, reference
+
+# The interpreter of 3.6 does not run with numpy 2.4.
+pytest.importorskip("triton", minversion="3.7", reason="needs triton 3.7 or newer: pip install triton")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def gaps() -> dict[str, float]:
+    """All cases in a process of their own: whether Triton interprets is decided when it is imported."""
+    command = [sys.executable, "-m", "tests.gpu.decode_cases"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*(case.name for case in CASES), "float16"])
+def test_the_kernel_gives_what_attention_over_the_gathered_context_gives(gaps: dict[str, float], name: str) -> None:
+    # float16 keeps 11 bits, float32 24; sums are taken in float32 in both.
+    assert gaps[name] < (2e-3 if name == "float16" else 2e-6)
+
+
+def test_the_reference_on_a_case_worked_by_hand() -> None:
+    """Two keys with scores ln 3 and 0: weights 3/4 and 1/4; with a window of 1 the last value alone."""
+    arguments = build(CASES[0], "cpu", torch.float32) | {
+        "query": torch.tensor([[[1.0, 0.0]]]),
+        "key_cache": torch.tensor([[[[3.0, 5.0]], [[0.0, 9.0]]]]).log().nan_to_num(neginf=0.0),
+        "value_cache": torch.tensor([[[[4.0, 0.0]], [[8.0, 4.0]]]]),
+        "block_table": torch.tensor([[0]], dtype=torch.int32),
+        "context_length": torch.tensor([2], dtype=torch.int32),
+        "scale": 1.0,
+    }
+    assert reference(arguments)[0, 0].tolist() == pytest.approx([5.0, 1.0])
+    assert reference(arguments | {"window": 1})[0, 0].tolist() == [8.0, 4.0]
+    # softcap 1: scores tanh(ln 3) = 0.8 and 0
+    capped = reference(arguments | {"softcap": 1.0})[0, 0, 1].item()
+    assert capped == pytest.approx(4 / (1 + torch.tensor(0.8).exp().item()))
+
+
+BAD = {
+    "query is torch.int64": {"query": torch.zeros(4, 4, 32, dtype=torch.int64)},
+    "query is torch.float32": {"query": torch.zeros(4, 32)},
+    "key_cache is torch.float16": {"key_cache": torch.zeros(9, 16, 2, 32, dtype=torch.float16)},
+    "do not go together": {"value_cache": torch.zeros(9, 16, 1, 32)},
+    "head dims 257 and 32": {
+        "query": torch.zeros(4, 4, 257),
+        "key_cache": torch.zeros(9, 16, 2, 257),
+        "value_cache": torch.zeros(9, 16, 2, 32),
+    },
+    "5 query heads over 2 key heads": {"query": torch.zeros(4, 5, 32)},
+    "block_table is torch.int64": {"block_table": torch.zeros(4, 5, dtype=torch.int64)},
+    "give int32 [B] with B = 4": {"context_length": torch.zeros(3, dtype=torch.int32)},
+    "the last dim of query has stride 2": {"query": torch.zeros(4, 4, 64)[..., ::2]},
+    "on meta, query on cpu": {"block_table": torch.zeros(4, 5, dtype=torch.int32, device="meta")},
+    "window=0 must be at least 1": {"window": 0},
+    "softcap=0.0 must be above 0": {"softcap": 0.0},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_arguments_that_do_not_go_together_are_refused(message: str) -> None:
+    from hybrid_rl.rollout.inplace.triton_decode import paged_decode  # only where Triton is there
+
+    with pytest.raises(ValueError) as caught:
+        paged_decode(**(build(CASES[0], "cpu", torch.float32) | BAD[message]))
+    assert message in str(caught.value)
+
+
+def test_keys_and_values_that_do_not_fit_the_caches_are_refused() -> None:
+    from hybrid_rl.rollout.inplace.triton_decode import paged_store  # only where Triton is there
+
+    arguments = build(CASES[0], "cpu", torch.float32)
+    caches = [arguments[name] for name in ("key_cache", "value_cache", "block_table", "context_length")]
+    key, value = torch.zeros(2, 4, 2, 32)
+    with pytest.raises(ValueError, match="do not go with caches of 2 heads"):
+        paged_store(key.repeat(1, 2, 1), value.repeat(1, 2, 1), *caches)
+    with pytest.raises(ValueError, match="do not go with caches of 2 heads"):
+        paged_store(key, value[..., :16], *caches)
+    with pytest.raises(ValueError, match="value is torch.float16 on cpu; give torch.float32"):
+        paged_store(key, value.half(), *caches)
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "max_tokens", "expected"),
+    [
+        (8, 128, 1),  # nothing to cut
+        (8, 4096, 32),  # 528 programs wanted of 8 tiles are 66 parts, but none below 128 tokens
+        (8, 32768, 64),  # no more than the join reads at once
+        (264, 32768, 2),
+        (1024, 32768, 1),  # the batch alone fills the device
+    ],
+)
+def test_contexts_are_cut_where_the_batch_does_not_fill_the_device(num_tiles, max_tokens, expected) -> None:
+    from hybrid_rl.rollout.inplace.triton_decode import _num_parts
+
+    assert _num_parts(num_tiles, max_tokens, num_processors=132) == expected
