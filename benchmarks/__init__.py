@@ -1,0 +1,1 @@
+"""Measurements against other libraries; see README.md."""

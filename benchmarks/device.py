@@ -1,0 +1,163 @@
+"""What the benchmarks gpu_*.py share: the device, clocks that wait for it, a model of Qwen2-0.5B's shape."""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks import report
+from benchmarks.workload import EOS_ID, PAD_ID
+
+# Dense bf16 FLOP/s of the tensor cores without sparsity, from NVIDIA's data sheets, and bytes/s of the memory.
+PEAKS = {
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.864e12),
+    "B200": (2250e12, 8.0e12),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_heads: int
+    vocab_size: int
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.hidden_size // self.num_heads
+
+
+HALF_BILLION = Shape(896, 4864, 24, 14, 2, 151936)
+TINY = Shape(32, 48, 2, 4, 2, 97)
+
+
+def parser_of(doc: str | None, *, repeats: int) -> ArgumentParser:
+    """The arguments that all of them have. repeats: the default."""
+    parser = ArgumentParser(description=(doc or "").partition("\n\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes: whether it runs, not how fast")
+    parser.add_argument("--repeats", type=report.positive, default=repeats, help="measurements that count")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def model_of(given: Namespace, *, max_positions: int, ends: float | None) -> Qwen2ForCausalLM:
+    """A random Qwen2 with tied embeddings, every position of which ends a completion with probability `ends` (None:
+    never).
+
+    EOS gets a row of zeros in the head, so that its logit is a bias alone. The other logits of a random model are
+    nearly alike everywhere, so their sum on a few random tokens tells the bias.
+    """
+    shape = TINY if given.tiny else HALF_BILLION
+    torch.manual_seed(given.seed)
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    with torch.device(given.device):
+        module: Any = Qwen2ForCausalLM(config)
+    module = module.to(DTYPES[given.dtype]).eval()
+    bias = torch.zeros(shape.vocab_size, device=given.device, dtype=module.dtype)
+    with torch.no_grad():
+        module.lm_head.weight[EOS_ID] = 0
+        context = torch.randint(2, shape.vocab_size, (4, 16), device=given.device)
+        logits = module(input_ids=context, use_cache=False).logits.float()
+        logits[..., EOS_ID] = -math.inf
+        others = float(logits.logsumexp(-1).mean())
+    bias[EOS_ID] = -1e4 if ends is None else others + math.log(ends / (1 - ends))
+    module.lm_head.bias = nn.Parameter(bias)
+    return module
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done everything that it was told."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(function: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Wall seconds of a call, the device's work included, and what it returned."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def seconds_each(function: Callable[[], Any], given: Namespace, calls: int = 10) -> list[float]:
+    """Seconds of one call, `repeats` times over several calls in a row, after a warm-up."""
+    calls = 1 if given.tiny else calls
+    for _ in range(1 if given.tiny else 3):
+        function()
+
+    def several() -> None:
+        for _ in range(calls):
+            function()
+
+    return [seconds_of(several, given.device)[0] / calls for _ in range(given.repeats)]
+
+
+def captured(function: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """The kernels of a call as a CUDA graph: what the device takes, without Python's launches. On a CPU the call."""
+    if torch.device(device).type != "cuda":
+        return function
+    function()  # compiles outside of the capture
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def peaks(device: str) -> tuple[float | None, float | None]:
+    """Peak bf16 FLOP/s and bytes/s of the device; None where it is not in the table."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+    found = [PEAKS[key] for key in PEAKS if key in name]
+    return found[0] if found else (None, None)
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """The machine, its GPU included."""
+    found = report.hardware(torch.get_num_threads(), {})
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+def peak_memory_bytes(device: str) -> int | None:
+    """Most bytes that tensors held since `reset_peak`; None on a CPU, where PyTorch does not count."""
+    return torch.cuda.max_memory_allocated(device) if torch.device(device).type == "cuda" else None
+
+
+def reset_peak(device: str) -> None:
+    """Start counting anew."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

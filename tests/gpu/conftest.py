@@ -1,0 +1,37 @@
+"""Tests on a CUDA device; where there is none they are not collected.
+
+HYBRID_RL_TEST_DEVICE=cpu runs them on the CPU all the same: a check of the tests themselves on a machine without a GPU.
+What only CUDA has is then skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.device import CHOSEN, DEVICE
+from tests.unit.conftest import make_trainer, records  # noqa: F401  fixtures
+
+HERE = Path(__file__).parent
+ANYWHERE = ("test_run.py", "test_benchmarks.py")  # these need no device
+if not torch.cuda.is_available() and not CHOSEN:
+    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name not in ANYWHERE]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs the device."""
+    for item in items:
+        if item.path.parent == HERE and item.path.name not in ANYWHERE and DEVICE == "cuda":
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """fp32 products in fp32: TF32 keeps 10 bits, and a comparison would then be of TF32, not of this library."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)

@@ -1,0 +1,41 @@
+"""Every benchmark for GPUs runs through on a CPU with its smallest sizes and prints its lines."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import run
+
+pytestmark = pytest.mark.slow
+BENCHMARKS = sorted((run.ROOT / "benchmarks").glob("gpu_*.py"))
+KEYS = {"benchmark", "ours", "peer", "ratio", "unit", "hardware", "settings"}
+# What a smoke test must have measured, whatever else is there.
+EXPECTED = {
+    "gpu_rollout": {"gpu_rollout heavy-tail 2x2", "gpu_rollout equal 2x2"},
+    "gpu_step": {"gpu_step heavy-tail", "gpu_step shared-prompt"},
+    "gpu_attention": {"gpu_attention training heavy-tail sdpa", "gpu_attention decode ragged"},
+}
+
+
+def test_there_is_one_for_each_thing_that_is_measured() -> None:
+    assert {path.stem for path in BENCHMARKS} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_benchmark_runs_through(path: Path) -> None:
+    command = [sys.executable, str(path), "--device", "cpu", "--tiny"]
+    outcome = run.run_limited(command, run.ROOT, 240, run.child_environment(run.ROOT))
+    assert outcome.status == "passed", outcome.output
+    lines = run.benchmark_lines(outcome.output)
+    assert outcome.output.strip().splitlines()[-1].startswith("{")  # the last line is one of them
+    names = {line["benchmark"] for line in lines}
+    assert all(any(name.startswith(wanted) for name in names) for wanted in EXPECTED[path.stem]), names
+    for line in lines:
+        assert line.keys() >= KEYS
+        assert line["settings"]["tiny"] is True and line["settings"]["dtype"] == "bfloat16"
+        numbers = [line[key] for key in ("ours", "peer", "ratio") if line[key] is not None]
+        assert all(math.isfinite(number) and number > 0 for number in numbers)

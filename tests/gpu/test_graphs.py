@@ -1,0 +1,55 @@
+"""What decoding asks of the device: as a CUDA graph the same numbers, and no waiting beyond one read per step."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.gpu.device import cuda_only, rig_of
+from tests.unit.rollout.engines import Rig, mixed_requests, request, same_samples
+
+pytestmark = cuda_only
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("max_num_seqs", [3, 16])
+def test_a_graph_decodes_what_eager_decodes(family: str, max_num_seqs: int) -> None:
+    eager = rig_of(family, cuda_graphs=False, max_num_seqs=max_num_seqs)
+    graphed = rig_of(family, cuda_graphs=True, max_num_seqs=max_num_seqs)
+    same_samples(graphed.run(mixed_requests()), eager.run(mixed_requests()))
+
+
+def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", cuda_graphs=True)
+    graphed.run(mixed_requests())  # captured with the old weights
+    for rig in (eager, graphed):
+        rig.engine.sleep({"kv_cache"})
+        rig.perturb()
+        rig.engine.wake({"weights", "kv_cache"})
+        rig.publish(2)
+    same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
+
+
+def waits_of(rig: Rig, num_steps: int) -> int:
+    """How often the host waited for the device during engine steps."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(num_steps):
+                rig.engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_decode_step_waits_for_the_device_once(graphs: bool) -> None:
+    """Once per step the tokens come to the host; anything else would hold up the queue of kernels."""
+    rig = rig_of("qwen2", cuda_graphs=graphs)
+    rig.engine.submit([request(i, 4, 30) for i in range(8)], 1)
+    for _ in range(6):  # prefill, warm-up, capture
+        rig.engine.step()
+    assert waits_of(rig, 10) <= 10
