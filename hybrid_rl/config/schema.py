@@ -124,7 +124,12 @@ class OptimizerConfig:
     prompts_per_mini_batch: int | None = key(
         None, "prompts (whole groups) behind one optimizer step, over all ranks; None = all of the step's", minimum=1
     )
-    tokens_per_micro_batch: int = key(16384, "hard cap on the tokens of one forward pass on one rank", minimum=1)
+    tokens_per_micro_batch: int | None = key(
+        None,
+        "hard cap on the tokens of one forward pass on one rank; None = 4096 on a CPU, 16384 elsewhere, or the longest "
+        "sample where that is more",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,10 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
         )
     if old_logprobs == "auto":
         old_logprobs = "detach" if updates == 1 else "recompute"
-    if config.rollout.max_completion_length > optimizer.tokens_per_micro_batch:
+    cap = optimizer.tokens_per_micro_batch
+    if cap is not None and config.rollout.max_completion_length > cap:
         raise ConfigError(
-            f"tokens_per_micro_batch={optimizer.tokens_per_micro_batch} cannot hold one completion of "
+            f"tokens_per_micro_batch={cap} cannot hold one completion of "
             f"max_completion_length={config.rollout.max_completion_length}; raise it"
         )
     if not all(config.rollout.stop_strings):

@@ -18,6 +18,10 @@ from hybrid_rl.workers.optimizer import Optimizer
 from hybrid_rl.workers.plan import Plan, make_plan
 from hybrid_rl.workers.step import Counts, batch_logprobs, loss_mask, micro_batch_loss, mismatch_metrics
 
+# On a CPU larger micro-batches gain 5 % of time at most and take up to 40 % more memory (128 x 4 and 256 x 8 layers); a
+# GPU wants more tokens at once.
+TOKENS_PER_MICRO_BATCH = {"cpu": 4096}
+
 
 class Actor:
     """A model, its optimizer, and the updates of one training step."""
@@ -36,10 +40,14 @@ class Actor:
     def plan(self, batch: Batch, step: int) -> Plan:
         """The one plan of this batch."""
         optimizer = self._config.optimizer
+        cap = optimizer.tokens_per_micro_batch
+        if cap is None:
+            longest = int((batch["prompt_ids"].lengths + batch["completion_ids"].lengths).max())
+            cap = max(TOKENS_PER_MICRO_BATCH.get(self.model.device.type, 16384), longest)
         return make_plan(
             batch,
             prompts_per_mini_batch=optimizer.prompts_per_mini_batch or self._config.data.prompts_per_step,
-            tokens_per_micro_batch=optimizer.tokens_per_micro_batch,
+            tokens_per_micro_batch=cap,
             seed=self._config.seed + step,
         )
 

@@ -66,7 +66,7 @@ def test_weight_gradients_of_any_strides(layout, outputs, inputs):
     mine = weight_gradient(grad, rows)
     assert mine.shape == (outputs, inputs)
     scale = (grad.double().abs().t() @ rows.double().abs()).norm()
-    assert (mine.double() - grad.double().t() @ rows.double()).norm() / scale < 3e-6
+    assert (mine.double() - grad.double().t() @ rows.double()).norm() / scale < 1e-6
 
 
 def test_small_products_and_other_dtypes_are_left_to_pytorch(calls):
@@ -163,14 +163,15 @@ def test_layers_that_are_not_plain_stay_as_they_are(calls):
     replaced, other, double = nn.Linear(64, 64), Subclass(64, 64), nn.Linear(64, 64, dtype=torch.float64)
     replaced.forward = lambda input: input * 2
     half = nn.Linear(64, 64, dtype=torch.bfloat16)
-    module = nn.ModuleList([replaced, other, double, half])
+    plain = nn.Linear(64, 64)
+    module = nn.ModuleList([plain, replaced, other, double, half])
     own = replaced.forward
     rows = torch.randn(100, 64)
-    before = [layer(rows.to(layer.weight.dtype)) for layer in module]
+    before = [layer(rows.to(layer.weight.dtype)) for layer in module[1:]]
     with Linears(module).fast(100):
-        assert replaced.forward is own
+        assert "forward" in vars(plain) and replaced.forward is own
         assert not any("forward" in vars(layer) for layer in (other, double, half))
-        after = [layer(rows.to(layer.weight.dtype)) for layer in module]
+        after = [layer(rows.to(layer.weight.dtype)) for layer in module[1:]]
     assert replaced.forward is own
     assert calls == [] and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -94,6 +94,16 @@ def mixed_requests() -> list[RolloutRequest]:
     ]
 
 
+def finish(engine: RolloutEngine, limit: int = 500) -> list[FinishedSample]:
+    """Step until nothing is unfinished; the samples by id."""
+    events: list[FinishedSample] = []
+    for _ in range(limit):
+        if not engine.num_unfinished:
+            return sorted(events, key=lambda event: event.id)
+        events += engine.step()
+    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {limit} steps")
+
+
 def same_samples(mine: list[FinishedSample], theirs: list[FinishedSample]) -> None:
     """Equal but for the last bits of the logprobs, which depend on the shape of a matrix product."""
     for left, right in zip(mine, theirs, strict=True):

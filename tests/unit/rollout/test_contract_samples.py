@@ -10,6 +10,7 @@ from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout.engines import (
     FACTORIES,
     TOKEN_BYTES,
+    finish,
     forward_logprobs,
     mixed_requests,
     prompt,
@@ -26,13 +27,6 @@ def make(request):
 @pytest.fixture
 def rig(make):
     return make().ready()
-
-
-def finish(engine):
-    events = []
-    while engine.num_unfinished:
-        events.extend(engine.step())
-    return sorted(events, key=lambda event: event.id)
 
 
 @pytest.fixture

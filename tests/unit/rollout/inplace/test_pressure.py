@@ -13,6 +13,7 @@ from hybrid_rl.rollout import RolloutEngine, RolloutRequest
 from tests.unit.rollout.engines import (
     FACTORIES,
     TOKEN_BYTES,
+    finish,
     forward_logprobs,
     inplace,
     prompt,
@@ -24,16 +25,6 @@ from tests.unit.rollout.engines import (
 @pytest.fixture(params=FACTORIES)
 def make(request):
     return FACTORIES[request.param]
-
-
-def finish(engine: RolloutEngine, limit: int = 500):
-    """Step until nothing is unfinished; the events by id."""
-    events = []
-    for _ in range(limit):
-        if not engine.num_unfinished:
-            return sorted(events, key=lambda event: event.id)
-        events += engine.step()
-    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {limit} steps")
 
 
 def is_empty(engine: RolloutEngine) -> bool:

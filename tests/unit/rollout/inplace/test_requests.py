@@ -15,6 +15,7 @@ from tests.unit.rollout.engines import (
     FACTORIES,
     TOKEN_BYTES,
     decode,
+    finish,
     forward_logprobs,
     inplace,
     mixed_requests,
@@ -26,13 +27,6 @@ from tests.unit.rollout.engines import (
 @pytest.fixture(params=FACTORIES)
 def make(request):
     return FACTORIES[request.param]
-
-
-def finish(engine):
-    events = []
-    while engine.num_unfinished:
-        events += engine.step()
-    return sorted(events, key=lambda event: event.id)
 
 
 # ----------------------------------------------------------------------------------------------------------- queue
