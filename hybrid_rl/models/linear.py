@@ -33,7 +33,9 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     """grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
-    # oneDNN wants its left side contiguous, so the smaller of the two is the one to be transposed.
+    # oneDNN falls back to a loop several hundred times slower where what is transposed here has gaps between its rows.
+    grad, rows = grad.contiguous(), rows.contiguous()
+    # It wants its left side contiguous, so the smaller of the two is the one to be transposed.
     if grad.shape[1] <= rows.shape[1]:
         return product(grad.t(), rows.t())
     return product(rows.t(), grad.t()).t()
@@ -106,7 +108,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+        grad = grads[0].contiguous()
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
         return (

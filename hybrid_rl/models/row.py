@@ -17,6 +17,12 @@ from torch import Tensor
 from hybrid_rl.batch import Jagged, lengths_to_offsets
 
 
+# Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
+# anew for every number of rows, and memory of ever new sizes is never used again.
+ROW_STEP = 128
+SMALLEST_FILLED_ROW = 1024
+
+
 @dataclass(frozen=True)
 class Layout:
     """The segments of a row, in order.
@@ -103,14 +109,17 @@ class PackedRow:
         shared = [group for group in groups if len(group) > 1]
         single = [group[0] for group in groups if len(group) == 1]
         children = [index for group in shared for index in group]
+        roots = [*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)]
+        filler = _filler(sum(roots) + sum(own[index] for index in children))
         layout = Layout(
-            (*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)),
+            (*roots, *([filler] if filler else [])),
             tuple(own[index] for index in children),
             tuple(root for root, group in enumerate(shared) for _ in group),
         )
         prompt_rows, completion_rows = list(prompts), list(completions)
         parts = [prompt_rows[group[0]] for group in shared]
         parts += [part for index in single for part in (prompt_rows[index], completion_rows[index])]
+        parts += [torch.zeros(filler, dtype=torch.int64)]
         parts += [completion_rows[index] for index in children]
         return cls(
             torch.cat(parts).to(device),
@@ -119,6 +128,11 @@ class PackedRow:
             _sources(layout, shared, single, sizes, completions).to(device),
             layout,
         )
+
+
+def _filler(num_tokens: int) -> int:
+    """Tokens that bring a large row to a whole number of steps."""
+    return -num_tokens % ROW_STEP if num_tokens >= SMALLEST_FILLED_ROW else 0
 
 
 def _sources(

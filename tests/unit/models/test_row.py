@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.batch import Jagged
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
 from tests.attention_contract import visible_keys
+from tests.unit.models.families import build
 
 CPU = torch.device("cpu")
 
@@ -86,3 +88,34 @@ def test_sizes_of_a_layout():
     assert (layout.num_shared, layout.num_root_tokens, layout.num_tokens, layout.longest) == (2, 16, 24, 9)
     assert layout.child_totals() == [4, 4]
     assert Layout((5,), (6,), (0,)).longest == 11
+
+
+@pytest.mark.parametrize(("num_tokens", "filler"), [(1023, 0), (1024, 0), (1025, 127), (1151, 1), (1152, 0)])
+def test_a_large_row_is_filled_up_to_whole_steps(num_tokens, filler):
+    prompts = Jagged.from_rows([[7, 8], [7, 8], [9]], torch.int64)
+    completions = Jagged.from_rows([[1] * 500, [2] * 400, [3] * (num_tokens - 903)], torch.int64)
+    row = PackedRow.of(prompts, completions, torch.device("cpu"))
+    assert row.layout.roots == (2, num_tokens - 902, *([filler] if filler else []))
+    assert len(row.token_ids) == len(row.positions) == row.layout.num_tokens == num_tokens + filler
+    # Every label is predicted from the token before it, whatever stands in between in the row.
+    assert row.labels.tolist() == completions.values.tolist()
+    starts = completions.offsets[:-1]
+    assert row.token_ids[row.sources[starts]].tolist() == [8, 8, 9]
+    inner = torch.ones(len(row.labels), dtype=torch.bool).index_fill_(0, starts, False)
+    assert torch.equal(row.token_ids[row.sources[inner]], row.labels[inner])
+
+
+def test_what_fills_a_row_up_changes_no_logprob(monkeypatch):
+    model = CausalLM(build("qwen2", max_position_embeddings=1024))
+    generator = torch.Generator().manual_seed(0)
+    prompts = Jagged.from_rows([[5, 6, 7]] * 8 + [[8]] * 4, torch.int64)
+    lengths = torch.randint(90, 130, (12,), generator=generator).tolist()
+    completions = Jagged.from_rows(
+        [torch.randint(2, 90, (length,), generator=generator).tolist() for length in lengths], torch.int64
+    )
+    filled = PackedRow.of(prompts, completions, torch.device("cpu"))
+    monkeypatch.setattr("hybrid_rl.models.row.ROW_STEP", 1)
+    bare = PackedRow.of(prompts, completions, torch.device("cpu"))
+    assert filled.layout.num_tokens > bare.layout.num_tokens >= 1024
+    for mine, theirs in zip(model.row_logprobs(filled, 1.0), model.row_logprobs(bare, 1.0), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
