@@ -41,10 +41,11 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = key(
+    attention: Literal["auto", "varlen", "flash_attn", "compiled", "sdpa"] = key(
         "auto",
-        "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), or "
-        "scaled_dot_product_attention (any machine); auto = varlen where it runs, else sdpa",
+        "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), "
+        "the compiled extension (CPU, float32), or scaled_dot_product_attention (any machine); auto = the first of "
+        "varlen, compiled and sdpa that runs",
     )
 
 

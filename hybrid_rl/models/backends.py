@@ -3,10 +3,12 @@
 | name | what | needs |
 |---|---|---|
 | sdpa | PyTorch's scaled_dot_product_attention, padded per bucket of similar lengths | nothing |
+| compiled | csrc/packed_attention.cpp, one call per layer | a CPU, float32, the compiled extension |
 | varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, torch 2.11, no soft-capping |
 | flash_attn | the flash-attn package | CUDA 8.0 or newer, bfloat16, flash-attn 2.7 |
 
-Heads of the last two have up to 256 elements, a multiple of 8. auto takes varlen where it runs, else sdpa.
+Heads of the last two have up to 256 elements, a multiple of 8. auto takes varlen or compiled where one of them runs,
+else sdpa.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models import compiled
 from hybrid_rl.models.attention import AttentionContext, PackedAttention
+from hybrid_rl.models.compiled import CompiledAttention
 from hybrid_rl.models.row import Layout
 from hybrid_rl.models.shared import SharedAttention
 from hybrid_rl.models.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 
-NAMES = ("sdpa", "varlen", "flash_attn")
+NAMES = ("sdpa", "compiled", "varlen", "flash_attn")
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLASH_ATTN = (2, 7)
 OLDEST_TORCH = (2, 11)
@@ -56,7 +60,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True)
 class Backend:
-    """A chosen attention. kernel: None for sdpa."""
+    """A chosen attention. kernel: what varlen and flash_attn run on."""
 
     name: str
     kernel: Kernel | None = None
@@ -65,6 +69,8 @@ class Backend:
         """Attention of one row."""
         if self.kernel is not None:
             return VarlenAttention(layout, self.kernel, device)
+        if self.name == "compiled":
+            return CompiledAttention(layout)
         return SharedAttention(layout, device) if layout.children else PackedAttention(layout.lengths, device)
 
 
@@ -74,7 +80,7 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     Raises ConfigError where this machine, the dtype or the architecture cannot run the one that was asked for.
     """
     if name == "auto":
-        name = "sdpa" if obstacles("varlen", needs) else "varlen"
+        name = next(other for other in ("varlen", "compiled", "sdpa") if not obstacles(other, needs))
     found = obstacles(name, needs)
     if found:
         runs = ", ".join(other for other in NAMES if not obstacles(other, needs))
@@ -90,6 +96,8 @@ def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
         return []
     if name not in NAMES:
         raise ConfigError(f"model.attention={name!r} is unknown; use auto, {', '.join(NAMES)}")
+    if name == "compiled":
+        return _compiled_obstacles(needs)
     found = []
     if needs.device.type != "cuda" or torch.version.cuda is None:
         found.append(f"it needs a CUDA device, and the model is on {needs.device}")
@@ -126,6 +134,19 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16 in hardware; use dtype=float32")
+
+
+def _compiled_obstacles(needs: AttentionNeeds) -> list[str]:
+    found = []
+    if needs.device.type != "cpu":
+        found.append(f"it runs on a CPU, and the model is on {needs.device}")
+    if needs.dtype != torch.float32:
+        found.append(f"it computes in float32, and the model holds {str(needs.dtype).removeprefix('torch.')}")
+    if needs.head_dim is not None and needs.head_dim > compiled.LARGEST_HEAD:
+        found.append(f"heads have at most {compiled.LARGEST_HEAD} elements, and these have {needs.head_dim}")
+    if not compiled.is_available():
+        found.append("the compiled extension was not built, or is switched off")
+    return found
 
 
 def _flash_attn_obstacles() -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
 
-
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
 # anew for every number of rows, and memory of ever new sizes is never used again.
 ROW_STEP = 128

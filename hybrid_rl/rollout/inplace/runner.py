@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,9 @@ from hybrid_rl.rollout.inplace.scheduler import Chunk, Sequence
 from hybrid_rl.rollout.inplace.seats import SeatTable
 from hybrid_rl.rollout.inplace.upload import upload
 from hybrid_rl.rollout.sampling import check_finite, penalise, sample
+
+# Multiplications of a pass in the model's largest matrix below which a second thread costs more than it brings.
+SMALLEST_PARALLEL_PRODUCT = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Runner:
         self._seats = seats
         captures = cuda_graphs and decodes_in_triton(cache)
         self._graphs = DecodeGraphs(model, cache, seats.num_seats) if captures else None
+        # The head runs on few rows only, and the embedding is no product.
+        module = model.module
+        ends = {id(end.weight) for end in (module.get_input_embeddings(), module.get_output_embeddings())}
+        matrices = [p.numel() for p in module.parameters() if p.dim() == 2 and id(p) not in ends]
+        self._largest_matrix = max(matrices, default=SMALLEST_PARALLEL_PRODUCT)
 
     def drop_graphs(self) -> None:
         """To be called before the memory of the cache goes away."""
@@ -47,6 +57,24 @@ class Runner:
 
         Raises ModelError where logits are not finite.
         """
+        with self._fewer_threads(sum(chunk.count for chunk in chunks)):
+            return self._run(chunks)
+
+    @contextmanager
+    def _fewer_threads(self, num_tokens: int) -> Iterator[None]:
+        """One thread for a small pass on a CPU: most decode passes of small models are."""
+        before = torch.get_num_threads()
+        small = num_tokens * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
+        if before == 1 or not small or self._model.device.type != "cpu":
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _run(self, chunks: list[Chunk]) -> Sampled:
         hidden = self._forward(chunks)
         self._copy_tails(chunks)
         sequences = [sequence for chunk in chunks for sequence in chunk.sampled]

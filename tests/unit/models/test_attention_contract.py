@@ -22,6 +22,10 @@ def test_backends_of_a_cpu(dtype):
     check_backend("sdpa", "cpu", dtype)
 
 
+def test_the_compiled_backend():
+    check_backend("compiled", "cpu", torch.float32)
+
+
 class StandIn:
     """The arithmetic of a varlen kernel, one run at a time, under the names and arguments of both libraries.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import CausalLM
+from hybrid_rl.models import CausalLM, compiled
 from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend, obstacles
 from tests.unit.models.families import build
 
@@ -24,9 +24,13 @@ def hopper(monkeypatch):
     return monkeypatch
 
 
-def test_auto_is_sdpa_on_a_cpu():
-    assert choose_backend("auto", needs(CPU)).name == "sdpa"
-    assert CausalLM(build("qwen2")).attention.name == "sdpa"
+def test_auto_on_a_cpu(monkeypatch):
+    assert choose_backend("auto", needs(CPU)).name == "sdpa"  # bfloat16
+    assert CausalLM(build("qwen2")).attention.name == ("compiled" if compiled.is_available() else "sdpa")
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    assert choose_backend("auto", needs(CPU, torch.float32)).name == "sdpa"
+    with pytest.raises(ConfigError, match="compiled cannot run here: the compiled extension was not built"):
+        choose_backend("compiled", needs(CPU, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,9 @@ def test_older_machines_and_packages(hopper):
         ("varlen", needs(softcap=50.0), "no soft-capping, and this architecture caps at 50"),
         ("varlen", needs(head_dim=20), "multiple of 8, at most 256, and have 20"),
         ("varlen", needs(head_dim=None), "does not have one head size"),
-        ("paged", needs(), "model.attention='paged' is unknown; use auto, sdpa, varlen, flash_attn"),
+        ("compiled", needs(), "it runs on a CPU.*cuda:0; it computes in float32, and the model holds bfloat16"),
+        ("compiled", needs(CPU, torch.float32, 576), "at most 512 elements, and these have 576"),
+        ("paged", needs(), "model.attention='paged' is unknown; use auto, sdpa, compiled, varlen, flash_attn"),
     ],
 )
 def test_what_cannot_run_is_refused(name, wanted, message):

@@ -6,6 +6,7 @@ from torch import nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedAttention
+from hybrid_rl.models.row import Layout
 from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build
 
 LENGTHS = [9, 1, 5]
@@ -89,14 +90,15 @@ def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
     expected = gradients(module, before)
     model.enable_gradient_checkpointing()
     recomputed = []
-    attend = PackedAttention.attend
+    kind = type(model.attention.context(Layout(tuple(LENGTHS)), model.device))
+    attend = kind.attend
 
     def counted(self, layer, *arguments):
         recomputed.append(layer)
         return attend(self, layer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PackedAttention, "attend", counted)
+        patch.setattr(kind, "attend", counted)
         after = model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         torch.testing.assert_close(gradients(module, after), expected, rtol=0, atol=0)

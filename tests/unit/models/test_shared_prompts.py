@@ -128,7 +128,7 @@ def test_layers_without_a_cutting_window_copy_no_prompt(name, num_layers, monkey
             return forward(self, query, key, *arguments)
 
         monkeypatch.setattr(part, "forward", counted)
-    shared(CausalLM(build(name)), *samples())
+    shared(CausalLM(build(name), "sdpa"), *samples())
     # Prompts of 9 and 1, the single sample of 6 + 5 tokens, completions of 14 and 6.
     assert calls == [(CausalBuckets, 41, 41), (Rectangles, 20, 10)] * num_layers
 

@@ -1,0 +1,75 @@
+"""Attention of a packed row through csrc/packed_attention.cpp: CPU, float32.
+
+One call per layer whatever the row holds: nothing is padded, no key of a shared prompt is copied, and windows and
+soft-capping are no exceptions. The forms built on PyTorch's own operators (`PackedAttention`, `SharedAttention`) are
+its oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybrid_rl import native
+from hybrid_rl.models.attention import AttentionOptions
+from hybrid_rl.models.row import Layout
+from hybrid_rl.models.shared import check_num_tokens
+
+LARGEST_HEAD = 512
+
+
+def is_available() -> bool:
+    """Whether the operators were built."""
+    return None not in (native.operator("packed_attention"), native.operator("packed_attention_backward"))
+
+
+class CompiledAttention:
+    """AttentionContext of one row."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        lengths = layout.lengths
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+        children: list[list[int]] = [[] for _ in layout.roots]
+        for child, root in enumerate(layout.parents, len(layout.roots)):
+            children[root].append(child)
+        order = [segment for root, own in enumerate(children) for segment in (root, *own)]
+        families = [0]
+        for own in children:
+            families.append(families[-1] + 1 + len(own))
+        self._segments = (
+            torch.tensor([starts[segment] for segment in order]),
+            torch.tensor([lengths[segment] for segment in order]),
+            torch.tensor(families),
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext."""
+        check_num_tokens(self._layout, query)
+        scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+        settings = (*self._segments, scale, options.window or 0, options.softcap or 0.0)
+        apply: Any = _CompiledAttention.apply
+        out: Tensor = apply(query.contiguous(), key.contiguous(), value.contiguous(), settings)
+        return out
+
+
+class _CompiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> Tensor:
+        forward = native.operator("packed_attention")
+        assert forward is not None
+        out, lse = forward(query, key, value, *settings)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.settings = settings
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        backward = native.operator("packed_attention_backward")
+        assert backward is not None
+        return (*backward(grads[0].contiguous(), *ctx.saved_tensors, *ctx.settings), None)
