@@ -58,8 +58,8 @@ lint: $(STAMP) ## ruff and mypy
 
 install: $(STAMP) ## only install
 
-clean: ## remove .venv, build products and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv and .venv-trl, build products and caches; runs/ stays
+	rm -rf $(VENV) .venv-trl build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an interrupted installation is taken up again by the next call.

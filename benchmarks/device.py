@@ -59,6 +59,14 @@ def parser_of(doc: str | None, *, repeats: int) -> ArgumentParser:
     return parser
 
 
+def parse(parser: ArgumentParser) -> Namespace:
+    """The arguments. Ends the script where the device is not there."""
+    given = parser.parse_args()
+    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} finds no CUDA device; --device cpu --tiny shows that the script runs")
+    return given
+
+
 def model_of(given: Namespace, *, max_positions: int, ends: float | None) -> Qwen2ForCausalLM:
     """A random Qwen2 with tied embeddings, every position of which ends a completion with probability `ends` (None:
     never).

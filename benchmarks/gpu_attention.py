@@ -43,7 +43,7 @@ def arguments() -> Namespace:
     parser.add_argument("--head-dim", type=report.positive, default=64)
     parser.add_argument("--block-size", type=report.positive, default=16)
     parser.add_argument("--attention", nargs="+", default=["sdpa", "varlen", "flash_attn"], help="training backends")
-    given = parser.parse_args()
+    given = device.parse(parser)
     if given.tiny:
         given.heads, given.head_dim, given.repeats = 4, 16, 1
     return given

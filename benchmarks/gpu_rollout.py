@@ -56,7 +56,7 @@ def arguments() -> Namespace:
     parser.add_argument("--max-tokens", type=report.positive, default=512, help="limit of a completion")
     parser.add_argument("--mean-tokens", type=report.positive, default=64, help="of a heavy tail without the limit")
     parser.add_argument("--equal-tokens", type=report.positive, default=256, help="of every completion where equal")
-    given = parser.parse_args()
+    given = device.parse(parser)
     if given.tiny:
         given.prompts, given.num_generations, given.repeats = [2], 2, 1
         given.prompt_tokens, given.max_tokens, given.mean_tokens, given.equal_tokens = 5, 12, 4, 6

@@ -53,7 +53,7 @@ def arguments() -> Namespace:
     parser.add_argument("--num-generations", type=report.positive, default=8)
     parser.add_argument("--tokens-per-micro-batch", type=report.positive, default=32768)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    given = parser.parse_args()
+    given = device.parse(parser)
     if given.tiny:
         given.prompts, given.num_generations, given.repeats = 2, 2, 1
     return given

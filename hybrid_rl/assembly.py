@@ -90,15 +90,21 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     return ModelChoice(None, path, tokenizer, _positions(settings))
 
 
-def check_stop_strings(stop_strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for a stop string that holds a special token: decoded text leaves those out."""
-    for string in stop_strings:
+def check_stop_strings(
+    stop_strings: Sequence[str] | str | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, ...] | None:
+    """Stop strings as a tuple, None for None. Raises ConfigError for one with a special token: text has none."""
+    if stop_strings is None:
+        return None
+    strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    for string in strings:
         for token_id, token in tokenizer.added_tokens_decoder.items():
-            if token.special and token.content in string:
+            if token.special and token.content in str(string):
                 raise ConfigError(
                     f"stop_strings: {string!r} holds the special token {token.content!r}, which a completion's text "
                     f"leaves out; set stop_token_ids=[{token_id}]"
                 )
+    return strings
 
 
 def _positions(settings: Any) -> int | None:

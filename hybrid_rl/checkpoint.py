@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from hybrid_rl.errors import CheckpointError
@@ -35,6 +36,7 @@ def write_checkpoint(
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _clear_up(folder.parent)
         if folder.exists() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
             raise CheckpointError(f"{folder} exists and is not a checkpoint; choose another folder")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -57,6 +59,20 @@ def write_checkpoint(
         if replaced.exists() and not folder.exists():
             replaced.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _clear_up(run: Path) -> None:
+    """What processes left that were killed while they wrote: a checkpoint that was being replaced comes back, an
+    unfinished one goes."""
+    for path in run.glob(".*"):
+        match = re.fullmatch(r"\.(.+)\.(\d+)\.(old|tmp)", path.name)
+        if match is None or psutil.pid_exists(int(match[2])):
+            continue
+        target = run / match[1]
+        if match[3] == "old" and (path / STATE_FILE).is_file() and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
@@ -87,6 +103,7 @@ def read_optimizer(folder: Path) -> dict[str, Any]:
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint of a run folder with the most training steps, None where there is none."""
+    _clear_up(run)
     found = [
         (int(match[1]), path)
         for path in run.glob("checkpoint-*")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.assembly import build_rewards, choose_model, load_data, record_arguments, sampling_params
+from hybrid_rl import assembly
 from hybrid_rl.batch import Batch
 from hybrid_rl.callbacks import Callback
-from hybrid_rl.checkpoint import find_checkpoint, read_state
+from hybrid_rl.checkpoint import STATE_FILE, find_checkpoint, read_state
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -78,24 +78,24 @@ class Trainer:
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
         loaded, given = load_config(config, overrides)
-        loaded = record_arguments(loaded, given, model, train_dataset, eval_dataset)
+        loaded = assembly.record_arguments(loaded, given, model, train_dataset, eval_dataset)
         has_eval = eval_dataset is not None or loaded.data.eval_path is not None
         self.config = resolve(loaded, given, has_eval=has_eval)
         check_trackers(self.config.report_to)
         resume = find_checkpoint(self.config.resume, self.config.output_dir, self.config.run_name)
-        choice = choose_model(model, tokenizer, self.config)
+        choice = assembly.choose_model(model, tokenizer, self.config)
         self.tokenizer = choice.tokenizer
-        self._data = load_data(train_dataset, eval_dataset, self.config, choice)
+        self._data = assembly.load_data(train_dataset, eval_dataset, self.config, choice)
         size = len(self._data.train) if hasattr(self._data.train, "__len__") else None
         self.max_steps = num_training_steps(self.config, size)
         self._sampler = PromptSampler(self._data.train, shuffle=self.config.data.shuffle, seed=self.config.seed)
         self._rewards = self._closing.enter_context(
-            contextlib.closing(build_rewards(reward_funcs, self.config, self._data))
+            contextlib.closing(assembly.build_rewards(reward_funcs, self.config, self._data))
         )
         self._callbacks = tuple(callbacks)
         module = choice.load(self.config)
         stop_ids = stop_token_ids(module, self.tokenizer, self.config.rollout.stop_token_ids)
-        self._train_params, self._eval_params = sampling_params(self.config, stop_ids)
+        self._train_params, self._eval_params = assembly.sampling_params(self.config, stop_ids)
         setup = WorkerSetup(
             module=module,
             config=self.config,
@@ -285,7 +285,8 @@ class Trainer:
     ) -> list[Generation]:
         """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
 
-        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
+        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy;
+        the same seed gives the same samples.
         """
         self._require_open()
         if self._in_step:
@@ -295,9 +296,8 @@ class Trainer:
             return []
         if num_generations < 1:
             raise ConfigError(f"num_generations={num_generations} must be at least 1")
-        strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         given: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": temperature}
-        given["stop_strings"] = None if strings is None else tuple(strings)
+        given["stop_strings"] = assembly.check_stop_strings(stop_strings, self.tokenizer)
         given |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         given["repetition_penalty"] = repetition_penalty
         params = replace(self._train_params, **{name: value for name, value in given.items() if value is not None})
@@ -352,7 +352,8 @@ class Trainer:
         self._log.message(f"saved {target}")
 
     def _after_interrupt(self) -> None:
-        if self.config.save_steps is not None and self.global_step and not self._torn:
+        saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
+        if self.config.save_steps is not None and self.global_step and not self._torn and not saved:
             self._save_now(final=True)
         self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
 

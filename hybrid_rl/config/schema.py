@@ -305,7 +305,10 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "clip_ratio": "set epsilon (and epsilon_high)",
         "kl_coef": "set beta",
         "kl_loss_coef": "set beta",
-        "use_vllm": "set rollout.engine",
+        "use_vllm": "the vLLM engine does not work yet; leave it out",
+        "vllm_gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
+        "gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
+        "generation_kwargs": "set temperature, stop_strings, max_completion_length ... as keys of their own",
         "top_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
         "evaluation has eval_top_p",
         "top_k": "truncated sampling biases importance ratios, so training samples from the full distribution; "

@@ -8,6 +8,7 @@ into the positions for packing either, which would wait for the device in every 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import SMALLEST_ROWS, Linears
@@ -90,17 +91,35 @@ def attention_configs(module: nn.Module) -> list[Any]:
     return list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
 
 
+class _Overrides(threading.local):
+    """Attention functions that this thread uses in the place of those that configs name, by the config's id."""
+
+    names: dict[int, str] = {}
+
+
+_overrides = _Overrides()
+_config_class: Any = PreTrainedConfig
+_named: Any = _config_class._attn_implementation
+
+
+def _implementation(config: Any) -> Any:
+    return _overrides.names.get(id(config)) or _named.fget(config)
+
+
+# What a config names belongs to its user: other threads (a reward that runs the policy, a judge made from the same
+# config) go on with it while this one runs packed. So nothing is written into configs; reading them looks here first.
+_config_class._attn_implementation = property(_implementation, _named.fset)
+
+
 @contextmanager
 def attention_functions(configs: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
-    """Inside the block the layers of each config use the attention function of that name."""
-    before = [config._attn_implementation for config in configs]
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation = name
+    """Inside the block, and in this thread only, the layers of each config use the attention function of that name."""
+    before = _overrides.names
+    _overrides.names = before | {id(config): name for config, name in zip(configs, names, strict=True)}
     try:
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
+        _overrides.names = before
 
 
 def packed_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ def pickle_functions(functions: Sequence[RewardFunction]) -> bytes:
         except Exception as error:
             raise ConfigError(
                 f"reward function {spec.name!r} cannot be sent to a process ({type(error).__name__}: {error}); make "
-                "what it captures picklable, create it inside the function, or set num_processes=0"
+                "what it captures picklable, create it inside the function, or set reward_processes=0"
             ) from error
     return pickle.dumps((sys.path, blobs))
 
@@ -99,7 +99,7 @@ class RewardProcess:
             self.kill()
             raise RewardError(
                 "a reward process cannot load the reward functions; they must be importable there, or be defined in "
-                f"the script or notebook itself (or set num_processes=0): {problem}"
+                f"the script or notebook itself (or set reward_processes=0): {problem}"
             )
 
     @property
@@ -224,7 +224,7 @@ class ProcessPool:
         except Exception as error:
             raise RewardError(
                 f"the arguments of reward function {task.function.name!r} ({', '.join(sorted(arguments))}) cannot be "
-                f"sent to a process: {type(error).__name__}: {error}; set num_processes=0"
+                f"sent to a process: {type(error).__name__}: {error}; set reward_processes=0"
             ) from error
 
     def _process(self, slot: int) -> RewardProcess:

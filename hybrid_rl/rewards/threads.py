@@ -108,7 +108,7 @@ class SyncLane:
             return failed_call(
                 "timeout",
                 f"gave no answer within {self.timeout_seconds} s; its thread cannot be killed and was left behind, "
-                "perhaps still running: set num_processes to have such calls killed",
+                "perhaps still running: set reward_processes to have such calls killed",
             )
         return outcome
 
@@ -228,7 +228,7 @@ class AsyncLane:
                 self._leave_loop()
             detail = (
                 f"gave no answer within {self.timeout_seconds} s and could not be cancelled, because this or another "
-                "coroutine blocks the event loop (a blocking call inside `async def`); set num_processes to have "
+                "coroutine blocks the event loop (a blocking call inside `async def`); set reward_processes to have "
                 "such calls killed"
             )
             for task in overdue:

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hybrid_rl.errors import ConfigError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
@@ -64,12 +64,16 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and above 0; 1 is off"),
-            ("stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings), "texts, none empty"),
+            ("stop_strings", _are_texts(self.stop_strings), "texts, none of them empty"),
             ("seed", -(2**63) <= self.seed < 2**63, "a signed 64-bit integer"),
         )
         for name, holds, words in checks:
             if not holds:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be {words}")
+
+
+def _are_texts(strings: Any) -> bool:
+    return not isinstance(strings, str) and all(isinstance(string, str) and string for string in strings)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hybrid_rl.checkpoint import read_optimizer, write_checkpoint
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.controller import dispatch
-from hybrid_rl.errors import HandoffError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError, HandoffError, NotYetSupportedError
 from hybrid_rl.metrics import now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
@@ -78,6 +78,12 @@ class HybridWorker(WorkerBase):
         self._engine = InPlaceEngine(
             model, config.rollout.inplace, max_length=setup.max_length, decode=setup.decode
         )
+        if self._engine.kv_cache_tokens < setup.max_length:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={config.rollout.inplace.kv_cache_memory_bytes} holds "
+                f"{self._engine.kv_cache_tokens} tokens, but prompt and completion may take {setup.max_length}; "
+                f"raise it, leave it out, or lower max_completion_length"
+            )
         self.leases.add(module_resident(ACTOR, model.module))
         self.leases.add(optimizer_resident(self._actor.optimizer))
         # Without a KL term the reference is a resident of no bytes, so that one declaration of needs serves both cases.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from hybrid_rl.config import OptimizerConfig
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 
 HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 
@@ -27,6 +27,7 @@ class Optimizer:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+        self._shapes = [(p.shape, p.dtype) for p in self._parameters]
         self._has_masters = any(p.dtype != torch.float32 for p in self._parameters)
         self._targets = [p.detach().float().clone() if self._has_masters else p for p in self._parameters]
         matrices = [t for t in self._targets if t.dim() >= 2]
@@ -82,8 +83,13 @@ class Optimizer:
 
         Returns the gradient norm before clipping and whether the weights were updated: where the norm is not finite
         they are left alone, the moments too; the schedule advances all the same, so that its end stays where it was
-        planned.
+        planned. Raises ModelError where parameters are no longer those that the optimizer was made for.
         """
+        if [(p.shape, p.dtype) for p in self._parameters] != self._shapes:
+            raise ModelError(
+                "parameters changed shape or dtype since the trainer was made (resize_token_embeddings, .to(dtype)?); "
+                "change the model first, then make a new Trainer"
+            )
         gradients = [t.grad for t in self._targets if t.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         updated = bool(norm.isfinite())

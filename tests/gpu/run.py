@@ -99,10 +99,13 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def obstacles() -> list[str]:
     """Why nothing can be run here, one line each; empty where it can."""
-    lines = [
-        f"{name} cannot be imported ({REQUIRED[name]}); install it or name its folder in PYTHONPATH"
-        for name in missing(REQUIRED)
-    ]
+    absent = ", ".join(f"{name} ({REQUIRED[name]})" for name in missing(REQUIRED))
+    lines = []
+    if absent:
+        lines.append(
+            f"{sys.executable} cannot import {absent}; name another Python (GPU_PYTHON=...), install them, or name "
+            f"their folder in PYTHONPATH"
+        )
     if "torch" not in missing(["torch"]):
         import torch  # takes seconds, and may not be there
 

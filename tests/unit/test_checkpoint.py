@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,3 +208,23 @@ def test_resume_of_a_folder(run: Path) -> None:
     (run / "checkpoint-9" / STATE_FILE).write_text(json.dumps({"global_step": 9})[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
         find_checkpoint(str(run / "checkpoint-9"), "elsewhere", None)
+
+
+def dead_process() -> int:
+    """The number of a process that has ended."""
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def test_what_a_killed_process_left_is_cleared_up(tmp_path) -> None:
+    """Killed between two renames: the old checkpoint had been moved away, the new one was not there yet."""
+    gone = dead_process()
+    run = tmp_path / "run"
+    old = run / f".checkpoint-3.{gone}.old"
+    unfinished = run / f".checkpoint-4.{gone}.tmp"
+    alive = run / f".checkpoint-5.{os.getpid()}.tmp"
+    for folder in (old, unfinished, alive):
+        folder.mkdir(parents=True)
+    (old / STATE_FILE).write_text("{}")
+    assert newest_checkpoint(run) == run / "checkpoint-3"
+    assert sorted(path.name for path in run.iterdir()) == [alive.name, "checkpoint-3"]

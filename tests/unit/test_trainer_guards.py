@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_rl.errors import CheckpointError, EngineStateError, ModelError
+from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError
 from hybrid_rl.models import CausalLM
-from tests.tiny import build_model, sums
+from tests.tiny import build_model, ids_of, spread, sums
 
 
 def shares(completion_ids, **_):
@@ -114,3 +114,44 @@ def test_a_config_without_a_number_of_positions_has_no_limit(monkeypatch: pytest
     model.check_length(10**6)
     bare.rope_parameters = {"rope_type": "dynamic"}
     model.check_length(10**6)
+
+
+def test_a_model_that_is_resized_after_the_trainer_was_made_is_refused(make_trainer) -> None:
+    model = build_model()
+    trainer = make_trainer(model)
+    trainer.step()
+    model.resize_token_embeddings(200)
+    with pytest.raises(HybridRLError, match="changed shape or dtype since the trainer was made|modules .* replaced"):
+        trainer.step()
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_at_once(make_trainer) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=4096 holds .* tokens, but prompt and"):
+        make_trainer(kv_cache_memory_bytes=4096, max_completion_length=50)
+
+
+def test_a_reward_may_run_the_policy_while_it_generates(make_trainer) -> None:
+    """The reward's thread sees the model as its user made it, and the numbers that it always gives."""
+    model = build_model()
+    token_ids = torch.tensor([ids_of("1+1=")])
+    gaps = []
+
+    def judge(completion_ids, **_):
+        for _ in range(5):
+            with torch.no_grad():
+                gaps.append(float((model(token_ids).logits - expected).abs().max()))
+        return spread(completion_ids)
+
+    trainer = make_trainer(model, judge, prompts_per_step=8, max_completion_length=30, max_steps=1, learning_rate=0.0)
+    with torch.no_grad():
+        expected = model(token_ids).logits
+    assert trainer.step().metrics["rewards/num_failed"] == 0
+    assert len(gaps) >= 5 and max(gaps) < 1e-5
+
+
+def test_stop_strings_of_generate_are_checked_like_those_of_the_config(make_trainer) -> None:
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match=r"holds the special token '<eos>'.*stop_token_ids=\[1\]"):
+        trainer.generate(["1+1="], stop_strings=["<eos>"])
+    with pytest.raises(ConfigError, match="must be texts, none of them empty"):
+        trainer.generate(["1+1="], stop_strings=[1])

@@ -126,11 +126,10 @@ class InPlaceEngine(RolloutEngine):
                 f"max_tokens={request.params.max_tokens} exceed "
                 f"the model's {limit} positions; shorten the prompt or lower max_completion_length"
             )
-        room = self._cache.num_blocks * self._cache.block_size
         if self._scheduler.blocks_for(length) > self._cache.num_blocks:
             raise DataError(
-                f"request {request.id}: {length} tokens do not fit the KV cache of {room}; raise kv_cache_memory_bytes "
-                "or lower max_completion_length"
+                f"request {request.id}: {length} tokens do not fit the KV cache of {self.kv_cache_tokens}; raise "
+                "kv_cache_memory_bytes or lower max_completion_length"
             )
         strings = request.params.stop_strings
         if strings and strings not in self._stopping:
@@ -290,6 +289,11 @@ class InPlaceEngine(RolloutEngine):
 
     def _drop_cache(self) -> None:
         self._scheduler.requeue_running()
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the cache holds: no sequence can be longer."""
+        return self._cache.num_blocks * self._cache.block_size
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -1,22 +1,27 @@
 """Packed attention against every sequence on its own, and the refusals of the registered function."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2Config
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import (
     BUCKET_FILL,
+    NAME,
     SMALL_LENGTH,
     AttentionOptions,
     PackedAttention,
     attention_forward,
     attention_functions,
     length_buckets,
+    packed_attention,
 )
+from tests.unit.models.families import build
 
 LENGTHS = {
     "one token": [1],
@@ -149,8 +154,25 @@ def test_what_packed_attention_cannot_do_is_refused(module, arguments, message):
 
 
 def test_attention_names_are_put_back_after_an_error():
-    configs = [SimpleNamespace(_attn_implementation=name) for name in ("eager", "sdpa")]
+    configs = [Qwen2Config(attn_implementation=name) for name in ("eager", "sdpa")]
     with pytest.raises(KeyError), attention_functions(configs, ["a", "b"]):
         assert [config._attn_implementation for config in configs] == ["a", "b"]
+        with attention_functions(configs[1:], ["c"]):
+            assert [config._attn_implementation for config in configs] == ["a", "c"]
         raise KeyError
     assert [config._attn_implementation for config in configs] == ["eager", "sdpa"]
+
+
+def test_other_threads_keep_the_attention_that_a_config_names():
+    """A reward that runs the policy, or a judge made from its config, while the engine generates in another thread."""
+    module = build("qwen2", attention="sdpa")
+    token_ids = torch.arange(2, 9)[None]
+    with torch.no_grad():
+        expected = module(input_ids=token_ids).logits
+    with packed_attention([module.config]), ThreadPoolExecutor(1) as pool:
+        assert module.config._attn_implementation == NAME
+        assert pool.submit(lambda: module.config._attn_implementation).result() == "sdpa"
+        with torch.no_grad():
+            assert torch.equal(pool.submit(lambda: module(input_ids=token_ids).logits.detach()).result(), expected)
+    assert module.config._attn_implementation == "sdpa"
+    assert module.config.to_dict() == type(module.config)(**module.config.to_dict()).to_dict()

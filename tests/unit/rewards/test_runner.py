@@ -216,7 +216,7 @@ def test_a_hanging_plain_function_is_left_behind_and_the_next_call_gets_a_fresh_
     with RewardRunner(f, timeout_seconds=0.2) as runner:
         hung = runner.score(samples("hang", "a"), None)
         assert reasons(hung) == [("f", 10, "timeout"), ("f", 11, "timeout")]
-        assert "set num_processes" in hung.failures[0].detail
+        assert "set reward_processes" in hung.failures[0].detail
         assert runner.score(samples("a"), None).rewards == [1.0]
         assert runner.score(samples("b"), None).rewards == [1.0]
         assert threads[0] is not threads[1]

@@ -168,7 +168,7 @@ def test_empty_stop_strings_are_refused(strings):
 def test_sampling_params_take_texts():
     assert SamplingParams(1, stop_strings=("a",)).stop_strings == ("a",)
     for wrong in ("ab", ("a", "")):
-        with pytest.raises(ConfigError, match="stop_strings=.* must be texts, none empty"):
+        with pytest.raises(ConfigError, match="stop_strings=.* must be texts, none of them empty"):
             SamplingParams(1, stop_strings=wrong)
 
 
