@@ -18,7 +18,7 @@ SIZES = [(128, 64, 160), (3, 5, 7), (1, 64, 64)]  # the first is large enough fo
 
 
 def relative(mine: Tensor, expected: Tensor) -> float:
-    return float((mine.double() - expected).norm() / expected.norm())
+    return float((mine.detach().double() - expected).norm() / expected.norm())
 
 
 def layouts(rows: int, columns: int) -> dict[str, Tensor]:
