@@ -162,6 +162,30 @@ def test_both_forms_take_every_option(options, block_size):
     close(made.attend(_TorchForm(made.cache, made.batch), options), expected, torch.float32)
 
 
+class PlainKernel:
+    """The forward pass of a varlen kernel, written out."""
+
+    def forward(self, query, key, value, runs, options):
+        assert runs.causal and runs.query_offsets.dtype == runs.key_offsets.dtype == torch.int32
+        parts = []
+        queries, keys = (itertools.pairwise(offsets.tolist()) for offsets in (runs.query_offsets, runs.key_offsets))
+        for (first, last), (start, end) in zip(queries, keys, strict=True):
+            count, length = last - first, end - start
+            own = torch.cat([torch.zeros(length - count, *query.shape[1:]), query[first:last]])
+            parts.append(written_out(own, key[start:end], value[start:end], count, options))
+        return torch.cat(parts), None
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_chunks_for_a_varlen_kernel(options, monkeypatch):
+    """What CUDA does with chunks, but for the kernel: which keys are gathered for whom, and which runs they form."""
+    monkeypatch.setattr(native, "operator", lambda name: None)
+    made = case(block_size=4, ratio=3)
+    form = paged_attention(made.cache, made.batch, PlainKernel())
+    assert type(form).__name__ == "_VarlenForm"
+    close(made.attend(form, options), made.expected(options), torch.float32)
+
+
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]], ids=["plain", "all"])
 @pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["chunks", "decode"])
 @pytest.mark.parametrize("block_size", [1, 4, 5])
