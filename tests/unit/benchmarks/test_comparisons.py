@@ -11,6 +11,8 @@ from benchmarks import grpo_step, learning, rollout
 from benchmarks.learning import Curve
 from benchmarks.rollout import Rollout
 
+pytestmark = pytest.mark.slow
+
 
 def step(wall: float, tokens: int, peak: int = 0) -> dict[str, Any]:
     names = ("wall", "cpu", "system", "generation", "update")

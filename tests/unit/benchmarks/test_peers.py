@@ -12,6 +12,8 @@ from benchmarks import peers
 from benchmarks.side import Job
 from benchmarks.workload import Work
 
+pytestmark = pytest.mark.slow
+
 JOB = Job(Work("small"), folder="", output="", num_steps=1, threads=1, seed=0, learning_rate=1e-6)
 
 

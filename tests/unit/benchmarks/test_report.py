@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import report
 
+pytestmark = pytest.mark.slow
+
 
 def test_spread_is_median_and_quartiles() -> None:
     assert report.spread([4.0, 1.0, 3.0, 2.0, 10.0]) == {

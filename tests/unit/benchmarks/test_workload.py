@@ -11,6 +11,8 @@ import torch
 from benchmarks import workload
 from benchmarks.workload import EOS_ID, Work
 
+pytestmark = pytest.mark.slow
+
 SMALL = Work("small", hidden_size=32, num_layers=1, mean_length=5.0, max_completion_length=24)
 
 

@@ -18,6 +18,8 @@ from tests.unit.rollout.engines import (
     same_samples,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=FACTORIES)
 def make(request):

@@ -8,6 +8,8 @@ import torch
 from tests.reference.grpo_case import REWARDS, load_recorded
 from tests.unit.workers.grpo_step import case_batch, case_config, loss_and_gradient, plan_of, with_advantages
 
+pytestmark = pytest.mark.slow
+
 RECORDED = load_recorded()["dapo_kl"]
 LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
 # Sums of some hundred rounded terms of order 0.1, taken in another order.

@@ -18,6 +18,8 @@ from hybrid_rl.rollout.inplace import InPlaceEngine
 from tests.unit.models.families import SUPPORTED
 from tests.unit.rollout.engines import FACTORIES, TOKEN_BYTES, forward_logprobs, inplace, request
 
+pytestmark = pytest.mark.slow
+
 
 def by_full_forwards(module, sent):
     """The completion of a request without any cache: one whole forward a token, its draw inverted by hand."""
