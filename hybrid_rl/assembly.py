@@ -3,21 +3,34 @@ refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.checkpoint import find_checkpoint
+from hybrid_rl.config import (
+    TrainerConfig,
+    load_config,
+    num_training_steps,
+    optimizer_steps_per_training_step,
+    resolve,
+)
 from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
-from hybrid_rl.models.load import first_line
-from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from hybrid_rl.models.load import DTYPES, first_line
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.report import check_trackers
 from hybrid_rl.rollout import SamplingParams
+from hybrid_rl.workers import RewardSetup
+from hybrid_rl.workers.balance import assign_mini_batches
 
 Source = SizedSource | StreamSource
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
@@ -34,12 +47,19 @@ class ModelChoice:
 
     def load(self, config: TrainerConfig) -> PreTrainedModel:
         """The module, loaded where it was named by path."""
-        module = self.module
-        if module is None:
-            assert self.path is not None
-            module = load_model(self.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
-        check_tokenizer(self.tokenizer, module)
-        return module
+        if self.module is not None:
+            return self.module
+        assert self.path is not None
+        return load_model(self.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+
+    def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
+        """The module, without its weights where it was named by path."""
+        return self.module or build_on_meta(self.recipe(config), DTYPES[config.model.dtype])
+
+    def recipe(self, config: TrainerConfig) -> ModelRecipe:
+        """How other processes build a model that was named by path."""
+        assert self.path is not None
+        return ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def record_arguments(
@@ -179,17 +199,73 @@ def load_data(train: Any, evaluation: Any, config: TrainerConfig, choice: ModelC
     return Data(encoder, source, held_out)
 
 
-def build_rewards(reward_funcs: Any, config: TrainerConfig, data: Data) -> RewardRunner:
-    """The runner of the user's reward functions."""
+def check_rewards(reward_funcs: Any, config: TrainerConfig, data: Data) -> tuple[RewardSetup, list[str]]:
+    """The user's reward functions as the workers get them, and their names. Raises ConfigError for unusable ones."""
     if reward_funcs is None or (isinstance(reward_funcs, Sequence) and not reward_funcs):
         raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
     sized = isinstance(data.train, SizedSource)
-    return RewardRunner(
-        reward_funcs,
-        weights=config.rewards.reward_weights,
-        available_columns=data.train.column_names if sized else None,
-        num_processes=config.rewards.reward_processes,
-        timeout_seconds=config.rewards.reward_timeout_seconds,
+    setup = RewardSetup(reward_funcs, tuple(data.train.column_names) if sized else None)
+    with contextlib.closing(setup.runner(config)) as runner:
+        return setup, runner.names
+
+
+def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
+    """The mini-batch of each sample of a training step, int64 [N], from the groups of the samples."""
+    size = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
+    return assign_mini_batches(group, size, config.seed + step)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run is made of, checked; no weights loaded yet."""
+
+    config: TrainerConfig
+    choice: ModelChoice
+    skeleton: PreTrainedModel  # the module, without its weights where it was named by path
+    data: Data
+    rewards: RewardSetup
+    reward_names: list[str]
+    train_params: SamplingParams
+    eval_params: SamplingParams
+    max_steps: int
+    resume: Path | None
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and completion, in tokens."""
+        prompt = self.data.longest_prompt or self.data.encoder.max_prompt_length or 0
+        return prompt + self.config.rollout.max_completion_length
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Updates of the weights in the whole run."""
+        return self.max_steps * optimizer_steps_per_training_step(self.config)
+
+
+def prepare(
+    model: Any,
+    tokenizer: Any,
+    reward_funcs: Any,
+    train: Any,
+    evaluation: Any,
+    config: Any,
+    overrides: Mapping[str, Any],
+) -> Run:
+    """Check what the user gave, cheapest first. Raises ConfigError, DataError, ModelError or CheckpointError."""
+    loaded, given = load_config(config, overrides)
+    loaded = record_arguments(loaded, given, model, train, evaluation)
+    resolved = resolve(loaded, given, has_eval=evaluation is not None or loaded.data.eval_path is not None)
+    check_trackers(resolved.report_to)
+    resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name)
+    choice = choose_model(model, tokenizer, resolved)
+    data = load_data(train, evaluation, resolved, choice)
+    max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
+    rewards, names = check_rewards(reward_funcs, resolved, data)
+    skeleton = choice.skeleton(resolved)
+    check_tokenizer(choice.tokenizer, skeleton)
+    stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
+    return Run(
+        resolved, choice, skeleton, data, rewards, names, *sampling_params(resolved, stop_ids), max_steps, resume
     )
 
 

@@ -10,55 +10,150 @@ import logging
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from hybrid_rl.errors import CheckpointError
+from hybrid_rl.resharding.shards import read_shards, stored_shapes, write_shards
 
 logger = logging.getLogger("hybrid_rl")
 
 STATE_FILE = "trainer_state.json"
-OPTIMIZER_FILE = "optimizer.pt"
+OPTIMIZER_FOLDER = "optimizer"
+SCALARS_FILE = "scalars.json"
 
 
 def write_checkpoint(
-    folder: Path, save_model: Callable[[Path], None], optimizer: Mapping[str, Any], state: Mapping[str, Any]
+    folder: Path,
+    save_model: Callable[[Path], None],
+    optimizer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> None:
-    """Write a checkpoint to `folder`. An existing checkpoint there is replaced only once the new one is complete.
+    """Write a checkpoint to `folder`. An existing checkpoint there is replaced only once the new one is complete and
+    on the disk.
 
-    Raises CheckpointError (disk full, no permission ...); nothing half-written stays behind.
+    Every rank calls it. save_model: writes the model into the folder that it is given. optimizer: a mapping of tensors,
+    mappings of tensors by parameter name, and what JSON can hold; sharded tensors are written by all ranks. state: the
+    trainer's, written by rank 0. gather: the values of all ranks, by rank; ranks agree through it, so that all succeed
+    or none.
+
+    Raises CheckpointError on every rank (disk full, no permission ...); nothing half-written stays behind.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    is_leader = rank == 0
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _clear_up(folder.parent)
-        if folder.exists() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
-            raise CheckpointError(f"{folder} exists and is not a checkpoint; choose another folder")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        save_model(temporary)
-        torch.save(dict(optimizer), temporary / OPTIMIZER_FILE)
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
-        if folder.exists():
-            folder.rename(replaced)
-        temporary.rename(folder)
+        common = Path(_agreed(gather, lambda: _begin(folder, temporary) if is_leader else None)[0])
+        _agreed(gather, lambda: save_model(common))
+        _agreed(gather, lambda: _write_optimizer(common / OPTIMIZER_FOLDER, optimizer, rank))
+        _agreed(gather, lambda: _complete(folder, temporary, replaced, state) if is_leader else None)
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors and torch.save wrap I/O errors in types of their own
+    except Exception as error:  # safetensors wraps I/O errors in types of its own
         raise CheckpointError(
             f"cannot write checkpoint {folder}: {error}; earlier checkpoints are untouched. Free space or choose "
             f"another folder"
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if is_leader:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if replaced.exists() and not folder.exists():
+                replaced.rename(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _agreed(gather: Callable[[Any], list[Any]], action: Callable[[], Any]) -> list[Any]:
+    """Results of an action by rank. Where it raises on a rank, it raises on all of them once all are done."""
+    result, failure = None, None
+    try:
+        result = action()
+    except BaseException as error:
+        failure = error
+    outcomes = gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    for other, (_, theirs) in enumerate(outcomes):
+        if theirs is not None:
+            raise RuntimeError(f"rank {other}: {theirs}")
+    return [value for value, _ in outcomes]
+
+
+def _begin(folder: Path, temporary: Path) -> str:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _clear_up(folder.parent)
+    if folder.exists() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
+        raise CheckpointError(f"{folder} exists and is not a checkpoint; choose another folder")
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / OPTIMIZER_FOLDER).mkdir(parents=True)
+    return str(temporary)
+
+
+def _write_optimizer(folder: Path, optimizer: Mapping[str, Any], rank: int) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made; save to a file system "
+            f"that all nodes share"
+        )
+    tensors, rest = _split(optimizer)
+    written = write_shards(folder, tensors, rank)
+    if rank == 0:
+        (folder / SCALARS_FILE).write_text(json.dumps(rest, indent=2))
+    if written is not None:
+        _sync(written)
+
+
+def _complete(folder: Path, temporary: Path, replaced: Path, state: Mapping[str, Any]) -> None:
+    (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
+    # After a loss of power the renamed folder must hold what was written: files first, then the names.
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
+    if folder.exists():
+        folder.rename(replaced)
+    temporary.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of nested mappings by path ("exp_avg.<parameter>"), and the same mappings without them."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}{key}"] = value
+        elif isinstance(value, Mapping):
+            inner, rest[key] = _split(value, f"{prefix}{key}.")
+            tensors |= inner
+        else:
+            rest[key] = value
+    return tensors, rest
+
+
+def _joined(state: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of `state` and everything else of `rest`."""
+    found = dict(rest)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found[key] = value
+        elif isinstance(value, Mapping):
+            found[key] = _joined(value, rest.get(key, {}))
+    return found
 
 
 def _clear_up(run: Path) -> None:
@@ -92,13 +187,43 @@ def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
     return state
 
 
+def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill the tensors of an optimizer's state from a checkpoint that any number of ranks wrote, and return the state:
+    those tensors, and the checkpoint's numbers.
+
+    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, where
+    the files are damaged or of another model.
+    """
+    path = folder / OPTIMIZER_FOLDER
+    rest = _read_scalars(path)
+    read_shards(path, _split(state)[0])
+    return _joined(state, rest)
+
+
 def read_optimizer(folder: Path) -> dict[str, Any]:
-    """The optimizer's state of a checkpoint, on the CPU."""
-    path = folder / OPTIMIZER_FILE
+    """The optimizer's state of a checkpoint in full, on the CPU."""
+    path = folder / OPTIMIZER_FOLDER
+    state = _read_scalars(path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(path).items()}
+    read_shards(path, tensors)
+    for name, tensor in tensors.items():
+        kind, _, parameter = name.partition(".")
+        if parameter:
+            state.setdefault(kind, {})[parameter] = tensor
+        else:
+            state[kind] = tensor
+    return state
+
+
+def _read_scalars(folder: Path) -> dict[str, Any]:
+    path = folder / SCALARS_FILE
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises pickle, zip, runtime and I/O errors
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    return found
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -43,3 +43,7 @@ class MemoryStateError(HybridRLError, RuntimeError):
 
 class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint cannot be written or read."""
+
+
+class WorkerError(HybridRLError, RuntimeError):
+    """A rank of a worker group failed, died or hung; the message names it and holds its traceback."""

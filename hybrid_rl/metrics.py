@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -97,3 +97,20 @@ def mean_and_std(values: Tensor) -> tuple[float, float]:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics without NaN and infinities, which JSON and trackers cannot hold."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def largest(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The largest value of each metric over ranks."""
+    found: dict[str, float] = {}
+    for metrics in of_ranks:
+        for name, value in metrics.items():
+            found[name] = max(value, found.get(name, value))
+    return found
+
+
+def joined(of_ranks: Iterable[MetricSums]) -> dict[str, float]:
+    """Metrics over all ranks, from each rank's part of them."""
+    sums = MetricSums()
+    for part in of_ranks:
+        sums.merge(part)
+    return sums.result()

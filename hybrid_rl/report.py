@@ -78,9 +78,9 @@ class RunFolder:
     """`output_dir/name`, never one that holds another run's results: then a number is appended to the name."""
 
     def __init__(self, output_dir: str, name: str | None, default_name: str, *, keep: bool = False) -> None:
+        self.is_continued = keep
         self.path = _claim(Path(output_dir), name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}", keep)
         self.metrics = JsonLines(self.path / "metrics.jsonl")
-        self.samples = JsonLines(self.path / "samples.jsonl")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file whole or not at all."""
@@ -97,20 +97,19 @@ class RunFolder:
         """One JSON object for a step; NaN and infinities are left out."""
         self.metrics.write([{"step": step, **finite(metrics)}])
 
-    def log_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One JSON object per sample."""
-        self.samples.write(rows)
-
     def keep_until(self, step: int) -> None:
         """Drop the records of later steps: a resumed run makes them again."""
-        for file in (self.metrics, self.samples):
-            if file.path.exists():
-                lines = [line for line in _lines(file.path) if _step_of(line) <= step]
-                self.write_text(file.path.name, "".join(line.decode() + "\n" for line in lines))
+        for path in (self.metrics.path, *self.path.glob("samples*.jsonl")):
+            if path.exists():
+                lines = [line for line in _lines(path) if _step_of(line) <= step]
+                self.write_text(path.name, "".join(line.decode() + "\n" for line in lines))
 
-    def finish(self) -> None:
-        """Draw the curves and write what is pending. Raises HybridRLError where records still cannot be written."""
-        lost = [file.path for file in (self.metrics, self.samples) if not file.flush()]
+    def finish(self, lost: Iterable[Path] = ()) -> None:
+        """Draw the curves and write what is pending. lost: files of others that could not be written.
+
+        Raises HybridRLError where records still cannot be written.
+        """
+        lost = [*lost, *([] if self.metrics.flush() else [self.metrics.path])]
         if lost:
             raise HybridRLError(
                 f"{', '.join(map(str, lost))}: the disk is full or read-only, and the records of the last steps could "

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.metrics import Timings
 from hybrid_rl.progress import ProgressDisplay
@@ -19,17 +19,31 @@ from hybrid_rl.report import RunFolder, Trackers
 
 
 class RunLog:
-    """Logs training steps. step: steps done already (a resumed run); checkpoint: where that run continues from."""
+    """Logs training steps. checkpoint: where the run continues from, None for a new one.
 
-    def __init__(self, config: TrainerConfig, max_steps: int, step: int, checkpoint: Path | None) -> None:
-        self._num_shown = config.log_completions
-        self._run = _open_folder(config, step, checkpoint)
+    Before `begin` nothing that was there is changed: a run that cannot start leaves no trace.
+    """
+
+    def __init__(self, config: TrainerConfig, max_steps: int, checkpoint: Path | None) -> None:
+        self._config = config
+        self._run = _open_folder(config, checkpoint)
+        self._trackers: Trackers | None = None
+        self._display = ProgressDisplay(max_steps)
+        if not self._run.is_continued:
+            self._write_config()
+
+    def begin(self, step: int) -> None:
+        """Take the folder into use, from after this step on: a resumed run makes the records of later ones again."""
+        if self._run.is_continued:
+            self._run.keep_until(step)
+        self._write_config()
+        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
+
+    def _write_config(self) -> None:
         versions = (
             f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
         )
-        self._run.write_text("config.yaml", f"# {versions}\n{to_yaml(config)}")
-        self._trackers = Trackers(config.report_to, self._run.path, to_dict(config))
-        self._display = ProgressDisplay(max_steps)
+        self._run.write_text("config.yaml", f"# {versions}\n{to_yaml(self._config)}")
 
     @property
     def path(self) -> Path:
@@ -46,34 +60,39 @@ class RunLog:
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, or (step 0) of the time before the first."""
+        assert self._trackers is not None
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
         if step:
             self._display.step(step, metrics)
 
-    def samples(self, step: int, batch: Batch, names: Sequence[str], extras: Mapping[str, Mapping[int, Any]]) -> None:
-        """Prompts, completions and rewards of a step. extras: what reward functions gave to log_extra, by column and
-        sample."""
-        records = [_sample_record(step, batch, index, names, extras) for index in range(batch.num_samples)]
-        self._run.log_samples(records)
-        if self._num_shown:
-            shown = records[: self._num_shown]
-            self._display.completions(step, [(str(r["prompt"]), r["completion"], r["reward"]) for r in shown])
+    def completions(self, step: int, batch: Batch) -> None:
+        """Show the samples of a batch in the console."""
+        if batch.num_samples:
+            rewards = [None if math.isnan(reward) else reward for reward in batch["rewards"].tolist()]
+            prompts = map(str, batch["prompt"])
+            self._display.completions(step, list(zip(prompts, batch["completion"], rewards, strict=True)))
 
-    def stop(self) -> None:
-        """Stop showing progress; write what is pending and draw the curves."""
+    def stop(self, lost: Iterable[Path] = ()) -> None:
+        """Stop showing progress; write what is pending and draw the curves. lost: sample files that ranks cannot
+        write."""
         self._display.stop()
-        self._run.finish()
+        self._run.finish(lost)
 
     def close(self) -> None:
-        """End the trackers; idempotent."""
-        self._trackers.close()
+        """End the trackers; idempotent. The folder of a run that never began goes, unless something else lies in it."""
+        if self._trackers is not None:
+            self._trackers.close()
+        elif not self._run.is_continued:
+            with contextlib.suppress(OSError):
+                (self._run.path / "config.yaml").unlink(missing_ok=True)
+                self._run.path.rmdir()
 
 
-def cost_metrics(batch: Batch, timings: Timings, seconds: float) -> dict[str, float]:
+def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> dict[str, float]:
     """What a training step of so many seconds cost, by part, and what it achieved with them."""
-    completion_tokens = batch["completion_ids"].values.numel()
-    all_tokens = completion_tokens + batch["prompt_ids"].values.numel()
+    completion_tokens = int(batch["completion_length"].sum())
+    all_tokens = completion_tokens + int(batch["prompt_length"].sum())
     return {
         **timings.result("timing"),
         "timing/step": seconds,
@@ -84,35 +103,13 @@ def cost_metrics(batch: Batch, timings: Timings, seconds: float) -> dict[str, fl
     }
 
 
-def _sample_record(
-    step: int, batch: Batch, index: int, names: Sequence[str], extras: Mapping[str, Mapping[int, Any]]
-) -> dict[str, Any]:
-    values = [None if math.isnan(value) else value for value in batch["function_rewards"][index]]
-    reward = float(batch["rewards"][index])
-    record = {
-        "step": step,
-        "prompt": batch["prompt"][index],
-        "completion": batch["completion"][index],
-        "reward": None if math.isnan(reward) else reward,
-        "rewards": dict(zip(names, values, strict=True)),
-        "finish_reason": batch["finish_reason"][index],
-    }
-    if extras:
-        record["extra"] = {column: by_key.get(index) for column, by_key in extras.items()}
-    return record
-
-
-def _open_folder(config: TrainerConfig, step: int, checkpoint: Path | None) -> RunFolder:
+def _open_folder(config: TrainerConfig, checkpoint: Path | None) -> RunFolder:
     """A checkpoint inside a run folder continues that run, as does resume=auto where it found none, from the beginning:
     a job that died before its first checkpoint finds the later ones under the same name. Anything else begins a new
     run."""
     if checkpoint is not None and (checkpoint.resolve().parent / "config.yaml").is_file():
         folder = checkpoint.resolve().parent
-        run = RunFolder(str(folder.parent), folder.name, "", keep=True)
-        run.keep_until(step)
-        return run
+        return RunFolder(str(folder.parent), folder.name, "", keep=True)
     if config.resume == "auto" and checkpoint is None:
-        run = RunFolder(config.output_dir, config.run_name, "", keep=True)
-        run.keep_until(-1)
-        return run
+        return RunFolder(config.output_dir, config.run_name, "", keep=True)
     return RunFolder(config.output_dir, config.run_name, config.algorithm.name)

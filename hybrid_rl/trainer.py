@@ -10,39 +10,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl import assembly
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
-from hybrid_rl.checkpoint import STATE_FILE, find_checkpoint, read_state
-from hybrid_rl.config import (
-    TrainerConfig,
-    load_config,
-    num_training_steps,
-    optimizer_steps_per_training_step,
-    resolve,
-    to_dict,
-)
-from hybrid_rl.controller import LocalBackend, WorkerGroup
+from hybrid_rl.checkpoint import STATE_FILE, read_state
+from hybrid_rl.config import TrainerConfig, to_dict
+from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, NotYetSupportedError
 from hybrid_rl.interrupts import deferred_interrupt
-from hybrid_rl.metrics import now
-from hybrid_rl.models import stop_token_ids
+from hybrid_rl.launch import start_workers
+from hybrid_rl.metrics import Timings, joined, largest, now
 from hybrid_rl.progress import line_of
-from hybrid_rl.report import check_trackers
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
-from hybrid_rl.rollout.client import GroupRolloutClient
-from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of
+from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of, replay
 from hybrid_rl.runlog import RunLog, cost_metrics
-from hybrid_rl.workers import HybridWorker, WorkerSetup
 
 logger = logging.getLogger("hybrid_rl")
 
 
 class StepResult(NamedTuple):
-    """What one training step gives: its batch and its metrics."""
+    """What one training step gives: its batch (with several ranks a `BatchRef`, whose `load()` brings it here) and its
+    metrics."""
 
-    batch: Batch
+    batch: Batch | BatchRef
     metrics: dict[str, float]
 
 
@@ -77,59 +68,32 @@ class Trainer:
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
-        loaded, given = load_config(config, overrides)
-        loaded = assembly.record_arguments(loaded, given, model, train_dataset, eval_dataset)
-        has_eval = eval_dataset is not None or loaded.data.eval_path is not None
-        self.config = resolve(loaded, given, has_eval=has_eval)
-        check_trackers(self.config.report_to)
-        resume = find_checkpoint(self.config.resume, self.config.output_dir, self.config.run_name)
-        choice = assembly.choose_model(model, tokenizer, self.config)
-        self.tokenizer = choice.tokenizer
-        self._data = assembly.load_data(train_dataset, eval_dataset, self.config, choice)
-        size = len(self._data.train) if hasattr(self._data.train, "__len__") else None
-        self.max_steps = num_training_steps(self.config, size)
-        self._sampler = PromptSampler(self._data.train, shuffle=self.config.data.shuffle, seed=self.config.seed)
-        self._rewards = self._closing.enter_context(
-            contextlib.closing(assembly.build_rewards(reward_funcs, self.config, self._data))
-        )
+        run = assembly.prepare(model, tokenizer, reward_funcs, train_dataset, eval_dataset, config, overrides)
+        self._run = run
+        self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
+        self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
         self._callbacks = tuple(callbacks)
-        module = choice.load(self.config)
-        stop_ids = stop_token_ids(module, self.tokenizer, self.config.rollout.stop_token_ids)
-        self._train_params, self._eval_params = assembly.sampling_params(self.config, stop_ids)
-        setup = WorkerSetup(
-            module=module,
-            config=self.config,
-            num_optimizer_steps=self.max_steps * optimizer_steps_per_training_step(self.config),
-            max_length=(self._data.longest_prompt or self._data.encoder.max_prompt_length or 0)
-            + self.config.rollout.max_completion_length,
-            probe_ids=self._data.probe_ids,
-            decode=self._decode,
-        )
-        self.policy = WorkerGroup(HybridWorker, LocalBackend("policy", lambda: HybridWorker(setup)))
-        self._closing.callback(self.policy.close)
-        self._client = GroupRolloutClient(self.policy)
-        self.collector = Collector(
-            self._client,
-            self._rewards,
-            self._decode,
-            seed=self.config.seed,
-            max_failure_share=self.config.rewards.max_reward_failure_share,
-        )
         self.buffer = SampleBuffer(capacity=0)
-        self.global_step = 0
-        self.num_tokens = 0
+        self.global_step = self.num_tokens = 0
         self._committed = self._sampler.state_dict()
-        if resume is not None:
-            self._restore(resume)
-        self._handoff = self.policy.publish_weights(self.global_step)
-        self._log = RunLog(self.config, self.max_steps, self.global_step, resume)
-        self._closing.callback(self._log.close)
-        self._extras: dict[str, dict[int, Any]] = {}
         self._last_metrics: dict[str, float] = {}
-        self._save_due = False
-        self._started = resume is not None
+        self._save_due = self._in_step = False
         self._torn = False  # the weights lie between two training steps
-        self._in_step = False
+        self._started = run.resume is not None
+        with contextlib.ExitStack() as closing:
+            self._log = RunLog(run.config, self.max_steps, run.resume)
+            closing.callback(self._log.close)
+            self._workers = start_workers(run, self._log.path, closing)
+            policy = self._workers.policy
+            self.collector = Collector(
+                policy, run.reward_names, max_failure_share=run.config.rewards.max_reward_failure_share
+            )
+            if run.resume is not None:
+                self._restore(policy, run.resume)
+            self._publish(policy, self.global_step)
+            self._log.begin(self.global_step)
+            self._closing = closing.pop_all()
+        self.policy = policy
 
     @property
     def run_folder(self) -> Path:
@@ -158,7 +122,7 @@ class Trainer:
             raise
         finally:
             self._notify("on_fit_end")
-            self._log.stop()
+            self._log.stop(path for path in self.policy.flush_samples() if path is not None)
         return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
@@ -193,50 +157,71 @@ class Trainer:
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         try:
-            if self._data.eval is not None and (is_last or (eval_steps is not None and step % eval_steps == 0)):
+            if self._run.data.eval is not None and (is_last or (eval_steps is not None and step % eval_steps == 0)):
                 metrics.update(self.evaluate())
         finally:
-            self._log.samples(step, result.batch, self._rewards.names, self._extras)
+            self._log_samples(step, result.batch)
             self._log.metrics(step, metrics)
             if self._save_due:
                 self._save_now(final=False)
         self._notify("on_step_end", step, result.batch, metrics)
 
     def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
-        """The algorithm: collect, score, advantages, update, publish. hold: gets what holds Ctrl-C back."""
+        """One turn of the loop. hold: gets what holds Ctrl-C back."""
         start, step = now(), self.global_step + 1
+        self.policy.label = f"training step {step}"
         collected = self._collect(step)
-        timings, batch = collected.timings, self.buffer.take(version=self.global_step)
-        with timings.measure("logprobs"):
-            batch = self.policy.score(batch, step)
-        batch = self.policy.advantages(batch)
-        hold.enter_context(deferred_interrupt())
-        self._torn = True
-        with timings.measure("update"):
-            metrics = self.policy.update(batch, step)
-        self._handoff = self.policy.publish_weights(step)
+        timings, batch = collected.timings, self.buffer.take(self.policy_version)
+        if self.config.save_rollouts or self.config.mode == "rollout":
+            self.policy.save_rollout(batch, step, self.run_folder / "rollouts")
+        metrics: dict[str, float] = {}
+        if self.config.mode != "rollout":
+            batch, metrics = self._learn(batch, step, timings, hold)
         self.global_step = step
-        self.num_tokens += batch["prompt_ids"].values.numel() + batch["completion_ids"].values.numel()
+        self.num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         self._committed = self._sampler.state_dict()
         self._torn = False
-        metrics |= collected.metrics | self._handoff | self.policy.memory_metrics()
+        metrics |= collected.metrics | self._handoff | largest(self.policy.memory_metrics())
         metrics |= cost_metrics(batch, timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
         metrics |= {f"log_metric/{n}" if n in metrics else n: value for n, value in collected.logged.items()}
         return StepResult(batch, metrics)
 
+    def _learn(
+        self, batch: Batch | BatchRef, step: int, timings: Timings, hold: contextlib.ExitStack
+    ) -> tuple[Batch | BatchRef, dict[str, float]]:
+        """The algorithm behind a collected batch: score, advantages, update, publish."""
+        batch = batch.with_columns(mini_batch=assembly.mini_batches(batch["group"], self.config, step))
+        with timings.measure("logprobs"):
+            batch = self._workers.score(batch, step)
+        batch = self.policy.advantages(batch)
+        hold.enter_context(deferred_interrupt())
+        self._torn = True
+        with timings.measure("update"):
+            metrics = joined(self.policy.update(batch, step))
+        self._publish(self.policy, step)
+        return batch, metrics
+
+    def _publish(self, policy: WorkerGroup, version: int) -> None:
+        self._handoff = largest(policy.publish_weights(version))
+        self.policy_version = version
+
     def _collect(self, step: int) -> Collected:
         """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
-        collected = self.collector.collect(
-            self._sampler,
-            self.config.data.prompts_per_step,
-            self.config.algorithm.num_generations,
-            self._train_params,
-            self.global_step,
-            self._state(step),
-        )
+        num_prompts = self.config.data.prompts_per_step
+        if self.config.rollouts_path is not None:
+            self._sampler.take(num_prompts)  # so that position and epoch are those of the recorded run
+            collected = replay(Path(self.config.rollouts_path), step, num_prompts, self.policy_version)
+        else:
+            collected = self.collector.collect(
+                self._sampler,
+                num_prompts,
+                self.config.algorithm.num_generations,
+                self._run.train_params,
+                self.policy_version,
+                self._state(step),
+            )
         self.buffer.put(collected.batch)
-        self._extras = collected.extras
         return collected
 
     # ------------------------------------------------------------------------------ evaluation and generation
@@ -247,15 +232,16 @@ class Trainer:
         eval/accuracy is the share of samples whose reward reaches eval.success_reward; an unscored one does not.
         """
         self._require_open()
-        if self._data.eval is None:
+        data = self._run.data.eval
+        if data is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         start = now()
-        rows = [self._data.eval[index] for index in range(len(self._data.eval))]
+        rows = [data[index] for index in range(len(data))]
         collected = self.collector.rollout(
             rows,
             1,
-            self._eval_params,
-            self.global_step,
+            self._run.eval_params,
+            self.policy_version,
             self._state(self.global_step),
             purpose=f"evaluation/{self.global_step}",
         )
@@ -300,14 +286,19 @@ class Trainer:
         given["stop_strings"] = assembly.check_stop_strings(stop_strings, self.tokenizer)
         given |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         given["repetition_penalty"] = repetition_penalty
-        params = replace(self._train_params, **{name: value for name, value in given.items() if value is not None})
-        encoded = self._data.encoder.encode(prompts)
+        params = replace(self._run.train_params, **{name: value for name, value in given.items() if value is not None})
+        encoded = self._run.data.encoder.encode(prompts)
         rows = [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))]
-        collector = Collector(self._client, None, self._decode, seed=0, max_failure_share=1.0)
-        batch = collector.rollout(
-            rows, num_generations, params, self.global_step, self._state(self.global_step), purpose="generate"
+        batch = self.collector.rollout(
+            rows,
+            num_generations,
+            params,
+            self.policy_version,
+            self._state(self.global_step),
+            purpose="generate",
+            is_scored=False,
         ).batch
-        return generations_of(batch)
+        return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
     # --------------------------------------------------------------------------------------- saving and closing
 
@@ -320,7 +311,7 @@ class Trainer:
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
         state["config"] = to_dict(self.config)
-        self.policy.save(target.resolve(), state, self.tokenizer)
+        self.policy.save(target.resolve(), state)
         self._notify("on_save", self.global_step, target)
         return target
 
@@ -366,7 +357,7 @@ class Trainer:
         if self._started or self.global_step:
             return
         record = dict(self._handoff)
-        if self._data.eval is not None and self.config.eval.eval_on_start:
+        if self._run.data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
             self._log.message(f"before training: {line_of(record)}")
         self._log.metrics(0, record)
@@ -379,15 +370,18 @@ class Trainer:
     def _state(self, step: int) -> TrainerState:
         return TrainerState(step, self.max_steps, self._sampler.epoch)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _restore(self, checkpoint: Path) -> None:
+    def _restore(self, policy: WorkerGroup, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
-        self.policy.load(checkpoint)
+        policy.load(checkpoint.resolve())
         self._sampler.load_state_dict(state["sampler"])
         self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
         self._committed = self._sampler.state_dict()
+
+    def _log_samples(self, step: int, batch: Batch | BatchRef) -> None:
+        """Each rank writes its own samples; a few of them come here to be shown."""
+        shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
+        self._log.completions(step, shown.load() if isinstance(shown, BatchRef) else shown)
+        self.policy.log_samples(batch, step, self._log.path)
 
     def _require_open(self) -> None:
         if not hasattr(self, "policy"):

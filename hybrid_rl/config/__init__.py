@@ -8,6 +8,7 @@ from hybrid_rl.config.schema import (
     InPlaceConfig,
     ModelConfig,
     OptimizerConfig,
+    RayControllerConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Leaf",
     "ModelConfig",
     "OptimizerConfig",
+    "RayControllerConfig",
     "RolloutConfig",
     "TrainerConfig",
     "load_config",

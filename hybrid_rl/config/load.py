@@ -15,7 +15,8 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config.schema import HABITS, UNIONS, TrainerConfig
+from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.schema import UNIONS, TrainerConfig
 from hybrid_rl.errors import ConfigError, NotYetSupportedError
 
 
@@ -120,7 +121,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The chosen member of every tagged union. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same."""
     tags: dict[str, str] = {}
     for section, union in UNIONS.items():
-        value: Any = union.default
+        value: Any = "ray" if section == "controller" and _num_ranks(layers) > 1 else union.default
         for layer in layers:
             given = layer.get(section)
             value = layer.get(union.tag, value) if union.tag != "name" else value
@@ -142,6 +143,15 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             )
         tags[section] = value
     return tags
+
+
+def _num_ranks(layers: Sequence[Mapping[str, Any]]) -> int:
+    """num_ranks where it is given as a number; whether it may be used is checked with the other values."""
+    given = [layer["num_ranks"] for layer in layers if "num_ranks" in layer]
+    try:
+        return int(_scalar("num_ranks", int, given[-1])) if given else 1
+    except ConfigError:
+        return 1
 
 
 def _flatten(
@@ -181,9 +191,8 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
         return f"unknown key {path!r}: {HABITS[leaf]}"
     for section, union in UNIONS.items():
         for other in set(union.members) - {tags[section]}:
-            if path in (elsewhere := visible_leaves({**tags, section: other})) or leaf in {
-                p.rsplit(".", 1)[-1] for p in elsewhere
-            }:
+            elsewhere = visible_leaves({**tags, section: other}).keys() - leaves.keys()
+            if path in elsewhere or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
                 return (
                     f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not {tags[section]}"
                 )

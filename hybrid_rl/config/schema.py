@@ -41,6 +41,8 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
+    activation_offload: bool = key(False, "keep activations in host memory until the backward pass")
+    torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "compiled", "sdpa"] = key(
         "auto",
         "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), "
@@ -213,17 +215,67 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class FSDPConfig:
+    """How a model lies on several ranks: sharded by FSDP2, fp32 shards being the masters. One rank shards nothing."""
+
+    dp_replicate: int = key(
+        1, "hybrid sharding: copies of the model, each sharded over num_ranks / dp_replicate ranks", minimum=1
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = key("float32", "dtype in which gradients are summed over ranks")
+    reshard_after_forward: bool = key(
+        True, "free a block's full weights between its forward and its backward pass: less memory, one more all-gather"
+    )
+    sync_every_micro_batch: bool = key(
+        False, "reduce gradients after every micro-batch: they stay sharded, for one more reduction each"
+    )
+    cpu_offload: bool = key(False, "on GPUs, keep shards, gradients and optimizer state in host memory")
+
+
+@dataclass(frozen=True)
 class ControllerConfig:
     """Where the workers live."""
 
-    backend: Literal["local"] = key("local", "local (this process, one rank)")
+    backend: str = key("local", "local (this process, one rank) or ray")
+
+
+@dataclass(frozen=True)
+class LocalControllerConfig(ControllerConfig):
+    """controller.backend=local."""
+
+    backend: Literal["local"] = key("local", "local (this process, one rank) or ray (a process per rank)")
+
+
+@dataclass(frozen=True)
+class RayControllerConfig(ControllerConfig):
+    """controller.backend=ray."""
+
+    backend: Literal["ray"] = key("ray", "local (this process, one rank) or ray (a process per rank)")
+    address: str | None = key(None, "of a running Ray cluster, auto = the one of this machine; None = start one here")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "of the ranks; auto = cuda where Ray has a GPU for every rank")
+    placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
+    cpus_per_rank: int | None = key(
+        None, "CPU threads and Ray CPUs of a rank; None = the cores of its node shared out", minimum=1
+    )
+    reference_ranks: int = key(
+        0, "ranks of their own for the reference model; 0 = it shares the ranks of the policy", minimum=0
+    )
+    env_vars: dict[str, Any] = key({}, "environment variables of the ranks")
+    start_timeout_seconds: float = key(300.0, "limit for starting the ranks", above=0)
+    watchdog_seconds: float = key(1800.0, "a rank that makes no progress for so long is taken for hung", above=0)
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
     """The whole configuration of a run."""
 
-    num_ranks: int = key(1, "1 = this process; more need the Ray backend", minimum=1)
+    num_ranks: int = key(
+        1, "processes that train and generate together, one per GPU, or on CPUs; more than 1 run on Ray", minimum=1
+    )
+    mode: Literal["full", "rollout", "train"] = key(
+        "full", "for debugging: rollout only makes and saves rollouts, train only trains, on saved ones"
+    )
+    save_rollouts: bool = key(False, "write the samples of every step to rollouts/ in the run folder")
+    rollouts_path: str | None = key(None, "mode=train: the folder of saved rollouts, one of each step")
     seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0, maximum=2**62)
     max_steps: int | None = key(None, "training steps; None = num_train_epochs decides", minimum=1)
     num_train_epochs: float = key(1.0, "passes over the training data", above=0)
@@ -242,7 +294,8 @@ class TrainerConfig:
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    controller: ControllerConfig = field(default_factory=LocalControllerConfig)
 
 
 @dataclass(frozen=True)
@@ -266,62 +319,6 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             dict.fromkeys(PLANNED_ALGORITHMS, "the full set of algorithms"),
         ),
         "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig}, {"vllm": "the vLLM engine"}),
-        "controller": Union("backend", "local", {"local": ControllerConfig}, {"ray": "the Ray backend"}),
-    }
-)
-
-# What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
-HABITS: Mapping[str, str] = MappingProxyType(
-    {
-        "per_device_train_batch_size": "sizes are global here: set prompts_per_step (prompts, not completions) and "
-        "tokens_per_micro_batch",
-        "gradient_accumulation_steps": "micro-batches are cut by tokens_per_micro_batch and never change the gradient",
-        "steps_per_generation": "set prompts_per_mini_batch (optimizer steps per batch) or num_iterations",
-        "generation_batch_size": "set prompts_per_step, in prompts",
-        "train_batch_size": "set prompts_per_step, in prompts",
-        "ppo_mini_batch_size": "set prompts_per_mini_batch, in prompts",
-        "ppo_epochs": "set num_iterations",
-        "n": "set num_generations",
-        "n_samples_per_prompt": "set num_generations",
-        "max_response_length": "set max_completion_length",
-        "max_new_tokens": "set max_completion_length",
-        "num_epochs": "set num_train_epochs",
-        "total_epochs": "set num_train_epochs",
-        "lr": "set learning_rate",
-        "batch_size": "set prompts_per_step, in prompts",
-        "processing_class": "pass tokenizer=",
-        "args": "pass config= (a YAML file, a mapping or a TrainerConfig) or keywords",
-        "reward_func": "pass functions as the second argument",
-        "ref_model": "the reference is the model as it was before training; set beta > 0",
-        "model_init_kwargs": "pass a module with tokenizer=, or set model.dtype and the other keys of model",
-        "device": "it is the device of the module that you pass; the CPU for a name or folder",
-        "fp16": "float16 is not supported; set dtype=bfloat16 or float32",
-        "stop": "set stop_strings (texts) or stop_token_ids",
-        "adv_estimator": "the algorithm decides it",
-        "warmup_ratio": "set warmup_steps, a number of optimizer steps",
-        "vllm_mode": "the vLLM engine does not work yet; leave it out",
-        "tensor_parallel_size": "several ranks do not work yet; leave it out",
-        "bnpo": "with global denominators bnpo is loss_type=dapo",
-        "clip_ratio": "set epsilon (and epsilon_high)",
-        "kl_coef": "set beta",
-        "kl_loss_coef": "set beta",
-        "use_vllm": "the vLLM engine does not work yet; leave it out",
-        "vllm_gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
-        "gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
-        "generation_kwargs": "set temperature, stop_strings, max_completion_length ... as keys of their own",
-        "top_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
-        "evaluation has eval_top_p",
-        "top_k": "truncated sampling biases importance ratios, so training samples from the full distribution; "
-        "evaluation has eval_top_k",
-        "min_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
-        "evaluation has eval_min_p",
-        "repetition_penalty": "it changes the distribution that importance ratios assume, so training samples without "
-        "it; evaluation has eval_repetition_penalty",
-        "entropy_coef": "an entropy bonus is not there yet",
-        "bf16": "set dtype=bfloat16",
-        "save_strategy": "set save_steps",
-        "eval_strategy": "set eval_steps",
-        "logging_steps": "every training step is logged",
-        "resume_from_checkpoint": "set resume",
+        "controller": Union("backend", "local", {"local": LocalControllerConfig, "ray": RayControllerConfig}, {}),
     }
 )

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
-from hybrid_rl.config.schema import GRPOConfig, TrainerConfig
-from hybrid_rl.errors import ConfigError, NotYetSupportedError
+from hybrid_rl.config.schema import FSDPConfig, GRPOConfig, TrainerConfig
+from hybrid_rl.errors import ConfigError
 
 
 def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_eval: bool = True) -> TrainerConfig:
@@ -17,10 +17,8 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
     Raises ConfigError for sizes that cannot work together and for keys that would do nothing.
     """
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
-    if config.num_ranks > 1:
-        raise NotYetSupportedError(
-            f"num_ranks={config.num_ranks} needs the Ray backend, which does not work yet; use num_ranks=1"
-        )
+    _check_ranks(config)
+    _check_mode(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
     if config.run_name in (".", ".."):
@@ -73,6 +71,27 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
     )
 
 
+def _check_ranks(config: TrainerConfig) -> None:
+    if config.num_ranks > 1 and config.controller.backend == "local":
+        raise ConfigError(
+            f"controller.backend=local runs one rank, but num_ranks={config.num_ranks}; leave backend out, or set ray"
+        )
+    if config.num_ranks % config.fsdp.dp_replicate:
+        raise ConfigError(
+            f"fsdp.dp_replicate={config.fsdp.dp_replicate} does not divide num_ranks={config.num_ranks}; use "
+            f"{', '.join(str(n) for n in range(1, config.num_ranks + 1) if config.num_ranks % n == 0)}"
+        )
+
+
+def _check_mode(config: TrainerConfig) -> None:
+    if config.mode == "train" and config.rollouts_path is None:
+        raise ConfigError("mode=train trains on saved rollouts: set rollouts_path to their folder")
+    if config.mode == "rollout" and config.save_steps is not None:
+        raise ConfigError(
+            f"save_steps={config.save_steps} would save a model that mode=rollout does not train; leave it out"
+        )
+
+
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
     """Refuse keys that were set by hand but that this configuration never reads."""
     rules = [
@@ -89,6 +108,13 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
             "use lr_scheduler_type=constant_with_warmup",
         ),
         (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
+        (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
+        (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
+        (config.algorithm.beta == 0, "controller.reference_ranks", "there is no reference model while beta=0"),
+    ]
+    rules += [
+        (config.num_ranks == 1, f"fsdp.{item.name}", "one rank shards nothing; set num_ranks")
+        for item in dataclasses.fields(FSDPConfig)
     ]
     rules += [
         (config.eval.eval_temperature == 0, f"eval.{name}", "eval_temperature=0 is greedy")
@@ -99,7 +125,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")
     ]
     leaves = _values(config)
-    defaults = _values(TrainerConfig())
+    defaults = _values(TrainerConfig()) | _values(type(config.controller)(), "controller.")
     for inert, path, reason in rules:
         # A full config read back from a run folder gives every key: only a value that differs was meant.
         if inert and path in given and leaves[path] != defaults[path]:

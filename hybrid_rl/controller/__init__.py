@@ -1,7 +1,19 @@
 """Calls, ranks and batches. Knows nothing of reinforcement learning."""
 
-from hybrid_rl.controller.dispatch import AXES, Dispatch, dispatch
+from hybrid_rl.controller.dispatch import Dispatch, dispatch
 from hybrid_rl.controller.group import Backend, WorkerGroup
 from hybrid_rl.controller.local import LocalBackend
+from hybrid_rl.controller.mesh import AXES, RankMesh
+from hybrid_rl.controller.ranks import RankContext, mark_progress
 
-__all__ = ["AXES", "Backend", "Dispatch", "LocalBackend", "WorkerGroup", "dispatch"]
+__all__ = [
+    "AXES",
+    "Backend",
+    "Dispatch",
+    "LocalBackend",
+    "RankContext",
+    "RankMesh",
+    "WorkerGroup",
+    "dispatch",
+    "mark_progress",
+]

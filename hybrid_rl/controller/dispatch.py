@@ -6,51 +6,54 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from hybrid_rl.controller.mesh import check_axes
 from hybrid_rl.errors import ConfigError
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
-
-Split = Literal["replicate", "samples", "groups"]
+Split = Literal["replicate", "groups", "items"]
 Collect = Literal["concat", "leader", "all"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__dispatch__"
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How one method is called.
+    """How one method is called. What is split is cut over `axes` and replicated over the other axes.
 
-    split: what each rank gets of a batch argument: all of it (replicate), some samples, or some whole groups, cut over
-    `axes` and replicated over the other axes. collect: what comes back: the ranks' batches joined (concat), the
-    leader's answer, or a list of all. needs: tags of the residents that the method leases, None to leave memory as it
-    is; the controller only passes them on.
+    split: replicate gives every rank all arguments. groups cuts the first batch among the arguments by whole groups;
+    items deals out every list among the arguments, one by one. Other arguments go to every rank.
+    collect: concat joins what came back from the parts: a batch, or a tuple that begins with one and whose other
+    entries become lists over the parts. After groups the samples are in the order of the argument, after items in the
+    order of the parts. leader is the answer of rank 0, all a list of every rank's.
+    needs: tags of the residents that the method leases, None to leave memory as it is; the controller only passes them
+    on. objects: fetch the columns of Python objects too where a batch lies on the workers.
     """
 
     split: Split = "replicate"
     collect: Collect = "leader"
-    axes: tuple[str, ...] = ("dp_replicate", "dp_shard")
+    axes: tuple[str, ...] = DATA_AXES
     needs: frozenset[str] | None = None
+    objects: bool = False
 
     def __post_init__(self) -> None:
         if self.split not in get_args(Split) or self.collect not in get_args(Collect):
             raise ConfigError(
                 f"split={self.split!r}, collect={self.collect!r}: use {get_args(Split)}, {get_args(Collect)}"
             )
-        unknown = sorted(set(self.axes) - set(AXES))
-        if unknown:
-            raise ConfigError(f"mesh axes {unknown} do not exist; there are {', '.join(AXES)}")
+        check_axes(self.axes)
 
 
 def dispatch(
     *,
     split: Split = "replicate",
     collect: Collect = "leader",
-    axes: tuple[str, ...] = ("dp_replicate", "dp_shard"),
+    axes: tuple[str, ...] = DATA_AXES,
     needs: Iterable[str] | None = None,
+    objects: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a worker method callable on a group; see `Dispatch`."""
-    record = Dispatch(split, collect, axes, None if needs is None else frozenset(needs))
+    record = Dispatch(split, collect, axes, None if needs is None else frozenset(needs), objects)
 
     def mark(function: Function) -> Function:
         setattr(function, _ATTRIBUTE, record)

@@ -9,10 +9,11 @@ from hybrid_rl.controller.dispatch import Dispatch, dispatch_of
 
 
 class Backend(Protocol):
-    """Where the ranks of a group run."""
+    """Where the ranks of a group run. label: what the driver is doing, for errors ("training step 3")."""
 
     role: str
     num_ranks: int
+    label: str
 
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one method on all ranks as its declaration says."""
@@ -44,6 +45,15 @@ class WorkerGroup:
     def num_ranks(self) -> int:
         """Ranks of the group."""
         return self._backend.num_ranks
+
+    @property
+    def label(self) -> str:
+        """What the driver is doing; errors of the ranks name it."""
+        return self._backend.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._backend.label = label
 
     def close(self) -> None:
         """End all ranks; idempotent."""

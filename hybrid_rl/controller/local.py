@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.exchange import Arguments, Parts, collect
+from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.interrupts import deferred_interrupt
 
 
@@ -28,25 +30,28 @@ class LocalBackend:
 
     num_ranks = 1
 
-    def __init__(self, role: str, make_worker: Callable[[], Worker]) -> None:
+    def __init__(self, role: str, make_worker: Callable[[RankContext], Worker]) -> None:
         self.role = role
-        self._worker: Worker | None = make_worker()
+        self.label = ""
+        self._context = RankContext(role)
+        self._worker: Worker | None = make_worker(self._context)
 
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method. One rank: nothing to split and nothing to join, but a list where all ranks were asked for.
+        """Run a method. One rank: nothing to split and nothing to move; a batch is itself.
 
-        An exception of the worker passes through as it is, with a note that names role, rank and method.
+        An exception of the worker passes through as it is, with a note that names role, rank, method and what the
+        driver was doing.
         """
         if self._worker is None:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
             # A Ctrl-C inside a call would leave engine, memory or optimizer half changed: it waits for the call's end.
             with deferred_interrupt(), nullcontext() if record.needs is None else self._worker.lease(record.needs):
-                result = getattr(self._worker, name)(*args, **kwargs)
+                answer = getattr(self._worker, name)(*args, **kwargs)
         except Exception as error:
-            error.add_note(f"in {self.role}.{name}() on rank 0 of 1")
+            error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")
             raise
-        return [result] if record.collect == "all" else result
+        return collect(name, record, Parts([Arguments(args, kwargs)]), self._context.mesh, {0: answer})
 
     def close(self) -> None:
         """Release the worker; a second call does nothing."""

@@ -1,6 +1,7 @@
 """What is in memory when."""
 
-from hybrid_rl.memory.leases import Leases, Resident, Transition
+from hybrid_rl.memory.leases import Gather, Leases, Resident, Transition
 from hybrid_rl.memory.probe import measure
+from hybrid_rl.memory.region import Region
 
-__all__ = ["Leases", "Resident", "Transition", "measure"]
+__all__ = ["Gather", "Leases", "Region", "Resident", "Transition", "measure"]

@@ -3,20 +3,25 @@
 A worker method leases the tags it needs. What is not leased goes to sleep first, then what is leased wakes, so that the
 two are never in memory together. No method calls sleep or wake by hand, and a generator can therefore not be left
 asleep or awake by a step that skipped something.
+
+With several ranks a move may be a collective (unsharding weights), and half a group must not lose what the other half
+still reads: the ranks agree on every lease before the first of them moves anything, and all walk in one order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Literal
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.interrupts import deferred_interrupt
 
 Policy = Literal["keep", "discard", "offload"]
+Gather = Callable[[Any], list[Any]]  # one object of every rank, in rank order
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Resident:
 
     tag: its name. num_bytes: its size while awake. policy: what sleep does with it: keep (it never sleeps), discard
     (its content is lost), offload (its content comes back). sleep and wake do the work and are called by the leases
-    alone.
+    alone. after: tags that wake before it and go to sleep after it, where both move.
     """
 
     tag: str
@@ -33,6 +38,7 @@ class Resident:
     policy: Policy = "keep"
     sleep: Callable[[], None] | None = None
     wake: Callable[[], None] | None = None
+    after: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy != "keep" and (self.sleep is None or self.wake is None):
@@ -49,11 +55,27 @@ class Transition:
     seconds: float
 
 
-class Leases:
-    """The residents of this process and their state. Residents with a policy other than keep start asleep."""
+@dataclass(frozen=True)
+class _Stand:
+    """What a rank contributes before a lease. problem: why it cannot take part."""
 
-    def __init__(self, residents: Iterable[Resident] = ()) -> None:
+    wanted: tuple[str, ...]
+    awake: tuple[str, ...]
+    residents: tuple[str, ...]
+    problem: str | None
+
+
+class Leases:
+    """The residents of this process and their state. Residents with a policy other than keep start asleep.
+
+    gather: gives every rank the objects of all ranks, in rank order; None = one rank. It is called once per outermost
+    lease, so all ranks of a group must take their leases together.
+    """
+
+    def __init__(self, residents: Iterable[Resident] = (), gather: Gather | None = None) -> None:
         self._residents: dict[str, Resident] = {}
+        self._order: list[str] = []
+        self._gather = gather
         self._awake: set[str] = set()
         self._leased: frozenset[str] | None = None
         self._broken: str | None = None
@@ -62,10 +84,13 @@ class Leases:
             self.add(resident)
 
     def add(self, resident: Resident) -> None:
-        """Register a resident; a tag names one resident only."""
+        """Register a resident; a tag names one resident only. Raises MemoryStateError for a second one, or where
+        residents wait for each other to wake."""
         if resident.tag in self._residents:
             raise MemoryStateError(f"resident {resident.tag!r} is registered already")
-        self._residents[resident.tag] = resident
+        residents = self._residents | {resident.tag: resident}
+        self._order = _wake_order(residents)
+        self._residents = residents
         if resident.policy == "keep":
             self._awake.add(resident.tag)
 
@@ -84,22 +109,21 @@ class Leases:
 
         They stay awake behind it, until another lease wants them gone: a lease taken twice in a row moves nothing. A
         lease inside another may only ask for what that one holds. Raises MemoryStateError for an unknown tag, for more
-        than an outer lease holds, and after a transition that failed.
+        than an outer lease holds, and after a transition that failed; with several ranks also where they do not agree,
+        or where any of them cannot: then on all ranks, and nothing has moved.
         """
         wanted = frozenset(tags)
-        unknown = sorted(wanted - set(self._residents))
-        if unknown:
-            raise MemoryStateError(f"residents {unknown} do not exist; there are {sorted(self._residents)}")
-        if self._broken is not None:
-            raise MemoryStateError(f"memory is in an unknown state since this failed: {self._broken}")
         outer = self._leased
         if outer is not None:
+            if problem := self._problem(wanted):
+                raise MemoryStateError(problem)
             if wanted - outer:
                 raise MemoryStateError(
                     f"a lease on {sorted(outer)} is held; {sorted(wanted - outer)} cannot be had inside it"
                 )
             yield
             return
+        self._agree(wanted)
         # A Ctrl-C in the middle of a transition would leave memory half moved: it waits for the end.
         with deferred_interrupt():
             self._move_to(wanted)
@@ -109,12 +133,42 @@ class Leases:
         finally:
             self._leased = None
 
+    def _problem(self, wanted: frozenset[str]) -> str | None:
+        unknown = sorted(wanted - set(self._residents))
+        if unknown:
+            return f"residents {unknown} do not exist; there are {sorted(self._residents)}"
+        if self._broken is not None:
+            return f"memory is in an unknown state since this failed: {self._broken}"
+        return None
+
+    def _agree(self, wanted: frozenset[str]) -> None:
+        problem = self._problem(wanted)
+        if self._gather is None:
+            if problem:
+                raise MemoryStateError(problem)
+            return
+        # A rank with a problem takes part as well: the others would wait for it.
+        mine = _Stand(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
+        stands: list[_Stand] = self._gather(mine)
+        problems = [f"rank {rank}: {stand.problem}" for rank, stand in enumerate(stands) if stand.problem]
+        if problems:
+            raise MemoryStateError(f"nothing was moved in memory on any rank, because of {'; '.join(problems)}")
+        for field in ("residents", "wanted", "awake"):
+            values = [getattr(stand, field) for stand in stands]
+            if len(set(values)) > 1:
+                told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
+                raise MemoryStateError(
+                    f"nothing was moved in memory on any rank, because the ranks differ in what is "
+                    f"{'registered' if field == 'residents' else field}: {told}; every rank must make the same calls"
+                )
+
     def _move_to(self, wanted: frozenset[str]) -> None:
-        for tag in sorted(self._awake - wanted):
-            if self._residents[tag].policy != "keep":
+        for tag in reversed(self._order):
+            if tag in self._awake - wanted and self._residents[tag].policy != "keep":
                 self._move(tag, awake=False)
-        for tag in sorted(wanted - self._awake):
-            self._move(tag, awake=True)
+        for tag in self._order:
+            if tag in wanted - self._awake:
+                self._move(tag, awake=True)
 
     def _move(self, tag: str, *, awake: bool) -> None:
         resident = self._residents[tag]
@@ -134,3 +188,24 @@ class Leases:
         """Transitions since the last call, oldest first."""
         moved, self.transitions = self.transitions, []
         return moved
+
+
+def _wake_order(residents: Mapping[str, Resident]) -> list[str]:
+    """All tags, each behind those that it comes after, else by name: the same on every rank."""
+    sorter = TopologicalSorter({tag: set(item.after) & set(residents) for tag, item in residents.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise MemoryStateError(f"residents wait for each other to wake: {' -> '.join(error.args[1])}") from None
+    order: list[str] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        order += ready
+        sorter.done(*ready)
+    return order
+
+
+def _ranks_with(values: Sequence[object], value: object) -> str:
+    ranks = [rank for rank, other in enumerate(values) if other == value]
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

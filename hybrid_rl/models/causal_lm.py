@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
+from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import (
+    NAME,
     AttentionContext,
     attention_configs,
+    attention_forward,
     attention_functions,
     checkpoint_contexts,
-    packed_attention,
 )
 from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
+from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
@@ -29,20 +33,34 @@ VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 # The row that a model is verified on: two samples that share a prompt, and one on its own.
 VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
+# A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
+APART = f"{NAME}_apart"
+AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
+
 
 class CausalLM:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
     twice.
 
-    attention: what training and scoring run on, a name of backends.py or auto. Raises ConfigError where that cannot
-    run here, ModelError for a module that is no causal LM or has float16 parameters.
+    attention: what training and scoring run on, a name of backends.py or auto. compile: run transformer blocks through
+    torch.compile, but for their attention. activation_offload: keep what the backward pass needs in host memory.
+    Raises ConfigError where the attention cannot run here, ModelError for a module that is no causal LM or has float16
+    parameters.
     """
 
-    def __init__(self, module: PreTrainedModel, attention: str = "auto") -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        attention: str = "auto",
+        *,
+        compile: bool = False,
+        activation_offload: bool = False,
+    ) -> None:
         self.module = module
         module.eval()
         self._configs = attention_configs(module)
-        self._linears = Linears(module)
+        self._attention_function = APART if compile else NAME
+        self._activation_offload = activation_offload
         _switch_off_noise(module)
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -53,6 +71,11 @@ class CausalLM:
         self._head = head
         self._options = _head_options(module)
         check_dtype(self.device, self.dtype)
+        # Inductor has products of its own, and none for this operator.
+        self._linears = Linears(nn.Module() if compile or self.dtype != torch.float32 else module)
+        if compile:
+            for block in transformer_blocks(module):
+                block.compile(dynamic=True)
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
 
     @property
@@ -105,7 +128,8 @@ class CausalLM:
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
-        with packed_attention(self._configs), self._linears.fast(token_ids.shape[0]):
+        functions = [self._attention_function] * len(self._configs)
+        with attention_functions(self._configs, functions), self._linears.fast(token_ids.shape[0]):
             output = self.module.base_model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
             )
@@ -125,8 +149,10 @@ class CausalLM:
 
         Returns two float32 tensors [M], in the order of the labels; differentiable.
         """
-        hidden = self.hidden_states(row.token_ids, row.positions, self.attention.context(row.layout, self.device))
-        return self.token_logprobs(hidden[row.sources], row.labels, temperature)
+        attention = self.attention.context(row.layout, self.device)
+        with activations_on_host() if self._activation_offload else nullcontext():
+            hidden = self.hidden_states(row.token_ids, row.positions, attention)
+            return self.token_logprobs(hidden[row.sources], row.labels, temperature)
 
     def packed_logprobs(
         self, token_ids: Tensor, lengths: Sequence[int], targets: Tensor, temperature: float
@@ -150,7 +176,7 @@ class CausalLM:
         """
         name = type(self.module).__name__
         layout = VERIFY_LAYOUT
-        tokens = (torch.arange(layout.num_tokens, device=self.device) * 7919 + 3) % self.vocab_size
+        tokens = self.verify_row().token_ids
         context = self.attention.context(layout, self.device)
         try:
             mine = self.logits(self.hidden_states(tokens, layout.positions().to(self.device), context))
@@ -172,9 +198,36 @@ class CausalLM:
             )
         return gap
 
+    def verify_row(self) -> PackedRow:
+        """The row that a model is verified on; its labels are the second tokens of its segments."""
+        tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=self.device) * 7919 + 3) % self.vocab_size
+        first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(self.device)
+        return PackedRow(tokens, VERIFY_LAYOUT.positions().to(self.device), tokens[first + 1], first, VERIFY_LAYOUT)
+
     def _plain_logits(self, token_ids: Tensor) -> Tensor:
         logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
+
+
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """The layers of a model that repeat, in order. Raises ModelError where there are none.
+
+    They are what transformers will not split over devices; nothing else shares parameters with them.
+    """
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    found = [block for blocks in lists for block in blocks if _class_names(block) & names]
+    if not found:
+        raise ModelError(
+            f"{type(module).__name__} names no transformer blocks (_no_split_modules={sorted(names)}); it cannot be "
+            f"sharded or compiled block by block"
+        )
+    return found
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    # Sharding puts a class of its own in front of a module's.
+    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def _switch_off_noise(module: nn.Module) -> None:

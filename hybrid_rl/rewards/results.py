@@ -110,17 +110,16 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
     return "\n".join(lines)
 
 
-def check_failure_share(results: Iterable[RewardResult], num_samples: int, max_share: float, step: int) -> None:
+def check_failure_share(
+    num_failed: int, num_samples: int, failures: Sequence[RewardFailure], max_share: float, step: int
+) -> None:
     """Stop the run when too many samples of one training step have no reward.
 
-    `results` are all results of the step, `num_samples` its samples; a share equal to `max_share` passes.
-    Raises RewardError with each function's count, the share, and the first traceback.
+    num_failed of num_samples have none; a share equal to `max_share` passes. Raises RewardError with each function's
+    count, the share, and the first traceback.
     """
-    results = list(results)
-    num_failed = sum(int(np.isnan(result.rewards).sum()) for result in results)
     if num_samples == 0 or num_failed / num_samples <= max_share:
         return
-    failures = [failure for result in results for failure in result.failures]
     raise RewardError(
         f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward, more "
         f"than max_reward_failure_share={max_share}; correct the reward function, or raise max_reward_failure_share "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.errors import NotYetSupportedError
 
 
@@ -24,20 +24,20 @@ class SampleBuffer:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more")
         self.capacity = capacity
         self.max_staleness = max_staleness
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[Batch | BatchRef] = deque()
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: Batch | BatchRef) -> None:
         """Add a batch. Raises ValueError where one waits already that the learner has not taken."""
         if len(self._batches) > self.capacity:
             raise ValueError(f"the buffer of capacity {self.capacity} is full; take a batch first")
         self._batches.append(batch)
 
-    def take(self, version: int) -> Batch:
+    def take(self, version: int) -> Batch | BatchRef:
         """The oldest batch, for a learner at this policy version. Raises ValueError for one that is too stale."""
         if not self._batches:
             raise ValueError("the buffer is empty; collect a batch first")
         batch = self._batches[0]
-        versions = batch["policy_version"].values
+        versions = batch["oldest_version"]
         made = versions[versions >= 0]  # -1: not made by any policy
         staleness = version - int(made.min()) if made.numel() else 0
         if staleness > self.max_staleness:

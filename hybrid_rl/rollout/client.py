@@ -1,23 +1,25 @@
-"""The driver's side of an engine: wherever the engine lives, this is what the driver talks to."""
+"""What makes requests of an engine: wherever it lives, this is what a rollout talks to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from hybrid_rl.controller import WorkerGroup
+from hybrid_rl.controller import mark_progress
 from hybrid_rl.errors import EngineStateError
-from hybrid_rl.rollout.base import EngineStats, FinishedSample, RolloutRequest
+from hybrid_rl.interrupts import interrupt_requested
+from hybrid_rl.rollout.base import EngineStats, FinishedSample, RolloutEngine, RolloutRequest
 
 
 class RolloutClient(Protocol):
-    """What a collector needs of an engine."""
+    """What a rollout needs of an engine."""
 
     def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
         """Run requests to their end, handing out what finished after every engine step. More requests than the engine
         lets wait are fed to it as it gets room.
 
-        Where the consumer stops early, by an error or Ctrl-C, what still runs is aborted: the engine is left empty.
+        Where the consumer stops early, by an error or an interrupt, what still runs is aborted: the engine is left
+        empty. Raises KeyboardInterrupt, between two engine steps, where an interrupt was requested.
         """
         ...
 
@@ -26,11 +28,11 @@ class RolloutClient(Protocol):
         ...
 
 
-class GroupRolloutClient:
-    """A client for engines that live in the workers of a group."""
+class EngineClient:
+    """A client of an engine in this process."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
         self._busy = False
 
     def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
@@ -41,30 +43,34 @@ class GroupRolloutClient:
                 "meanwhile"
             )
         self._busy = True
-        open_requests = num_sent = 0
+        num_sent = num_finished = 0
         try:
-            while open_requests or num_sent < len(requests):
+            while num_finished < len(requests):
+                if interrupt_requested():
+                    raise KeyboardInterrupt
+                mark_progress()
                 if num_sent < len(requests):
                     wave = requests[num_sent : num_sent + self.stats().num_queueable]
-                    self._submit(wave, version)
-                    open_requests += len(wave)
+                    self._engine.submit(wave, version)
                     num_sent += len(wave)
-                finished = self._workers.step()
-                open_requests -= len(finished)
+                finished = self._engine.step()
+                num_finished += len(finished)
                 if finished:
                     yield finished
         finally:
             self._busy = False
-            if open_requests:
-                self._workers.abort_all()
-
-    def _submit(self, requests: Sequence[RolloutRequest], version: int) -> None:
-        try:
-            self._workers.submit(requests, version)
-        except KeyboardInterrupt:
-            self._workers.abort_all()  # the interrupt was held back until they were queued
-            raise
+            if num_finished < num_sent:
+                abort_all(self._engine)
 
     def stats(self) -> EngineStats:
         """See RolloutClient."""
-        return self._workers.engine_stats()
+        return self._engine.stats()
+
+
+def abort_all(engine: RolloutEngine) -> None:
+    """End every request, so that the engine is empty."""
+    engine.pause("abort")
+    try:
+        engine.step()
+    finally:
+        engine.resume()

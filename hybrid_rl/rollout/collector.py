@@ -1,32 +1,26 @@
-"""The collector: everything before learning. Prompts become requests, requests samples, samples rewards, all a
-batch."""
+"""The collector: everything before learning, as the driver sees it. Prompts go to the workers, [N]-sized columns come
+back."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
-from hybrid_rl.rewards import (
-    RewardInput,
-    RewardResult,
-    RewardRunner,
-    TrainerState,
-    check_failure_share,
-    format_failures,
-)
-from hybrid_rl.rollout.base import FinishedSample, RolloutRequest, SamplingParams, derive_seed
-from hybrid_rl.rollout.client import RolloutClient
+from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, format_failures
+from hybrid_rl.rollout.base import SamplingParams
+from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -53,32 +47,21 @@ def generations_of(batch: Batch) -> list[Generation]:
 
 @dataclass
 class Collected:
-    """A batch with what its collection cost and showed. extras: log_extra columns of the reward functions, by
-    sample."""
+    """A batch with what its collection cost and showed. timings: of the slowest rank; logged: means of what reward
+    functions gave to log_metric."""
 
-    batch: Batch
+    batch: Batch | BatchRef
     timings: Timings
     metrics: dict[str, float] = field(default_factory=dict)
-    extras: dict[str, dict[int, Any]] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
 
 class Collector:
-    """Collects scored samples. decode: token ids to text without special tokens; seed: of every sample's noise."""
+    """Collects scored samples from a worker group. reward_names: of the reward functions."""
 
-    def __init__(
-        self,
-        client: RolloutClient,
-        rewards: RewardRunner | None,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        seed: int,
-        max_failure_share: float,
-    ) -> None:
-        self._client = client
-        self._rewards = rewards
-        self._decode = decode
-        self._seed = seed
+    def __init__(self, workers: WorkerGroup, reward_names: Sequence[str], *, max_failure_share: float) -> None:
+        self._workers = workers
+        self._names = tuple(reward_names)
         self._max_failure_share = max_failure_share
         self._next_id = 0
 
@@ -109,132 +92,85 @@ class Collector:
         state: TrainerState,
         *,
         purpose: str,
+        is_scored: bool = True,
     ) -> Collected:
         """Samples for these prompts, group by group, scored while others are still being generated."""
-        timings = Timings()
-        requests = self._requests(rows, num_generations, params, purpose)
-        first = requests[0].id
-        finished: dict[int, FinishedSample] = {}
-        texts: dict[int, str] = {}
-        futures: list[Future[RewardResult]] = []
-        with timings.measure("rollout"):
-            for events in self._client.stream(requests, version):
-                keys = [event.id - first for event in events]
-                finished.update(zip(keys, events, strict=True))
-                texts.update((key, self._decode(finished[key].completion_ids)) for key in keys)
-                if self._rewards is not None:
-                    inputs = [
-                        _reward_input(key, rows[key // num_generations], finished[key], texts[key]) for key in keys
-                    ]
-                    futures.append(self._rewards.submit(inputs, state))
-        samples = [finished[key] for key in range(len(requests))]
-        columns = _sample_columns(rows, samples, num_generations, first_group=first)
-        columns["completion"] = [texts[key] for key in range(len(requests))]
-        metrics = _length_metrics(samples)
-        extras: dict[str, dict[int, Any]] = {}
-        logged: dict[str, float] = {}
-        if self._rewards is not None:
-            with timings.measure("reward"):
-                results = [future.result() for future in futures]
-            columns.update(self._reward_columns(results, len(samples), state, purpose))
-            of_rewards, logged = self._reward_metrics(results, columns["rewards"], num_generations)
-            metrics.update(of_rewards)
-            for result in results:
-                for column, by_key in result.extras.items():
-                    extras.setdefault(column, {}).update(by_key)
-        return Collected(Batch(columns), timings, metrics, extras, logged)
-
-    def _requests(
-        self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, purpose: str
-    ) -> list[RolloutRequest]:
-        first = self._next_id
+        call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
         self._next_id += len(rows) * num_generations
-        requests = []
-        for group, row in enumerate(rows):
-            for generation in range(num_generations):
-                own = SamplingParams(
-                    **{**vars(params), "seed": derive_seed(self._seed, params.seed, purpose, group, generation)}
-                )
-                identity = first + group * num_generations + generation
-                requests.append(RolloutRequest(identity, tuple(row.prompt_ids), own, group=first + group))
-        return requests
+        tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
+        batch, reports = self._workers.rollout(tasks, call)
+        batch = _in_order(batch)
+        timings = Timings()
+        for name in ("rollout", "reward"):
+            timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        metrics = length_metrics(batch)
+        logged = MetricSums()
+        if is_scored:
+            self._check_failures(batch, reports, call)
+            metrics.update(self.reward_metrics(batch))
+            for report in reports:
+                logged.merge(report.logged)
+        return Collected(batch, timings, metrics, logged.result())
 
-    def _reward_columns(
-        self, results: list[RewardResult], num_samples: int, state: TrainerState, purpose: str
-    ) -> dict[str, Any]:
-        check_failure_share(results, num_samples, self._max_failure_share, state.global_step)
-        failures = [failure for result in results for failure in result.failures]
+    def _check_failures(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+        failures: list[RewardFailure] = [failure for report in reports for failure in report.failures]
+        num_failed = int(batch["rewards"].isnan().sum())
+        check_failure_share(num_failed, batch.num_samples, failures, self._max_failure_share, call.state.global_step)
         if failures:
             logger.warning(
-                "%s: %d samples have no reward and are masked\n%s",
-                purpose,
-                len({f.key for f in failures}),
-                format_failures(failures),
+                "%s: %d samples have no reward and are masked\n%s", call.purpose, num_failed, format_failures(failures)
             )
-        rewards = torch.full((num_samples,), math.nan, dtype=torch.float64)
-        values = np.full((num_samples, results[0].values.shape[1] if results else 0), np.nan)
-        for result in results:
-            rewards[result.keys] = torch.from_numpy(result.rewards)
-            values[result.keys] = result.values
-        return {"rewards": rewards, "function_rewards": values.tolist()}
 
-    def _reward_metrics(
-        self, results: list[RewardResult], rewards: torch.Tensor, num_generations: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Our metrics of the rewards, and the means of what the functions logged."""
-        assert self._rewards is not None
+    def reward_metrics(self, batch: Batch | BatchRef) -> dict[str, float]:
+        """Metrics of the rewards of a batch of whole groups."""
         metrics: dict[str, float] = {}
-        values = np.concatenate([result.values for result in results])
-        for index, name in enumerate(self._rewards.names):
-            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(
-                torch.from_numpy(values[:, index])
-            )
-        metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
-        groups = rewards.view(-1, num_generations)
-        low = groups.nan_to_num(math.inf).amin(1)
-        high = groups.nan_to_num(-math.inf).amax(1)
-        metrics["frac_reward_zero_std"] = float((high <= low).double().mean())
-        metrics["rewards/num_failed"] = float(rewards.isnan().sum())
-        logged = MetricSums()
-        for result in results:
-            for name, numbers in result.metrics.items():
-                logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))
-        return metrics, logged.result()
+        values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(self._names))
+        for name, column in zip(self._names, values.T, strict=True):
+            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
+        return metrics | rewards_of(batch)
 
 
-def _reward_input(key: int, row: PromptRow, sample: FinishedSample, text: str) -> RewardInput:
-    return RewardInput(key, row.prompt, text, sample.completion_ids, row.columns)
+def replay(folder: Path, step: int, num_prompts: int, version: int) -> Collected:
+    """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
 
-
-def _sample_columns(
-    rows: Sequence[PromptRow], samples: list[FinishedSample], num_generations: int, *, first_group: int
-) -> dict[str, Any]:
-    completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
-    per_sample = [row for row in rows for _ in range(num_generations)]
-
-    def aligned(name: str, dtype: torch.dtype) -> Jagged:
-        return completions.with_values(
-            torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
+    Raises DataError where there is none, or one of another number of prompts.
+    """
+    timings = Timings()
+    with timings.measure("rollout"):
+        saved = load_rollout(folder, step)
+    found = len(saved.group_rows())
+    if found != num_prompts:
+        raise DataError(
+            f"{folder}: the rollout of step {step} has {found} prompts, but prompts_per_step={num_prompts}; set it to "
+            f"{found}"
         )
-
-    return {
-        "prompt_ids": Jagged.from_rows([list(row.prompt_ids) for row in per_sample], torch.int64),
-        "completion_ids": completions,
-        "completion_mask": completions.with_values(torch.ones_like(completions.values, dtype=torch.bool)),
-        "rollout_logprobs": aligned("logprobs", torch.float32),
-        "policy_version": aligned("versions", torch.int64),
-        "group": torch.arange(len(samples)) // num_generations + first_group,
-        "trajectory": torch.arange(len(samples)) + first_group,
-        "turn": torch.zeros(len(samples), dtype=torch.int64),
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "prompt": [row.prompt for row in per_sample],
-        "row": [dict(row.columns) for row in per_sample],
-    }
+    batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
+    return Collected(batch, timings, length_metrics(batch) | rewards_of(batch))
 
 
-def _length_metrics(samples: list[FinishedSample]) -> dict[str, float]:
-    lengths = torch.tensor([len(sample.completion_ids) for sample in samples], dtype=torch.float64)
-    ended = torch.tensor([sample.finish_reason == "stop" for sample in samples])
+def rewards_of(batch: Batch | BatchRef) -> dict[str, float]:
+    """Metrics of the joined rewards of a batch of whole groups."""
+    rewards = batch["rewards"]
+    metrics = dict(zip(("reward", "reward_std"), mean_and_std(rewards), strict=True))
+    _, group = batch["group"].unique(return_inverse=True)
+    unset = torch.full((int(group.max()) + 1,), math.inf, dtype=torch.float64)
+    low = unset.scatter_reduce(0, group, rewards.nan_to_num(math.inf), "amin")
+    high = (-unset).scatter_reduce(0, group, rewards.nan_to_num(-math.inf), "amax")
+    metrics["frac_reward_zero_std"] = float((high <= low).double().mean())
+    metrics["rewards/num_failed"] = float(rewards.isnan().sum())
+    return metrics
+
+
+def _in_order(batch: Batch | BatchRef) -> Batch | BatchRef:
+    """Samples by trajectory: prompt by prompt, whichever rank made them."""
+    order = batch["trajectory"].argsort()
+    return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
+
+
+def length_metrics(batch: Batch | BatchRef) -> dict[str, float]:
+    """Metrics of the completions' lengths and ends."""
+    lengths = batch["completion_length"].double()
+    ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])
     metrics = {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

@@ -1,5 +1,7 @@
 """Workers: what runs on a rank."""
 
-from hybrid_rl.workers.hybrid import HybridWorker, WorkerSetup
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.reference import ReferenceWorker
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 
-__all__ = ["HybridWorker", "WorkerSetup"]
+__all__ = ["HybridWorker", "ReferenceWorker", "RewardSetup", "WorkerSetup"]

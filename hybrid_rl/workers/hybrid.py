@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import socket
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.batch import Batch
-from hybrid_rl.checkpoint import read_optimizer, write_checkpoint
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.checkpoint import write_checkpoint
 from hybrid_rl.config.schema import InPlaceRolloutConfig
-from hybrid_rl.controller import dispatch
+from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError, HandoffError, NotYetSupportedError
-from hybrid_rl.metrics import now
-from hybrid_rl.models import CausalLM
+from hybrid_rl.metrics import MetricSums, now
+from hybrid_rl.report import JsonLines
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.rollout import EngineStats, FinishedSample, RolloutRequest, SamplingParams, generate
+from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import KV_CACHE
+from hybrid_rl.rollout.client import EngineClient
 from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.workers.actor import Actor
-from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.base import WorkerBase, rank_plan
+from hybrid_rl.workers.build import build_model, gathered_bytes, generating_model
+from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
     ACTOR,
+    ENGINE_WEIGHTS,
     OPTIMIZER,
     REFERENCE,
+    engine_weights_resident,
     kv_cache_resident,
     module_resident,
     optimizer_resident,
 )
+from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.step import options_of
 
-GENERATING = frozenset({ACTOR, KV_CACHE})
+GENERATING = frozenset({ACTOR, ENGINE_WEIGHTS, KV_CACHE})
 TRAINING = frozenset({ACTOR, OPTIMIZER})
 SCORING = frozenset({ACTOR, REFERENCE})
 
@@ -45,59 +51,63 @@ PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a rank needs to build itself. probe_ids: the prompt on which engine and trainer are compared; decode: token
-    ids to text, in which stop strings are looked for."""
-
-    module: PreTrainedModel
-    config: TrainerConfig
-    num_optimizer_steps: int
-    max_length: int
-    probe_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str] | None = None
+def num_ranks_of_host(context: RankContext) -> int:
+    """Ranks that share the host memory from which this rank takes what is not on an accelerator."""
+    return context.gather(socket.gethostname()).count(socket.gethostname()) if context.device.type == "cpu" else 1
 
 
 class HybridWorker(WorkerBase):
     """One rank that trains and generates with the same weights."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        super().__init__()
+    def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
+        super().__init__(context)
         config = setup.config
         self._config = config
         self._probe_ids = setup.probe_ids
+        self._tokenizer = setup.tokenizer
         self._algorithm = ALGORITHMS[config.algorithm.name]
-        model = CausalLM(setup.module, config.model.attention)
+        model = build_model(setup.model, config, context, is_trained=True)
         model.check_length(setup.max_length)
         model.verify()
-        needs_reference = config.algorithm.beta > 0 or "ref_logprobs" in self._algorithm.needs
-        self._reference = Reference(model) if needs_reference else None
-        self._actor = Actor(model, self._algorithm, config, num_optimizer_steps=setup.num_optimizer_steps)
+        self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
+        self._actor = Actor(model, self._algorithm, config, context, num_optimizer_steps=setup.num_optimizer_steps)
         if not isinstance(config.rollout, InPlaceRolloutConfig):
             raise NotYetSupportedError(f"rollout.engine={config.rollout.engine} does not work yet; use inplace")
-        self._engine = InPlaceEngine(
-            model, config.rollout.inplace, max_length=setup.max_length, decode=setup.decode
-        )
+        with generating_model(model) as plain:
+            self._engine = InPlaceEngine(
+                plain,
+                config.rollout.inplace,
+                max_length=setup.max_length,
+                decode=setup.decode,
+                memory_share=1 / num_ranks_of_host(context),
+            )
         if self._engine.kv_cache_tokens < setup.max_length:
             raise ConfigError(
                 f"kv_cache_memory_bytes={config.rollout.inplace.kv_cache_memory_bytes} holds "
                 f"{self._engine.kv_cache_tokens} tokens, but prompt and completion may take {setup.max_length}; "
                 f"raise it, leave it out, or lower max_completion_length"
             )
+        self._rewards = setup.rewards.runner(config)
+        self._samples: JsonLines | None = None
+        self._rollout = ScoredRollout(EngineClient(self._engine), self._rewards, setup.decode, seed=config.seed)
         self.leases.add(module_resident(ACTOR, model.module))
         self.leases.add(optimizer_resident(self._actor.optimizer))
         # Without a KL term the reference is a resident of no bytes, so that one declaration of needs serves both cases.
         self.leases.add(
             module_resident(REFERENCE, self._reference.model.module if self._reference else torch.nn.Module())
         )
+        self.leases.add(engine_weights_resident(model))
         self.leases.add(kv_cache_resident(self._engine))
 
     # ------------------------------------------------------------------------------------------------ training
 
+    def _plan(self, batch: Batch, step: int) -> Plan:
+        return rank_plan(batch, step, self._config, self._context, self._actor.model.device)
+
     @dispatch(split="groups", collect="concat", needs=SCORING)
     def score(self, batch: Batch, step: int) -> Batch:
         """Add the logprobs that the algorithm needs: old_logprobs (recompute, rollout) and ref_logprobs."""
-        plan = self._actor.plan(batch, step)
+        plan = self._plan(batch, step)
         mode = self._config.algorithm.old_logprobs
         if mode == "recompute":
             batch = batch.with_columns(old_logprobs=self._actor.logprobs(batch, plan))
@@ -111,20 +121,23 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="concat")
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages, one per completion token; needs whole groups."""
-        per_sample = self._algorithm.advantage(
-            batch["rewards"], batch["group"], **options_of(self._config.algorithm, self._algorithm.advantage_options)
-        )
+        # Of all ranks: some algorithms compare with the whole batch. [N] numbers each.
+        everywhere = self._context.gather((batch["rewards"], batch["group"]))
+        rewards, groups = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
+        options = options_of(self._config.algorithm, self._algorithm.advantage_options)
+        start = sum(len(mine) for mine, _ in everywhere[: self._context.rank])
+        per_sample = self._algorithm.advantage(rewards, groups, **options)[start : start + batch.num_samples]
         completions = batch["completion_ids"]
         return batch.with_columns(advantages=completions.with_values(per_sample.float()[completions.row_index()]))
 
-    @dispatch(split="groups", collect="leader", needs=TRAINING)
-    def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """All optimizer steps of a training step."""
-        return self._actor.update(batch, self._actor.plan(batch, step))
+    @dispatch(split="groups", collect="all", needs=TRAINING)
+    def update(self, batch: Batch, step: int) -> MetricSums:
+        """All optimizer steps of a training step; this rank's part of their metrics."""
+        return self._actor.update(batch, self._plan(batch, step))
 
     # ------------------------------------------------------------------------------------------------- rollout
 
-    @dispatch(collect="leader", needs=GENERATING)
+    @dispatch(collect="all", needs=GENERATING)
     def publish_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engine as this policy version, and prove on a probe that it uses them.
 
@@ -134,7 +147,7 @@ class HybridWorker(WorkerBase):
         report = self._engine.update_weights(TensorSource.of(self._actor.model.module), version)
         metrics = {
             "handoff/version": float(report.version),
-            "handoff/bytes": float(report.num_bytes),
+            "handoff/bytes": float(report.num_bytes + gathered_bytes(self._actor.model)),
             "timing/handoff": report.seconds,
         }
         every = self._config.rollout.probe_steps
@@ -164,43 +177,55 @@ class HybridWorker(WorkerBase):
             )
         return gap
 
-    @dispatch(collect="leader", needs=GENERATING)
-    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
-        """Queue requests for weights of this version."""
-        return self._engine.submit(requests, version)
+    @dispatch(split="items", collect="concat", needs=GENERATING)
+    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """Scored samples of this rank's prompts."""
+        return self._rollout.run(tasks, call)
 
-    @dispatch(collect="leader", needs=GENERATING)
-    def step(self) -> list[FinishedSample]:
-        """One engine step; what finished."""
-        return self._engine.step()
+    # --------------------------------------------------------------------------------------------- samples as text
 
-    @dispatch(collect="leader", needs=GENERATING)
-    def abort_all(self) -> list[FinishedSample]:
-        """End every request and return them, so that the engine is empty."""
-        self._engine.pause("abort")
-        try:
-            return self._engine.step()
-        finally:
-            self._engine.resume()
+    @dispatch(split="groups", collect="leader", objects=True)
+    def log_samples(self, batch: Batch, step: int, folder: Path) -> None:
+        """Append this rank's samples to a file of its own in the run folder; what cannot be written now waits."""
+        name = "samples.jsonl" if self._context.num_ranks == 1 else f"samples-rank{self._context.rank}.jsonl"
+        if self._samples is None:
+            self._samples = JsonLines(folder / name)
+        self._samples.write(sample_records(step, batch, self._rewards.names))
+
+    @dispatch(collect="all")
+    def flush_samples(self) -> Path | None:
+        """Write what waits; the file where that fails."""
+        return None if self._samples is None or self._samples.flush() else self._samples.path
+
+    @dispatch(split="groups", collect="leader", objects=True)
+    def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:
+        """Write this rank's samples so that they can be replayed."""
+        save_rollout(folder, step, self._context.rank, self._context.num_ranks, batch)
 
     @dispatch(collect="leader")
     def engine_stats(self) -> EngineStats:
         """Counters of the engine."""
         return self._engine.stats()
 
+    def close(self) -> None:
+        """Stop scoring."""
+        self._rewards.close()
+
     # --------------------------------------------------------------------------------------------- checkpoints
 
     @dispatch(collect="leader", needs=TRAINING)
-    def save(self, folder: Path, state: dict[str, Any], tokenizer: Any) -> None:
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state."""
 
         def save_model(target: Path) -> None:
             self._actor.save_model(target)
-            tokenizer.save_pretrained(target)
+            if self._context.rank == 0:
+                self._tokenizer.save_pretrained(target)
 
-        write_checkpoint(folder, save_model, self._actor.optimizer.state_dict(), state)
+        optimizer = self._actor.optimizer_state()
+        write_checkpoint(folder, save_model, optimizer, state, rank=self._context.rank, gather=self._context.gather)
 
     @dispatch(collect="leader", needs=TRAINING)
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
-        self._actor.load(folder, read_optimizer(folder))
+        self._actor.load(folder)

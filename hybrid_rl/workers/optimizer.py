@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from hybrid_rl.config import OptimizerConfig
-from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 
-HYPERPARAMETERS = ("betas", "eps", "weight_decay")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """Updates a module's parameters.
+    """Updates a module's parameters, of sharded ones this rank's part.
 
-    fp32 parameters are updated as they are. Others get fp32 masters and fp32 gradient accumulators, so that neither
-    small updates nor small gradients are lost; the parameters are rounded copies of the masters. Weight decay applies
-    to matrices only, not to biases and norms.
+    fp32 parameters are updated as they are. Smaller ones get fp32 masters and fp32 gradient accumulators, so that
+    neither small updates nor small gradients are lost; the parameters are rounded copies of the masters. Weight decay
+    applies to matrices only, not to biases and norms.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, *, num_optimizer_steps: int) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
-        self._shapes = [(p.shape, p.dtype) for p in self._parameters]
-        self._has_masters = any(p.dtype != torch.float32 for p in self._parameters)
-        self._targets = [p.detach().float().clone() if self._has_masters else p for p in self._parameters]
-        matrices = [t for t in self._targets if t.dim() >= 2]
-        vectors = [t for t in self._targets if t.dim() < 2]
+        self._shapes = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
+        self._has_masters = any(p.dtype.itemsize < torch.float32.itemsize for p in self._parameters.values())
+        self._mesh = _mesh_of(self._parameters)
+        # What AdamW updates: plain tensors, without the cost of DTensor operations.
+        local = {name: _local(p.detach()) for name, p in self._parameters.items()}
+        self._targets = {name: t.float().clone() for name, t in local.items()} if self._has_masters else local
+        matrices = [t for t in self._targets.values() if t.dim() >= 2]
+        vectors = [t for t in self._targets.values() if t.dim() < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._max_grad_norm = config.max_grad_norm
         self._adamw = torch.optim.AdamW(
@@ -41,6 +47,10 @@ class Optimizer:
             eps=config.adam_epsilon,
             fused=True,
         )
+        for target in self._targets.values():
+            step = torch.zeros((), dtype=torch.float32, device=target.device)
+            moments = {moment: torch.zeros_like(target) for moment in MOMENTS}
+            self._adamw.state[target] = {"step": step, **moments}
         self._schedule = get_scheduler(
             config.lr_scheduler_type,
             self._adamw,
@@ -55,52 +65,54 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of masters and Adam moments."""
-        moments = sum(
-            value.numel() * value.element_size()
-            for state in self._adamw.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return moments + (sum(t.numel() * t.element_size() for t in self._targets) if self._has_masters else 0)
+        """Bytes of masters and Adam moments on this rank."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Masters, Adam moments and step counters of this rank: the memory itself, plain tensors."""
+        own = list(self._targets.values()) if self._has_masters else []
+        return own + [tensor for target in self._targets.values() for tensor in self._adamw.state[target].values()]
 
     def accumulate(self) -> None:
         """Take the gradients of one backward pass into the fp32 accumulators. Call after every micro-batch."""
         if not self._has_masters:
             return
-        for parameter, target in zip(self._parameters, self._targets, strict=True):
+        for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                gradient = parameter.grad.float()
+                target, gradient = self._targets[name], _local(parameter.grad).float()
                 target.grad = gradient if target.grad is None else target.grad.add_(gradient)
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The accumulated gradients, in the order of the parameters; zeros where there is none."""
-        return [torch.zeros_like(t) if t.grad is None else t.grad for t in self._targets]
+        """The accumulated gradients on this rank, in the order of the parameters; zeros where there is none."""
+        self._collect()
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in self._targets.values()]
 
+    @torch.no_grad()
     def step(self) -> tuple[float, bool]:
-        """Clip, update, advance the schedule and clear the gradients.
+        """Clip, update, advance the schedule and clear the gradients. Collective over shards.
 
-        Returns the gradient norm before clipping and whether the weights were updated: where the norm is not finite
-        they are left alone, the moments too; the schedule advances all the same, so that its end stays where it was
-        planned. Raises ModelError where parameters are no longer those that the optimizer was made for.
+        Returns the gradient norm before clipping and whether the weights were updated, the same on every rank: where
+        the norm is not finite they are left alone, the moments too; the schedule advances all the same, so that its end
+        stays where it was planned. Raises ModelError where parameters are no longer those that the optimizer was made
+        for.
         """
-        if [(p.shape, p.dtype) for p in self._parameters] != self._shapes:
+        if {name: (p.shape, p.dtype) for name, p in self._parameters.items()} != self._shapes:
             raise ModelError(
                 "parameters changed shape or dtype since the trainer was made (resize_token_embeddings, .to(dtype)?); "
                 "change the model first, then make a new Trainer"
             )
-        gradients = [t.grad for t in self._targets if t.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        self._collect()
+        targets = list(self._targets.values())
+        norm = self._grad_norm([t.grad for t in targets if t.grad is not None])
         updated = bool(norm.isfinite())
         if updated:
-            if self._max_grad_norm is not None and gradients:
-                torch.nn.utils.clip_grads_with_norm_(self._targets, self._max_grad_norm, norm)
+            if self._max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(targets, self._max_grad_norm, norm)
             self._adamw.step()
             if self._has_masters:
-                with torch.no_grad():
-                    for parameter, target in zip(self._parameters, self._targets, strict=True):
-                        parameter.copy_(target)
+                for name, parameter in self._parameters.items():
+                    _local(parameter).copy_(self._targets[name])
         else:
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
             # instead.
@@ -109,31 +121,87 @@ class Optimizer:
         self.clear()
         return float(norm), updated
 
+    def _collect(self) -> None:
+        """Point targets at the parameters' present memory and gradients."""
+        if self._has_masters:
+            return
+        for name, parameter in self._parameters.items():
+            target = self._targets[name]
+            target.data = _local(parameter.detach())
+            target.grad = None if parameter.grad is None else _local(parameter.grad)
+
+    def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
+        """L2 norm over all ranks, float32 []. Every rank gets the same bits: clipping must not let replicas drift."""
+        device = next(iter(self._targets.values())).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if gradients:
+            total += torch.stack(torch._foreach_norm(gradients)).double().square().sum()  # type: ignore[attr-defined]
+        if self._mesh is not None:
+            for axis in reversed(range(self._mesh.ndim)):  # shards first; then replicas, which hold the same
+                dist.all_reduce(total, group=self._mesh.get_group(axis))
+            total /= self._mesh.size() / self._mesh.size(-1)
+        return total.sqrt().float()
+
     def clear(self) -> None:
         """Forget accumulated gradients."""
-        for tensor in (*self._parameters, *self._targets):
+        for tensor in (*self._parameters.values(), *self._targets.values()):
             tensor.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, masters included."""
-        masters = [t.clone() for t in self._targets] if self._has_masters else []
-        return {"adamw": self._adamw.state_dict(), "schedule": self._schedule.state_dict(), "masters": masters}
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Everything that a resumed run needs, by parameter name: the moments `exp_avg` and `exp_avg_sq`, the updates
+        done `step`, `master` (empty without masters), and `schedule`.
+
+        The tensors are the optimizer's own memory, of sharded parameters as DTensors of their mesh and placements.
+        """
+        states = {name: self._adamw.state[target] for name, target in self._targets.items()}
+        masters = self._targets if self._has_masters else {}
+        return {
+            **{kind: {name: self._wrapped(name, state[kind]) for name, state in states.items()} for kind in MOMENTS},
+            "step": {name: state["step"] for name, state in states.items()},
+            "master": {name: self._wrapped(name, master) for name, master in masters.items()},
+            "schedule": {"last_epoch": self._schedule.last_epoch},
+        }
+
+    def _wrapped(self, name: str, local: Tensor) -> Tensor:
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue from `state_dict()`: moments, masters and the number of optimizer steps done.
 
         Learning rate, schedule, betas and weight decay are those of this run's config, also where they were changed.
+        Raises CheckpointError, before anything is changed, where the state is of another model or another sharding.
         """
-        groups = [{name: group[name] for name in HYPERPARAMETERS} for group in self._adamw.param_groups]
-        self._adamw.load_state_dict(state["adamw"])
+        own = self.state_dict()
+        for kind in (*MOMENTS, "step", "master"):
+            theirs = {name: tuple(_local(value).shape) for name, value in state.get(kind, {}).items()}
+            mine = {name: tuple(_local(value).shape) for name, value in own[kind].items()}
+            if theirs != mine:
+                differing = sorted(set(theirs.items()) ^ set(mine.items()))
+                raise CheckpointError(
+                    f"the optimizer's state is of another model, dtype or number of ranks: {kind!r} differs in "
+                    f"{len(differing)} entries, e.g. {differing[0]}"
+                )
+        for kind in (*MOMENTS, "step", "master"):
+            for name, value in state.get(kind, {}).items():
+                _local(own[kind][name]).copy_(_local(value))
         num_steps = state["schedule"]["last_epoch"]
         rates = [
             base * factor(num_steps)
             for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
         ]
-        for group, own, rate in zip(self._adamw.param_groups, groups, rates, strict=True):
-            group.update(own, lr=rate)
+        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+            group["lr"] = rate
         self._schedule.load_state_dict(
             {
                 "last_epoch": num_steps,
@@ -142,5 +210,16 @@ class Optimizer:
                 "lr_lambdas": [None] * len(rates),
             }
         )
-        for target, master in zip(self._targets, state["masters"], strict=self._has_masters):
-            target.copy_(master)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor: the memory itself."""
+    return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+
+
+def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:
+    """The mesh that the parameters are sharded over, None for plain ones."""
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters.values()}
+    if len(meshes) > 1:
+        raise ModelError("trainable parameters lie on several meshes; shard the whole model over one")
+    return meshes.pop()

@@ -1,4 +1,4 @@
-"""How a batch is cut: mini-batches of whole groups, micro-batches under a token cap.
+"""How a rank's samples are cut: into the mini-batches that the driver assigned, and micro-batches under a token cap.
 
 A pure function of the batch, so that the pass that computes logprobs and the pass that updates use the same plan and
 see bit for bit the same numbers.
@@ -10,26 +10,33 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.data import pack_by_tokens
+from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
 
 Plan = list[list[list[int]]]  # mini-batches of micro-batches of sample indices
 
 
-def make_plan(batch: Batch, *, prompts_per_mini_batch: int, tokens_per_micro_batch: int, seed: int) -> Plan:
-    """Cut a batch. Groups are put in an order that `seed` decides; samples of a micro-batch run from long to short, so
-    that equal lengths lie side by side.
+def make_plan(batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: int, seed: int) -> Plan:
+    """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
+    `mini_batch` says so, none where this rank has no such sample. A batch without that column is one mini-batch.
 
     No micro-batch computes more than tokens_per_micro_batch tokens, a prompt that samples share counted once. Samples
-    of one prompt stay together where they fit.
+    of one prompt stay together where they fit. Samples of a micro-batch run from long to short, so that equal lengths
+    lie side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
+
+    Raises DataError for a sample over the cap and for a mini-batch that does not exist.
     """
+    minis = _mini_batches(batch, num_mini_batches)
     groups = batch.group_rows()
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     prompts, completions = batch["prompt_ids"].lengths.tolist(), batch["completion_ids"].lengths.tolist()
+    rows_of: list[list[int]] = [[] for _ in range(num_mini_batches)]
+    for row in (row for group in order for row in groups[group]):
+        rows_of[minis[row]].append(row)
     plan: Plan = []
-    for start in range(0, len(order), prompts_per_mini_batch):
-        rows = [row for group in order[start : start + prompts_per_mini_batch] for row in groups[group]]
+    for rows in rows_of:
         pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
         for members in prompt_groups(batch["prompt_ids"], rows):
             prompt = prompts[members[0]]
@@ -40,6 +47,60 @@ def make_plan(batch: Batch, *, prompts_per_mini_batch: int, tokens_per_micro_bat
         micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
         plan.append([sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros])
     return plan
+
+
+def num_micro_batches(plan: Plan) -> list[int]:
+    """Micro-batches of each mini-batch."""
+    return [len(mini) for mini in plan]
+
+
+def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
+    """The plan with as many micro-batches in every mini-batch as the rank with the most has there.
+
+    Ranks that compute together must run equally many forwards; what is added is empty, [], see `micro_batch`.
+
+    counts: `num_micro_batches` of every rank. Raises DataError where they are of different numbers of mini-batches.
+    """
+    lengths = sorted({len(plan), *map(len, counts)})
+    if len(lengths) > 1:
+        raise DataError(f"ranks have plans of {lengths} mini-batches; give make_plan one num_mini_batches on all ranks")
+    most = [max(numbers) for numbers in zip(*counts, strict=True)]
+    return [[*mini, *([] for _ in range(number - len(mini)))] for mini, number in zip(plan, most, strict=True)]
+
+
+def micro_batch(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The samples of a micro-batch; for an empty one a sample of weight zero with the columns of `batch`.
+
+    That sample has one token of prompt and one of completion, which no policy made: loss and gradient are 0, but every
+    parameter takes part in forward and backward.
+    """
+    return batch.select(rows) if rows else Batch({name: _masked(name, column) for name, column in batch.items()})
+
+
+def _masked(name: str, column: Column) -> Column:
+    """One sample that holds what the field table says for where nothing was produced, and zeros elsewhere."""
+    if isinstance(column, list):
+        return [None]
+    value = FIELDS[name].masked or 0
+    if isinstance(column, Jagged):
+        return Jagged(column.values.new_full((1, *column.values.shape[1:]), value), torch.tensor([0, 1]))
+    return column.new_full((1,), value)
+
+
+def _mini_batches(batch: Batch, num_mini_batches: int) -> list[int]:
+    """The mini-batch of each sample."""
+    if "mini_batch" not in batch:
+        if num_mini_batches != 1:
+            raise DataError(f"a batch without the column mini_batch is 1 mini-batch, not {num_mini_batches}; add it")
+        return [0] * batch.num_samples
+    minis: list[int] = batch["mini_batch"].tolist()
+    wrong = [row for row, mini in enumerate(minis) if not 0 <= mini < num_mini_batches]
+    if wrong:
+        raise DataError(
+            f"sample {wrong[0]} is in mini-batch {minis[wrong[0]]}, but there are {num_mini_batches}, from 0: assign "
+            f"mini-batches and count them with the same prompts_per_mini_batch"
+        )
+    return minis
 
 
 def _cut_group(prompt: int, completions: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import copy
 
+from transformers import PreTrainedModel
+
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.workers.base import WorkerBase, rank_plan
+from hybrid_rl.workers.build import build_model
 from hybrid_rl.workers.plan import Plan
+from hybrid_rl.workers.residents import REFERENCE, module_resident
+from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.step import batch_logprobs
 
 
 class Reference:
-    """A frozen copy of a model."""
+    """A frozen copy of a model: of a module in this process, or built anew from the recipe."""
 
-    def __init__(self, model: CausalLM) -> None:
-        self.model = CausalLM(copy.deepcopy(model.module).requires_grad_(False), model.attention.name)
+    def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
+        if isinstance(model, PreTrainedModel):
+            model = copy.deepcopy(model).requires_grad_(False)
+        self.model: CausalLM = build_model(model, config, context, is_trained=False)
 
     def logprobs(self, batch: Batch, plan: Plan, temperature: float) -> Jagged:
         """ln p of the completion tokens under the reference, at the policy's temperature."""
         return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], temperature)
+
+
+class ReferenceWorker(WorkerBase):
+    """One rank of a pool that holds the reference model alone."""
+
+    def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
+        super().__init__(context)
+        self._config = setup.config
+        self._reference = Reference(setup.model, setup.config, context)
+        self.leases.add(module_resident(REFERENCE, self._reference.model.module))
+
+    @dispatch(split="groups", collect="concat", needs=frozenset({REFERENCE}))
+    def score(self, batch: Batch, step: int) -> Batch:
+        """Add ref_logprobs."""
+        plan = rank_plan(batch, step, self._config, self._context, self._reference.model.device)
+        temperature = self._config.rollout.temperature
+        return batch.with_columns(ref_logprobs=self._reference.logprobs(batch, plan, temperature))

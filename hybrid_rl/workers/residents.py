@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_rl.memory import Resident
+from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
 from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.workers.build import gathered_bytes
+from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.optimizer import Optimizer
 
 ACTOR = "actor"
+ENGINE_WEIGHTS = "engine_weights"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference"
 
 
 def module_resident(tag: str, module: nn.Module) -> Resident:
     """Weights that stay: with one rank in host memory there is no other place for them to go."""
-    return Resident(tag, lambda: sum(p.numel() * p.element_size() for p in module.parameters()))
+    return Resident(tag, lambda: sum(_local_bytes(p) for p in module.parameters()))
 
 
 def optimizer_resident(optimizer: Optimizer) -> Resident:
     """Masters and Adam moments; they stay, as above."""
     return Resident(OPTIMIZER, lambda: optimizer.num_bytes)
+
+
+def engine_weights_resident(model: CausalLM) -> Resident:
+    """What the in-place engine decodes from beside the actor: the full weights, gathered for the rollout phase where
+    the actor is sharded; nothing where it is not."""
+    if not isinstance(model, ShardedCausalLM):
+        return Resident(ENGINE_WEIGHTS, lambda: 0)
+    twin = model.twin
+    return Resident(
+        ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=twin.release, wake=twin.bind
+    )
+
+
+def _local_bytes(parameter: Tensor) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
 
 
 def kv_cache_resident(engine: InPlaceEngine) -> Resident:

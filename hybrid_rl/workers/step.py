@@ -12,8 +12,10 @@ from torch import Tensor
 from hybrid_rl.algos import Algorithm, PolicyLoss, kl_estimate, row_mean, token_weights
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import AlgorithmConfig
+from hybrid_rl.controller import mark_progress
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.workers.plan import micro_batch
 
 
 def micro_batch_logprobs(model: CausalLM, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -29,9 +31,10 @@ def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: Sequence[Sequen
     values = torch.zeros(completions.values.shape[0], dtype=torch.float32)
     place = completions.with_values(torch.arange(completions.values.shape[0]))
     for rows in micro_batches:
-        index = torch.as_tensor(rows)
-        logprobs, _ = micro_batch_logprobs(model, batch.select(index), temperature)
-        values[place.select(index).values] = logprobs.float().cpu()
+        mark_progress()
+        logprobs, _ = micro_batch_logprobs(model, micro_batch(batch, rows), temperature)
+        if rows:
+            values[place.select(torch.as_tensor(rows)).values] = logprobs.float().cpu()
     return completions.with_values(values)
 
 
@@ -54,9 +57,12 @@ class Counts:
 
     @classmethod
     def of(cls, batch: Batch, config: AlgorithmConfig) -> Counts:
-        """Count a mini-batch."""
+        """Count a rank's share of a mini-batch."""
         mask = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions)
         return cls(int(mask.sum()), int((~batch["rewards"].isnan()).sum()))
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.num_tokens + other.num_tokens, self.num_samples + other.num_samples)
 
 
 def micro_batch_loss(

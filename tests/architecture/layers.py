@@ -16,6 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"rollout", "models"}),
     frozenset({"workers"}),
     frozenset({"assembly", "runlog"}),
+    frozenset({"launch"}),
     frozenset({"trainer"}),
     frozenset({ROOT}),
     frozenset({"cli", "__main__"}),
@@ -23,7 +24,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 # Exceptions to "siblings do not import each other": (importing room, imported room). Every room may raise our errors.
 SIBLINGS_ALLOWED = frozenset(
-    {("rollout", "models"), ("callbacks", "batch"), ("report", "metrics"), ("__main__", "cli")}
+    {("rollout", "models"), ("callbacks", "batch"), ("checkpoint", "resharding"), ("report", "metrics")}
+    | {("__main__", "cli")}
     | {(room, "errors") for room in LAYERS[0] - {"errors"}}
 )
 

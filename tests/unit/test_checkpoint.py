@@ -14,15 +14,20 @@ import pytest
 import torch
 
 from hybrid_rl.checkpoint import (
-    OPTIMIZER_FILE,
+    OPTIMIZER_FOLDER,
+    SCALARS_FILE,
     STATE_FILE,
     find_checkpoint,
     newest_checkpoint,
     read_optimizer,
+    read_optimizer_into,
     read_state,
     write_checkpoint,
 )
 from hybrid_rl.errors import CheckpointError
+
+SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
+SCALARS = f"{OPTIMIZER_FOLDER}/{SCALARS_FILE}"
 
 
 def model_of(value: str) -> Callable[[Path], None]:
@@ -30,12 +35,12 @@ def model_of(value: str) -> Callable[[Path], None]:
 
 
 def write(folder: Path, value: str = "new", state: Any = None) -> None:
-    optimizer = {"moments": [torch.arange(3.0)], "step": 7}
+    optimizer = {"exp_avg": {"layer.weight": torch.arange(3.0), "bias": torch.ones(())}, "master": {}, "step": 7}
     write_checkpoint(folder, model_of(value), optimizer, {"global_step": 4} if state is None else state)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def failing_model(error: BaseException) -> Callable[[Path], None]:
@@ -55,7 +60,9 @@ def test_what_is_written_is_read(folder: Path) -> None:
     write(folder, state={"global_step": 4, "sampler": {"epoch": 0.5}})
     assert read_state(folder) == {"global_step": 4, "sampler": {"epoch": 0.5}}
     optimizer = read_optimizer(folder)
-    assert optimizer["step"] == 7 and torch.equal(optimizer["moments"][0], torch.arange(3.0))
+    assert optimizer["step"] == 7 and optimizer["master"] == {}
+    assert optimizer["exp_avg"].keys() == {"layer.weight", "bias"}
+    assert torch.equal(optimizer["exp_avg"]["layer.weight"], torch.arange(3.0))
     assert (folder / "weights").read_text() == "new"
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-4"]
 
@@ -64,7 +71,7 @@ def test_a_new_one_replaces_an_old_one_wholly(folder: Path) -> None:
     write(folder, "old")
     (folder / "left_over").touch()
     write(folder, "new")
-    assert set(contents(folder)) == {"weights", OPTIMIZER_FILE, STATE_FILE}
+    assert set(contents(folder)) == {"weights", SHARDS, SCALARS, STATE_FILE}
     assert (folder / "weights").read_text() == "new"
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-4"]
 
@@ -108,6 +115,29 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
     assert before is None or contents(folder) == before
 
 
+def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synchronised under the temporary name: every file, every folder; after the rename the folder above."""
+    synced: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recording_fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recording_rename(path: Path, target: Path) -> Path:
+        synced.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", recording_rename)
+    write(folder)
+    at = synced.index("rename")
+    temporary = next(path for path in synced if path.endswith(".tmp"))
+    before = {path.removeprefix(temporary) for path in synced[:at]}
+    assert before >= {"", "/weights", f"/{OPTIMIZER_FOLDER}", f"/{SHARDS}", f"/{SCALARS}", f"/{STATE_FILE}"}
+    assert synced[at + 1 :] == [str(folder.parent)]
+
+
 def test_a_failure_of_the_last_rename_puts_the_old_one_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, "old")
     before, rename = contents(folder), Path.rename
@@ -148,25 +178,52 @@ def test_a_damaged_state(folder: Path, damage: str) -> None:
         read_state(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 10, -20])
-def test_a_damaged_optimizer(folder: Path, keep: int) -> None:
+@pytest.mark.parametrize("file", [SHARDS, SCALARS])
+@pytest.mark.parametrize("keep", [0, 10, -5])
+def test_a_damaged_optimizer(folder: Path, file: str, keep: int) -> None:
     write(folder)
-    file = folder / OPTIMIZER_FILE
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FILE}"):
+    (folder / file).write_bytes((folder / file).read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FOLDER}"):
         read_optimizer(folder)
+
+
+def test_an_optimizer_is_read_into_the_memory_that_is_there(folder: Path) -> None:
+    write(folder)
+    weight, bias = torch.zeros(3), torch.zeros(())
+    state = {"exp_avg": {"layer.weight": weight, "bias": bias}, "master": {}, "step": 0}
+    read = read_optimizer_into(folder, state)
+    assert read["exp_avg"]["layer.weight"] is weight and weight.tolist() == [0, 1, 2]
+    assert read["exp_avg"]["bias"] is bias and bias == 1 and read["step"] == 7 and read["master"] == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": torch.full((2,), 9.0)}, r"bias is torch.float32 \[\], here torch.float32 \[2\]"),
+        ({"bias": torch.tensor(9.0, dtype=torch.float64)}, "bias is torch.float32 .*, here torch.float64"),
+        ({"more": torch.tensor(9.0)}, r"differs in 1 tensors, e\.g\. exp_avg\.more \(not in the checkpoint\)"),
+        ({"bias": None}, r"differs in 1 tensors, e\.g\. exp_avg\.bias \(only in the checkpoint\)"),
+    ],
+)
+def test_an_optimizer_of_another_model_changes_nothing(folder: Path, change: dict[str, Any], message: str) -> None:
+    write(folder)
+    tensors = {"layer.weight": torch.full((3,), 9.0), "bias": torch.tensor(9.0)} | change
+    state = {"exp_avg": {name: tensor for name, tensor in tensors.items() if tensor is not None}}
+    with pytest.raises(CheckpointError, match=message):
+        read_optimizer_into(folder, state)
+    assert all((tensor == 9).all() for tensor in state["exp_avg"].values())
 
 
 def test_missing_parts(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=f"is not a checkpoint: it has no {STATE_FILE}"):
         read_state(folder)
-    with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FILE}"):
+    with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FOLDER}"):
         read_optimizer(folder)
 
 
 def test_an_optimizer_file_runs_no_code(folder: Path) -> None:
     write(folder)
-    torch.save({"code": Path("x")}, folder / OPTIMIZER_FILE)
+    torch.save({"code": Path("x")}, folder / SHARDS)
     with pytest.raises(CheckpointError, match="cannot read"):
         read_optimizer(folder)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.interrupts import deferred_interrupt
+from hybrid_rl.interrupts import clear_interrupt, deferred_interrupt, interrupt_requested, request_interrupt
 
 LIMIT = 20.0  # seconds a signal may take; it takes microseconds
 
@@ -35,6 +35,7 @@ def handler() -> Iterator[Any]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    clear_interrupt()
 
 
 def interrupt() -> None:
@@ -138,3 +139,76 @@ def test_sent_from_another_process() -> None:
         sender.wait(LIMIT)
         held = True
     assert held and sender.returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------------- what work asks
+
+
+def test_work_can_see_that_one_is_held_back() -> None:
+    seen = [interrupt_requested()]
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        seen.append(interrupt_requested())
+        interrupt()
+        seen.append(interrupt_requested())
+    assert seen == [False, False, True]
+    assert not interrupt_requested()  # delivered: the next block starts afresh
+    with deferred_interrupt():
+        assert not interrupt_requested()
+
+
+def test_a_second_one_leaves_no_request_behind() -> None:
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        interrupt()
+        interrupt()
+    assert not interrupt_requested()
+
+
+def test_work_that_breaks_off_by_itself_is_one_interrupt() -> None:
+    """It raises at its own safe point; what was held back comes on top and is the same KeyboardInterrupt to the user."""
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        interrupt()
+        while not interrupt_requested():
+            done.append("never")
+        raise KeyboardInterrupt
+    assert done == [] and not interrupt_requested()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_outer_block_still_sees_what_an_inner_one_held() -> None:
+    """A call inside a step: the step is asked to end as well."""
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        with deferred_interrupt():
+            interrupt()
+            assert interrupt_requested()
+        assert interrupt_requested()
+    assert not interrupt_requested()
+
+
+def test_another_process_asks_and_the_request_stays_until_it_is_forgotten() -> None:
+    """A worker gets no signal: its controller sets the flag from a thread."""
+    thread = threading.Thread(target=request_interrupt)
+    thread.start()
+    thread.join(LIMIT)
+    assert interrupt_requested()
+    with deferred_interrupt():  # no signal came, so nothing is raised, and nothing is forgotten
+        assert interrupt_requested()
+    assert interrupt_requested()
+    clear_interrupt()
+    assert not interrupt_requested()
+
+
+def test_a_request_is_seen_where_no_signal_arrives() -> None:
+    """In a thread the block has no handler of its own; the flag is the process's."""
+    seen: list[bool] = []
+
+    def work() -> None:
+        with deferred_interrupt():
+            request_interrupt()
+            seen.append(interrupt_requested())
+        seen.append(interrupt_requested())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(LIMIT)
+    assert seen == [True, True]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rl import metrics
-from hybrid_rl.metrics import MetricSums, Timings, finite, mean_and_std
+from hybrid_rl.metrics import MetricSums, Timings, finite, joined, largest, mean_and_std
 
 # What four micro-batches saw of one mini-batch: total and count of a mean, then a low and a high.
 PARTS = [(6.0, 3, -1.0, 2.0), (10.0, 1, 0.5, 0.7), (0.0, 0, math.nan, math.nan), (-4.0, 4, -0.25, 9.0)]
@@ -26,11 +26,12 @@ def sums_of(parts: list[tuple[float, float, float, float]]) -> MetricSums:
 @pytest.mark.parametrize("cut", [[4], [1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
 def test_any_cut_joins_to_the_same(cut: list[int]) -> None:
     """(6 + 10 + 0 - 4) / 8 = 1.5, where the mean of means would be 11 / 4 or worse."""
-    joined, start = MetricSums(), 0
+    together, start, of_ranks = MetricSums(), 0, []
     for size in cut:
-        joined.merge(sums_of(PARTS[start : start + size]))
+        of_ranks.append(sums_of(PARTS[start : start + size]))
+        together.merge(of_ranks[-1])
         start += size
-    assert joined.result() == {"mean": 1.5, "low": -1.0, "high": 9.0}
+    assert together.result() == joined(of_ranks) == {"mean": 1.5, "low": -1.0, "high": 9.0}
 
 
 def test_nothing_counted_is_left_out() -> None:
@@ -71,3 +72,21 @@ def test_mean_and_std(values: list[float], mean: float, std: float) -> None:
 
 def test_finite() -> None:
     assert finite({"a": 1.0, "b": math.nan, "c": math.inf, "d": -math.inf, "e": 0}) == {"a": 1.0, "e": 0}
+
+
+def test_a_rank_that_did_nothing_changes_nothing() -> None:
+    """A rank without samples, and what is counted once: by rank 0, the others adding zero of nothing."""
+    first, second = MetricSums(), MetricSums()
+    first.mean("loss", 0.75, 1)
+    second.mean("loss", 0.5, 0)  # its part of one loss: added, not averaged
+    first.total("skipped_updates", 1)
+    second.total("skipped_updates", 2)
+    assert joined([first, second, MetricSums()]) == {"loss": 1.25, "skipped_updates": 3.0}
+    assert joined([]) == {}
+
+
+def test_largest_of_all_ranks_with_what_only_some_know() -> None:
+    """Timings and bytes: the slowest and the fullest rank decides. Zero and negative numbers are numbers."""
+    of_ranks = [{"a": 1.0, "b": -2.0}, {"a": 3.0, "b": -5.0, "c": 0.0}, {"a": 2.0}]
+    assert largest(of_ranks) == {"a": 3.0, "b": -2.0, "c": 0.0}
+    assert largest([]) == {}

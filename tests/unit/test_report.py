@@ -159,21 +159,29 @@ def test_small_files_are_whole_or_not_there(run: RunFolder, monkeypatch: pytest.
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 
-def test_keep_until_drops_later_steps_and_cut_lines(run: RunFolder) -> None:
-    """Everything else stays byte for byte, lines with odd characters included."""
+@pytest.mark.parametrize(
+    "names", [["samples.jsonl"], ["samples-rank0.jsonl", "samples-rank11.jsonl"]], ids=["one", "many"]
+)
+def test_keep_until_drops_later_steps_and_cut_lines(run: RunFolder, names: list[str]) -> None:
+    """Of the metrics and of every rank's samples; everything else stays byte for byte, lines with odd characters
+    included."""
+    samples = [JsonLines(run.path / name) for name in names]
     for step in range(5):
         run.log_metrics(step, {"reward": float(step)})
-        run.log_samples([{"step": step, "completion": ODD_TEXT}] * 2)
-    files = run.metrics.path, run.samples.path
-    expected = [
-        b"".join(file.read_bytes().splitlines(keepends=True)[:n]) for file, n in zip(files, (4, 8), strict=True)
-    ]
-    for file, cut in zip(files, (b'{"step": 3, "rew', '{"step": 1, "completion": "é'.encode()[:-1]), strict=True):
+        for file in samples:
+            file.write([{"step": step, "completion": ODD_TEXT}] * 2)
+    (run.path / "notes.jsonl").write_text('{"step": 4}\n')
+    files = [run.metrics.path, *(file.path for file in samples)]
+    kept = [4, *(8 for _ in samples)]
+    expected = [b"".join(file.read_bytes().splitlines(keepends=True)[:n]) for file, n in zip(files, kept, strict=True)]
+    cuts = [b'{"step": 3, "rew', *('{"step": 1, "completion": "é'.encode()[:-1] for _ in samples)]
+    for file, cut in zip(files, cuts, strict=True):
         file.write_bytes(file.read_bytes() + cut)
     run.keep_until(3)
     assert [file.read_bytes() for file in files] == expected
     run.log_metrics(4, {"reward": 9.0})
     assert [r["step"] for r in read_jsonl(run.metrics.path)] == [0, 1, 2, 3, 4]
+    assert (run.path / "notes.jsonl").read_text() == '{"step": 4}\n'  # somebody else's
 
 
 def test_keep_until_without_files(run: RunFolder) -> None:
@@ -218,6 +226,16 @@ def test_finish_writes_what_waited(run: RunFolder) -> None:
     run.metrics.path = there
     run.finish()
     assert read_jsonl(there) == [{"step": 1, "reward": 1.0}] and (run.path / "curves.png").exists()
+
+
+def test_files_that_others_could_not_write_are_named_too(run: RunFolder) -> None:
+    """The ranks write the samples; what they lost is told with the driver's own."""
+    lost = [run.path / "samples-rank1.jsonl", run.path / "samples-rank3.jsonl"]
+    run.log_metrics(1, {"reward": 1.0})
+    with pytest.raises(HybridRLError, match=rf"^{lost[0]}, {lost[1]}: the disk is full"):
+        run.finish(iter(lost))
+    run.finish([])
+    assert read_jsonl(run.metrics.path) == [{"step": 1, "reward": 1.0}]
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,8 @@ class InPlaceEngine(RolloutEngine):
     """A RolloutEngine over a `CausalLM` of this process.
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
-    requests with stop strings need it.
+    requests with stop strings need it. memory_share: of the free memory that is this engine's to use; others in other
+    processes have the rest.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class InPlaceEngine(RolloutEngine):
         *,
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
+        memory_share: float = 1.0,
     ) -> None:
         super().__init__()
         self._model = model
@@ -64,7 +66,7 @@ class InPlaceEngine(RolloutEngine):
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
-        num_blocks = _num_blocks(config, recorder, max_length, model.device)
+        num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
         seats = SeatTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
@@ -328,7 +330,9 @@ def _known(tags: Iterable[str]) -> frozenset[str]:
     return tags
 
 
-def _num_blocks(config: InPlaceConfig, recorder: ShapeRecorder, max_length: int, device: torch.device) -> int:
+def _num_blocks(
+    config: InPlaceConfig, recorder: ShapeRecorder, max_length: int, device: torch.device, memory_share: float
+) -> int:
     block_bytes = config.block_size * sum(layer.bytes_per_token for layer in recorder.layers.values())
     blocks_per_sequence = -(-max_length // config.block_size)
     if config.kv_cache_memory_bytes is not None:
@@ -338,5 +342,5 @@ def _num_blocks(config: InPlaceConfig, recorder: ShapeRecorder, max_length: int,
         free = torch.cuda.mem_get_info(device)[0]
     return max(
         blocks_per_sequence,
-        min(config.max_num_seqs * blocks_per_sequence, int(FREE_MEMORY_SHARE * free) // block_bytes),
+        min(config.max_num_seqs * blocks_per_sequence, int(FREE_MEMORY_SHARE * memory_share * free) // block_bytes),
     )

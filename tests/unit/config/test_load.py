@@ -25,6 +25,7 @@ from hybrid_rl.config import (
     visible_leaves,
 )
 from hybrid_rl.config import load as load_module
+from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.schema import UNIONS, AlgorithmConfig, Union, key
 from hybrid_rl.errors import ConfigError, NotYetSupportedError
 
@@ -68,6 +69,22 @@ def test_a_leaf_name_means_its_path(leaf: Leaf) -> None:
     name = leaf.path.rsplit(".", 1)[-1]
     assert load_config({name: value}) == load_config(nested) == expected
     assert load_config(None, {}, [f"{name}={json.dumps(value)}"]) == expected
+
+
+RAY_LEAVES = [leaf for path, leaf in visible_leaves({"controller": "ray"}).items() if path not in visible_leaves()]
+
+
+@pytest.mark.parametrize("leaf", RAY_LEAVES, ids=lambda leaf: leaf.path)
+def test_keys_of_ray_exist_with_more_ranks_or_where_it_is_chosen(leaf: Leaf) -> None:
+    name, value = leaf.path.rsplit(".", 1)[-1], example(leaf)
+    for chosen in ({"num_ranks": 2}, {"backend": "ray"}, {"controller": "ray"}):
+        for keys in ({name: value}, {leaf.path: value}):
+            config = load_config(chosen, keys)[0]
+            assert value_at(config, leaf.path) == value and config.controller.backend == "ray"
+    for one in ({}, {"num_ranks": 1}, {"num_ranks": 2, "backend": "local"}):
+        message = HABITS.get(name, f"key '{name}' would do nothing: it belongs to controller.backend=ray, not local")
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_config(one, {name: value})
 
 
 @pytest.mark.parametrize(
@@ -229,6 +246,34 @@ def test_the_last_layer_chooses() -> None:
         assert config.algorithm.name == expected
 
 
+@pytest.mark.parametrize(
+    ("base", "keys", "arguments", "backend"),
+    [
+        ({}, {}, [], "local"),
+        ({}, {"num_ranks": 1}, [], "local"),
+        ({}, {"num_ranks": 2}, [], "ray"),
+        ({}, {"num_ranks": np.int64(8)}, [], "ray"),
+        ({"num_ranks": "4"}, {}, [], "ray"),
+        ({}, {}, ["num_ranks=2"], "ray"),
+        ({"num_ranks": 4}, {"num_ranks": 1}, [], "local"),
+        ({"num_ranks": 1}, {}, ["num_ranks=4"], "ray"),
+        ({"controller": "ray"}, {}, [], "ray"),
+        ({"controller": {"backend": "ray"}}, {"num_ranks": 1}, [], "ray"),
+        ({"backend": "local"}, {"num_ranks": 2}, [], "local"),
+    ],
+)
+def test_the_number_of_ranks_chooses_the_backend_unless_somebody_does(
+    base: dict[str, Any], keys: dict[str, Any], arguments: list[str], backend: str
+) -> None:
+    assert load_config(base, keys, arguments)[0].controller.backend == backend
+
+
+@pytest.mark.parametrize("num_ranks", ["many", None, 1.5, [2]])
+def test_a_wrong_number_of_ranks_is_named(num_ranks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks=.* must be of type int"):
+        load_config({"num_ranks": num_ranks})
+
+
 # ------------------------------------------------------------------------------------------------- layers and sources
 
 
@@ -325,6 +370,9 @@ def test_a_number_is_no_config() -> None:
         {"max_steps": 3, "stop_token_ids": [1, 2], "report_to": ["wandb"], "reward_weights": [0.1, 2]},
         {"chat_template_kwargs": {"enable_thinking": False, "depth": {"a": [1, "x", None]}, "odd": "1e5"}},
         {"model.path": "ümlaut 中文: # 'quoted' \"x\"", "output_dir": "~"},
+        {"num_ranks": 4, "dp_replicate": 2, "cpus_per_rank": 1, "env_vars": {"A": "1"}},
+        {"backend": "ray", "beta": 0.1, "reference_ranks": 2},
+        {"mode": "train", "rollouts_path": "runs/a/rollouts"},
     ],
 )
 def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path, keys: dict[str, Any]) -> None:
@@ -334,7 +382,7 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path, keys: dict
     file.write_text("# a comment\n" + to_yaml(config), encoding="utf-8")
     again, given = load_config(file)
     assert again == config and resolve(again, given) == config
-    assert given == set(visible_leaves())
+    assert given == set(visible_leaves({"controller": config.controller.backend}))
     assert load_config(config)[0] == config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 import typing
 from collections import Counter
@@ -15,10 +16,18 @@ import pytest
 import hybrid_rl
 from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.config import Leaf, TrainerConfig, load_config, visible_leaves
-from hybrid_rl.config.schema import HABITS, UNIONS
+from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.schema import UNIONS
 from hybrid_rl.errors import ConfigError
 
-LEAVES = visible_leaves()
+# Every choice of members: what a user may see.
+PRESETS = [
+    dict(zip(UNIONS, chosen, strict=True))
+    for chosen in itertools.product(*(union.members for union in UNIONS.values()))
+]
+# Every key, and the first preset in which it exists.
+LEAVES = {path: leaf for preset in reversed(PRESETS) for path, leaf in visible_leaves(preset).items()}
+NEEDS = {path: preset for preset in reversed(PRESETS) for path in visible_leaves(preset)}
 PACKAGE = Path(hybrid_rl.__file__).parent
 TAGS = {f"{section}.{union.tag}" for section, union in UNIONS.items()}
 # Names under which code holds the config or one of its sections.
@@ -35,8 +44,20 @@ def test_leaf_names_are_unique() -> None:
     assert not repeated
 
 
-def test_fewer_than_a_hundred_keys() -> None:
-    assert len(LEAVES) < 100
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: "-".join(preset.values()))
+def test_fewer_than_a_hundred_keys(preset: dict[str, str]) -> None:
+    assert 0 < len(visible_leaves(preset)) < 100
+
+
+def test_every_member_can_be_chosen() -> None:
+    """The number of ranks chooses the controller where nobody does."""
+    assert {preset["controller"] for preset in PRESETS} == {"local", "ray"}
+    for preset in PRESETS:
+        config, _ = load_config(preset)
+        for section, union in UNIONS.items():
+            chosen = getattr(config, section)
+            assert type(chosen) is union.members[preset[section]]
+            assert getattr(chosen, union.tag) == preset[section]
 
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
@@ -63,17 +84,18 @@ def _read_names() -> set[str]:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    """Tags are read by choosing a class, num_ranks by refusing more than one rank."""
+    """Tags are read by choosing a class."""
     names = _read_names()
-    unread = {path for path in LEAVES if leaf_name(path) not in names} - TAGS - {"num_ranks"}
+    unread = {path for path in LEAVES if leaf_name(path) not in names} - TAGS
     assert not unread
 
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_defaults_pass_their_own_checks(leaf: Leaf) -> None:
     """Giving a default by hand changes nothing, not even its type."""
-    config, given = load_config({leaf.path: leaf.default})
-    assert config == TrainerConfig() and given == {leaf.path}
+    base = load_config(NEEDS[leaf.path])[0]
+    config, given = load_config(NEEDS[leaf.path], {leaf.path: leaf.default})
+    assert config == base and leaf.path in given
     value: Any = config
     for part in leaf.path.split("."):
         value = getattr(value, part)
@@ -102,9 +124,9 @@ def test_bounds(path: str, bound: str, limit: float) -> None:
     refused = [outside] if bound in ("minimum", "maximum") else [outside, limit]
     for value in refused:
         with pytest.raises(ConfigError, match=rf"{path}={value!r} must be "):
-            load_config({path: value})
+            load_config(NEEDS[path], {path: value})
     if bound in ("minimum", "maximum"):
-        load_config({path: limit})
+        load_config(NEEDS[path], {path: limit})
 
 
 def test_numbers_have_bounds() -> None:
@@ -126,7 +148,7 @@ def test_config_is_frozen() -> None:
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_are_refused_with_a_key_that_exists(habit: str) -> None:
     names = set(LEAVES) | set(map(leaf_name, LEAVES))
-    assert habit not in names
+    assert habit not in map(leaf_name, visible_leaves())
     advice = HABITS[habit]
     assert set(re.findall(r"[a-z]+(?:[_.][a-z_]+)+|(?<=set )[a-z_.]+", advice)) <= names
     with pytest.raises(ConfigError) as caught:

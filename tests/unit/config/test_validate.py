@@ -16,7 +16,7 @@ from hybrid_rl.config import (
     resolve,
     to_dict,
 )
-from hybrid_rl.errors import ConfigError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError
 
 
 def resolved(has_eval: bool = True, **keys: Any) -> TrainerConfig:
@@ -73,9 +73,42 @@ def test_what_can(keys: dict[str, Any]) -> None:
     resolved(**keys)
 
 
-def test_more_ranks_are_not_there_yet() -> None:
-    with pytest.raises(NotYetSupportedError, match="num_ranks=2 needs the Ray backend"):
-        resolved(num_ranks=2)
+# ------------------------------------------------------------------------------------------------------ ranks and modes
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"num_ranks": 2, "backend": "local"},
+            "controller.backend=local runs one rank, but num_ranks=2; leave backend out, or set ray",
+        ),
+        ({"num_ranks": 6, "dp_replicate": 4}, "fsdp.dp_replicate=4 does not divide num_ranks=6; use 1, 2, 3, 6$"),
+        ({"num_ranks": 2, "dp_replicate": 4}, "fsdp.dp_replicate=4 does not divide num_ranks=2; use 1, 2$"),
+        ({"dp_replicate": 2}, "fsdp.dp_replicate=2 does not divide num_ranks=1; use 1$"),
+        ({"mode": "train"}, "mode=train trains on saved rollouts: set rollouts_path to their folder"),
+        ({"mode": "rollout", "save_steps": 2}, "save_steps=2 would save a model that mode=rollout does not train"),
+    ],
+)
+def test_ranks_and_modes_that_cannot_be(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_ranks": 6, "dp_replicate": 3},
+        {"num_ranks": 2, "dp_replicate": 2},
+        {"backend": "ray"},
+        {"mode": "rollout"},
+        {"mode": "rollout", "save_rollouts": True},
+        {"mode": "train", "rollouts_path": "rollouts", "save_steps": 2},
+    ],
+)
+def test_ranks_and_modes_that_can(keys: dict[str, Any]) -> None:
+    config = resolved(**keys)
+    assert config.controller.backend == ("ray" if {"num_ranks", "backend"} & set(keys) else "local")
 
 
 # ----------------------------------------------------------------------------------------------------- derived values
@@ -128,6 +161,14 @@ INERT = [
     ({"eval_top_p": 0.9}, {"eval_temperature": 0.7}),
     ({"eval_top_k": 5}, {"eval_temperature": 0.7}),
     ({"eval_min_p": 0.1}, {"eval_temperature": 0.7}),
+    ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
+    ({"reshard_after_forward": False}, {"num_ranks": 2}),
+    ({"sync_every_micro_batch": True}, {"num_ranks": 2}),
+    ({"cpu_offload": True}, {"num_ranks": 2}),
+    ({"rollouts_path": "there"}, {"mode": "train"}),
+    ({"rollouts_path": "there", "mode": "rollout"}, {"mode": "train"}),
+    ({"save_rollouts": True, "mode": "train", "rollouts_path": "there"}, {"mode": "rollout", "rollouts_path": None}),
+    ({"reference_ranks": 1, "num_ranks": 2}, {"beta": 0.1}),
 ]
 
 

@@ -64,7 +64,7 @@ def worker() -> Worker:
 
 @pytest.fixture
 def group(worker: Worker) -> WorkerGroup:
-    return WorkerGroup(Worker, LocalBackend("policy", lambda: worker))
+    return WorkerGroup(Worker, LocalBackend("policy", lambda _: worker))
 
 
 def test_arguments_and_answer_pass_inside_the_lease(group: WorkerGroup, worker: Worker) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -61,7 +63,7 @@ def test_sleep_comes_before_wake(leases: Leases, memory: Memory) -> None:
     with leases.lease({"kv", "actor"}):
         assert memory.present == {"kv"} and leases.awake == {"kv", "actor"}
         assert leases.resident_bytes() == {"kv": 100, "optimizer": 0, "engine": 0, "actor": 7}
-    assert memory.log == ["wake engine", "wake optimizer", "sleep engine", "sleep optimizer", "wake kv"]
+    assert memory.log == ["wake engine", "wake optimizer", "sleep optimizer", "sleep engine", "wake kv"]
 
 
 def test_what_is_leased_again_does_not_move(leases: Leases, memory: Memory) -> None:
@@ -146,6 +148,122 @@ def test_after_a_failed_move_every_lease_refuses(
     cause = f"unknown state since this failed: {verb} of '{tag}': {type(error).__name__}"
     with pytest.raises(MemoryStateError, match=cause), leases.lease(nothing_wrong_with):
         pass
+
+
+# ------------------------------------------------------------------------------------------------------------- order
+
+
+def resident(memory: Memory, tag: str, *after: str) -> Resident:
+    return replace(memory.resident(tag, 1, "discard"), after=after)
+
+
+def test_waking_follows_what_comes_after_what_and_sleeping_goes_back(memory: Memory) -> None:
+    """By name "a" would be first; it waits for "b", which waits for "z". "m" waits for nobody."""
+    chain = [resident(memory, "a", "b"), resident(memory, "m"), resident(memory, "b", "z"), resident(memory, "z")]
+    leases = Leases(chain)
+    with leases.lease({"a", "b", "m", "z"}):
+        pass
+    with leases.lease(()):
+        pass
+    assert memory.log == [f"wake {tag}" for tag in "mzba"] + [f"sleep {tag}" for tag in "abzm"]
+
+
+def test_order_is_only_among_what_moves(memory: Memory) -> None:
+    """after says when, not that: a lease wakes what it names and nothing else."""
+    leases = Leases([resident(memory, "kv", "weights", "of another rank"), resident(memory, "weights")])
+    with leases.lease({"kv"}):
+        assert memory.present == {"kv"}
+    with leases.lease({"weights"}):
+        pass
+    assert memory.log == ["wake kv", "sleep kv", "wake weights"]
+
+
+def test_residents_that_wait_for_each_other_are_refused(memory: Memory) -> None:
+    leases = Leases([resident(memory, "a", "b")])
+    with pytest.raises(MemoryStateError, match=r"wait for each other to wake: (a -> b -> a|b -> a -> b)"):
+        leases.add(resident(memory, "b", "a"))
+    with pytest.raises(MemoryStateError, match=r"\['b'\] do not exist"), leases.lease({"b"}):
+        pass
+    leases.add(resident(memory, "b"))
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks
+
+
+class Told:
+    """A gather: what this rank says is kept, and the other ranks' part is given by the test."""
+
+    def __init__(self, *others: Callable[[Any], Any]) -> None:
+        self.others = others
+        self.mine: list[Any] = []
+
+    def __call__(self, mine: Any) -> list[Any]:
+        self.mine.append(mine)
+        return [mine, *(other(mine) for other in self.others)]
+
+
+def same(mine: Any) -> Any:
+    return mine
+
+
+def test_every_outermost_lease_asks_once_before_anything_moves(memory: Memory) -> None:
+    told = Told(lambda mine: memory.log.append("asked") or mine)
+    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    for _ in range(2):
+        with leases.lease({"kv"}), leases.lease({"kv"}):
+            pass
+    assert memory.log == ["asked", "wake kv", "asked"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"awake": ("kv",)}, r"differ in what is awake: ranks 0, 1, 3: \[\]; rank 2: \['kv'\]"),
+        ({"wanted": ()}, r"differ in what is wanted: ranks 0, 1, 3: \['kv'\]; rank 2: \[\]"),
+        ({"residents": ("kv", "ref")}, r"in what is registered: ranks 0, 1, 3: \['kv'\]; rank 2: \['kv', 'ref'\]"),
+        ({"problem": "no memory"}, "on any rank, because of rank 2: no memory"),
+    ],
+)
+def test_one_rank_that_differs_stops_all(memory: Memory, difference: dict[str, Any], message: str) -> None:
+    told = Told(same, lambda mine: replace(mine, **difference), same)
+    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    with pytest.raises(MemoryStateError, match=message), leases.lease({"kv"}):
+        raise AssertionError("the block must not run")
+    assert memory.log == []
+    told.others = (same, same, same)
+    with leases.lease({"kv"}):
+        assert memory.log == ["wake kv"]
+
+
+def test_many_ranks_are_told_shortly(memory: Memory) -> None:
+    told = Told(*[same] * 6, lambda mine: replace(mine, wanted=("kv",)))
+    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    with pytest.raises(MemoryStateError, match=r"ranks 0, 1, 2, 3 and 3 more: \[\]; rank 7"), leases.lease(()):
+        pass
+
+
+def test_a_rank_that_cannot_take_part_says_so_to_the_others(memory: Memory) -> None:
+    told = Told(same)
+    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    with pytest.raises(MemoryStateError, match="rank 0: residents"), leases.lease({"critic"}):
+        pass
+    memory.fails["wake kv"] = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"), leases.lease({"kv"}):
+        pass
+    with pytest.raises(MemoryStateError, match="rank 0: memory is in an unknown state"), leases.lease({"kv"}):
+        pass
+    assert [bool(stand.problem) for stand in told.mine] == [True, False, True]
+
+
+def test_a_gather_that_fails_has_moved_nothing(memory: Memory) -> None:
+    def fail(_: Any) -> Any:
+        raise ConnectionError("rank 1 is gone")
+
+    told = Told(fail)
+    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    with pytest.raises(ConnectionError), leases.lease({"kv"}):
+        pass
+    assert memory.log == [] and leases.awake == frozenset()
 
 
 # ----------------------------------------------------------------------------------------------------- declarations

@@ -92,19 +92,13 @@ def test_a_wrong_container_fails_the_call(returned, reason):
 
 def test_failure_share():
     failures = [RewardFailure("f", 1, "raised", "Traceback ...\nValueError: the user's error")]
-    results = [result_with([0.0, math.nan], failures), result_with([1.0, 1.0])]
-    check_failure_share(results, 4, 0.25, step=3)
-    check_failure_share([], 0, 0.0, step=3)
+    check_failure_share(1, 4, failures, 0.25, step=3)
+    check_failure_share(0, 0, [], 0.0, step=3)
     with pytest.raises(RewardError) as raised:
-        check_failure_share(results, 4, 0.2, step=3)
+        check_failure_share(1, 4, failures, 0.2, step=3)
     parts = ["step 3", "1 of 4", "25.0%", "max_reward_failure_share=0.2", "reward f", "ValueError: the user's error"]
     for part in parts:
         assert part in str(raised.value)
-
-
-def test_a_sample_on_which_two_functions_fail_counts_once():
-    failures = [RewardFailure(name, 1, "raised", "x") for name in ("f", "g")]
-    check_failure_share([result_with([0.0, math.nan], failures)], 2, 0.5, step=1)
 
 
 def test_failure_report_groups_by_function_and_reason():

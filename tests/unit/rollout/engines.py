@@ -14,6 +14,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
 from hybrid_rl.rollout import FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import TAGS
+from hybrid_rl.rollout.contract_engine import ContractEngine, ContractModel
+from hybrid_rl.rollout.faults import Fault
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from tests.unit.models.families import VOCABULARY, build
 
@@ -23,7 +25,7 @@ class Rig:
     """An engine beside the trainer's model whose weights it gets."""
 
     engine: RolloutEngine
-    module: PreTrainedModel
+    module: Any
 
     def publish(self, version: int) -> HandoffReport:
         return self.engine.update_weights(TensorSource.of(self.module), version)
@@ -55,6 +57,34 @@ def inplace_compiled(family: str = "qwen2", **settings: Any) -> Rig:
     return inplace(family, **{"block_size": 16, **settings})
 
 
+class ContractTrainer(ContractModel):
+    """The contract engine's trainer, with what tests ask of a model of transformers."""
+
+    def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        for _step in range(max_new_tokens):
+            input_ids = torch.cat([input_ids, self(input_ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        return input_ids
+
+
+def contract(
+    *, discard_weights: bool = False, faults: Sequence[Fault] = (), hidden_size: int = 96, **settings: Any
+) -> Rig:
+    """Its tokens take as many bytes of cache as those of the qwen2 rig."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = ContractTrainer(VOCABULARY, hidden_size)
+    engine = ContractEngine(
+        InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings}),
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        max_positions=64,
+        decode=decode,
+        discard_weights=discard_weights,
+        faults=faults,
+    )
+    return Rig(engine, module)
+
+
 def decode(token_ids: Sequence[int]) -> str:
     """The text of token ids: a letter per token, in turn."""
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
@@ -63,7 +93,8 @@ def decode(token_ids: Sequence[int]) -> str:
 # Bytes of a token of the qwen2 rig in the cache: layers, key heads, dims of key and padded value, fp32.
 TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
 
-FACTORIES: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
+IN_PLACE: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
+FACTORIES = IN_PLACE | {"contract": contract}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import Batch
 from hybrid_rl.errors import NotYetSupportedError
 from hybrid_rl.rollout.buffer import SampleBuffer
 
 
 def batch(*versions):
-    ids = Jagged.from_rows([[5] * len(row) for row in versions], torch.int64)
-    flat = torch.tensor([version for row in versions for version in row], dtype=torch.int64)
-    return Batch({"completion_ids": ids, "policy_version": ids.with_values(flat)})
+    oldest = torch.tensor([min(row, default=-1) for row in versions], dtype=torch.int64)
+    return Batch({"oldest_version": oldest})
 
 
 def test_a_batch_goes_in_and_the_same_one_comes_out():

@@ -10,7 +10,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.workers.plan import Plan, make_plan
+from hybrid_rl.workers.plan import Plan, make_plan, micro_batch
 from hybrid_rl.workers.step import Counts, micro_batch_loss
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
@@ -59,21 +59,26 @@ def with_advantages(batch: Batch, scale_rewards: str = "group") -> Batch:
 
 def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     """One mini-batch, cut under a token cap."""
-    return make_plan(batch, prompts_per_mini_batch=99, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
+    return make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
 
 
 def loss_and_gradient(
-    batch: Batch, config: TrainerConfig, micro_batches: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+    batch: Batch,
+    config: TrainerConfig,
+    micro_batches: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    counts: Counts | None = None,
 ) -> tuple[float, torch.Tensor, Mapping[str, float]]:
-    """Loss, flat gradient and metrics of one optimizer step over these micro-batches."""
+    """Loss, flat gradient and metrics of one optimizer step over these micro-batches. counts: of all ranks, None where
+    this is the only one."""
     model = CausalLM(grpo_case.build_model(dtype))
-    counts = Counts.of(batch, config.algorithm)
+    counts = counts or Counts.of(batch, config.algorithm)
     sums, total = MetricSums(), 0.0
     for rows in micro_batches:
         with KeepFloat64():
             loss, stats, _ = micro_batch_loss(
                 model,
-                batch.select(rows),
+                micro_batch(batch, rows),
                 ALGORITHMS["grpo"],
                 config.algorithm,
                 counts,

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from tests.reference.grpo_case import REWARDS, load_recorded
+from hybrid_rl.algos import ALGORITHMS
+from hybrid_rl.models import CausalLM
+from hybrid_rl.workers.balance import split_over_ranks
+from hybrid_rl.workers.plan import micro_batch
+from hybrid_rl.workers.step import Counts, micro_batch_loss
+from tests.reference.grpo_case import REWARDS, build_model, load_recorded
 from tests.unit.workers.grpo_step import case_batch, case_config, loss_and_gradient, plan_of, with_advantages
 
 pytestmark = pytest.mark.slow
@@ -60,6 +65,65 @@ def test_token_cap_changes_nothing(loss_type: str, cap: int) -> None:
     assert len(plan) > 1
     loss, gradient, _ = loss_and_gradient(batch, config, plan)
     assert abs(loss - expected_loss) < 1e-6
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [{"old_logprobs": "detach"}, {"old_logprobs": "recompute"}], ids=["detach", "ratio"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_empty_micro_batches_change_nothing(loss_type: str, keys) -> None:
+    """What a rank runs that has fewer micro-batches than another one."""
+    batch, config = batch_and_config(loss_type, **keys)
+    if keys["old_logprobs"] == "detach":
+        batch = batch.without("old_logprobs")
+    cuts = [list(range(8)), list(range(8, 16))]
+    expected_loss, expected, expected_metrics = loss_and_gradient(batch, config, cuts)
+    loss, gradient, metrics = loss_and_gradient(batch, config, [[], *cuts, [], []])
+    assert loss == expected_loss
+    assert torch.equal(gradient, expected)
+    assert metrics == expected_metrics
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_rank_of_empty_micro_batches_gives_every_parameter_a_gradient_of_zero(loss_type: str) -> None:
+    """Not None: ranks that reduce gradients together wait for each other's."""
+    batch, config = batch_and_config(loss_type)
+    batch = batch.select([])
+    model = CausalLM(build_model(torch.float32))
+    loss, _, _ = micro_batch_loss(
+        model,
+        micro_batch(batch, []),
+        ALGORITHMS["grpo"],
+        config.algorithm,
+        Counts(100, 16),  # of the other ranks
+        temperature=config.rollout.temperature,
+        max_completion_length=config.rollout.max_completion_length,
+    )
+    loss.backward()
+    assert loss.item() == 0.0
+    gradients = [parameter.grad for parameter in model.module.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    assert Counts.of(batch, config.algorithm) == Counts(0, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_gradients_of_ranks_add_up(loss_type: str, num_ranks: int) -> None:
+    """Each rank computes the advantages and micro-batches of its own groups; four groups leave some of six ranks
+    nothing. Denominators are those of all ranks."""
+    batch, config = batch_and_config(loss_type)
+    expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
+    counts = Counts.of(batch, config.algorithm)
+    whole = batch.without("advantages").with_columns(
+        prompt_length=batch["prompt_ids"].lengths, completion_length=batch["completion_ids"].lengths
+    )
+    shares = [whole.select(part) for part in split_over_ranks(whole, num_ranks, pair_cost=0.01)]
+    plans = [plan_of(share, 60)[0] for share in shares]
+    total, gradient = 0.0, torch.zeros_like(expected)
+    for share, plan in zip(shares, plans, strict=True):
+        micros = plan + [[]] * (max(map(len, plans)) - len(plan))
+        loss, part, _ = loss_and_gradient(with_advantages(share), config, micros, counts=counts)
+        total, gradient = total + loss, gradient + part
+    assert abs(total - expected_loss) < 1e-6
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
 
 

@@ -115,17 +115,17 @@ def test_optimizer_steps_and_schedule(make_bench, keys: dict, per_step: int) -> 
 def test_cache_sleeps_while_the_actor_trains(make_bench) -> None:
     bench = make_bench()
     assert "kv_cache" in bench.awake
-    full = bench.group.memory_metrics()["memory/kv_cache_bytes"]
+    full = bench.memory()["memory/kv_cache_bytes"]
     assert full > 0
     batch = bench.prepared()
     bench.group.update(batch, 1)
     assert "kv_cache" not in bench.awake
-    metrics = bench.group.memory_metrics()
+    metrics = bench.memory()
     assert metrics["memory/kv_cache_bytes"] == 0
     assert metrics["memory/actor_bytes"] == 4 * sum(p.numel() for p in bench.module.parameters())
     bench.group.publish_weights(1)
     assert "kv_cache" in bench.awake
-    assert bench.group.memory_metrics()["memory/kv_cache_bytes"] == full
+    assert bench.memory()["memory/kv_cache_bytes"] == full
 
 
 def test_handoff_says_version_bytes_and_gap(make_bench) -> None:
@@ -188,7 +188,7 @@ def test_rebound_storage_is_followed(make_bench) -> None:
     bench = make_bench()
     for parameter in bench.module.parameters():
         parameter.data = parameter.data.clone() * 1.5
-    assert bench.group.publish_weights(1)["handoff/probe_gap"] < 1e-4
+    assert bench.publish(1)["handoff/probe_gap"] < 1e-4
 
 
 def test_update_that_broke_off_leaves_no_gradient_behind(make_bench, monkeypatch) -> None:
@@ -207,7 +207,7 @@ def test_update_that_broke_off_leaves_no_gradient_behind(make_bench, monkeypatch
         patch.setattr(actor, "micro_batch_loss", out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             broken.group.update(batch, 1)
-    assert broken.group.update(batch, 1) == clean.group.update(clean.prepared(), 1)
+    assert broken.update(batch) == clean.update(clean.prepared())
 
 
 def test_stale_version_refuses_to_generate(make_bench) -> None:

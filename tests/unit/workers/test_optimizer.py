@@ -73,7 +73,7 @@ def test_written_out_adamw_on_masters(dtype: torch.dtype) -> None:
             second[index] = beta2 * second[index] + (1 - beta2) * gradient**2
             root = (second[index] / (1 - beta2**step)).sqrt() + epsilon
             master.sub_(LR * first[index] / (1 - beta1**step) / root)
-    kept = optimizer.state_dict()["masters"] or weights(module)
+    kept = optimizer.state_dict()["master"].values() or weights(module)
     for parameter, master, expected in zip(weights(module), kept, masters, strict=True):
         torch.testing.assert_close(master.double(), expected, rtol=0, atol=1e-6)  # float32 arithmetic, 5 steps
         assert torch.equal(parameter, master.to(dtype))
@@ -89,7 +89,7 @@ def test_bf16_keeps_updates_that_bf16_would_lose() -> None:
         optimizer.accumulate()
         assert module.weight.grad is None  # no second, bf16 gradient stays in memory
         optimizer.step()
-    assert optimizer.state_dict()["masters"][0].item() == pytest.approx(1 - 10e-4, abs=1e-6)
+    assert optimizer.state_dict()["master"]["weight"].item() == pytest.approx(1 - 10e-4, abs=1e-6)
     assert module.weight.item() == 1.0
 
 
@@ -100,8 +100,7 @@ def test_clipping_scales_the_whole_gradient() -> None:
     norm, updated = take_step(module, optimizer, 0)
     assert updated
     assert norm == pytest.approx(raw.norm().item(), rel=1e-6)
-    state = optimizer.state_dict()["adamw"]["state"]
-    clipped = torch.cat([state[index]["exp_avg"].flatten() for index in range(len(state))])
+    clipped = torch.cat([moment.flatten() for moment in optimizer.state_dict()["exp_avg"].values()])
     assert clipped.norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
@@ -119,9 +118,9 @@ def test_gradient_that_is_no_number_changes_nothing_but_the_schedule(dtype: torc
     assert not math.isfinite(norm)
     assert all(map(torch.equal, weights(module), before))
     after = optimizer.state_dict()
-    assert all(map(torch.equal, after["masters"], state["masters"]))
-    for index, moments in after["adamw"]["state"].items():
-        assert all(torch.equal(value, state["adamw"]["state"][index][name]) for name, value in moments.items())
+    for kind in ("master", "exp_avg", "exp_avg_sq", "step"):
+        assert after[kind].keys() == state[kind].keys()
+        assert all(map(torch.equal, after[kind].values(), state[kind].values()))
     assert optimizer.learning_rate == pytest.approx(LR * 0.8)
     assert not any(gradient.any() for gradient in optimizer.gradients())
     assert take_step(module, optimizer, 1)[1]
@@ -178,7 +177,14 @@ def test_a_resumed_run_takes_its_moments_and_the_rates_of_its_own_config() -> No
     again, resumed = make(lr_scheduler_type="linear", learning_rate=LR / 10, adam_beta1=0.5, weight_decay=0.3)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.learning_rate == pytest.approx(LR / 10 * 6 / 10)  # four of ten steps are done
-    group = resumed.state_dict()["adamw"]["param_groups"][0]
-    assert (group["betas"][0], group["weight_decay"], group["lr"]) == (0.5, 0.3, resumed.learning_rate)
-    moments = [optimizer.state_dict()["adamw"]["state"][0], resumed.state_dict()["adamw"]["state"][0]]
-    assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"])
+    moments = [made.state_dict()["exp_avg"]["0.weight"].clone() for made in (optimizer, resumed)]
+    assert torch.equal(*moments)
+    before = again[0].weight.detach().clone()
+    take_step(again, resumed, 4)
+    gradient, after = gradients(again, 40)[0], resumed.state_dict()
+    torch.testing.assert_close(after["exp_avg"]["0.weight"], 0.5 * moments[0] + 0.5 * gradient)  # its own beta1
+    assert after["step"]["0.weight"] == 5
+    first = after["exp_avg"]["0.weight"] / (1 - 0.5**5)
+    second = after["exp_avg_sq"]["0.weight"] / (1 - 0.999**5)
+    update = before * 0.3 + first / (second.sqrt() + 1e-8)  # its own weight decay
+    torch.testing.assert_close(again[0].weight.detach(), before - LR / 10 * 6 / 10 * update)

@@ -39,7 +39,7 @@ def test_first_update_has_ratio_one_with_many_micro_batches(make_bench, keys: di
     bench = make_bench(old_logprobs="recompute", **keys)
     batch = bench.prepared()
     assert len(bench.worker._actor.plan(batch, 1)[0]) > 2
-    metrics = bench.group.update(batch, 1)
+    metrics = bench.update(batch)
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
 

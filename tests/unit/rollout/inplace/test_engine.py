@@ -16,7 +16,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rollout.base import KV_CACHE, TAGS
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from tests.unit.models.families import SUPPORTED
-from tests.unit.rollout.engines import FACTORIES, TOKEN_BYTES, forward_logprobs, inplace, request
+from tests.unit.rollout.engines import IN_PLACE, TOKEN_BYTES, forward_logprobs, inplace, request
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def greedy_of_the_model(module, sent):
     return own[0, len(sent.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_every_family_samples_and_decodes_greedily_as_its_own_forward_does(family, make):
     """Over the edges of blocks and windows, in prompts and in completions, and with a prompt in chunks."""

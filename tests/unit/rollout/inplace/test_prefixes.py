@@ -10,7 +10,7 @@ import torch
 from hybrid_rl.rollout import RolloutRequest
 from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout.engines import (
-    FACTORIES,
+    IN_PLACE,
     TOKEN_BYTES,
     forward_logprobs,
     inplace,
@@ -136,7 +136,7 @@ def test_another_version_finds_nothing_of_the_old_one():
         torch.testing.assert_close(torch.tensor(sample.logprobs)[new], expected[new], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
 def test_the_bits_of_a_rollout_do_not_depend_on_what_ran_before(make):
     rollout = [after(20, 25 + i, i, 7, group=i // 2) for i in range(4)] + [request(9, 33, 9, temperature=0.0)]
     fresh = make().ready()
@@ -168,7 +168,7 @@ def test_after_a_night_nothing_is_found():
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 20, 3])
-@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
 def test_siblings_diverge_from_a_shared_prompt(make, length):
     """The leader ends first; each of the others goes on in a block of its own."""
     requests = [request(i, length, 3 + 5 * i, group=1) for i in range(4)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.rollout import RolloutEngine, RolloutRequest
 from tests.unit.rollout.engines import (
-    FACTORIES,
+    IN_PLACE,
     TOKEN_BYTES,
     finish,
     forward_logprobs,
@@ -24,9 +24,9 @@ from tests.unit.rollout.engines import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=FACTORIES)
+@pytest.fixture(params=IN_PLACE)
 def make(request):
-    return FACTORIES[request.param]
+    return IN_PLACE[request.param]
 
 
 def is_empty(engine: RolloutEngine) -> bool:

@@ -12,7 +12,7 @@ from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from tests.unit.rollout.engines import (
-    FACTORIES,
+    IN_PLACE,
     TOKEN_BYTES,
     decode,
     finish,
@@ -26,9 +26,9 @@ from tests.unit.rollout.engines import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=FACTORIES)
+@pytest.fixture(params=IN_PLACE)
 def make(request):
-    return FACTORIES[request.param]
+    return IN_PLACE[request.param]
 
 
 # ----------------------------------------------------------------------------------------------------------- queue

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl import batch as batch_module
+from hybrid_rl.batch import batch as batch_module
 from hybrid_rl.batch import FIELDS, Batch, Field, Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
 
@@ -109,7 +109,7 @@ def test_lengths_to_offsets() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_table_is_complete(name: str) -> None:
     field = FIELDS[name]
-    assert field.doc and field.writer in {"collector", "actor", "reference", "critic"}
+    assert field.doc and field.writer in {"collector", "driver", "actor", "reference", "critic"}
     assert (field.dtype is None) == (field.align == "object")
     if field.masked is not None:
         torch.tensor(field.masked, dtype=field.dtype)

@@ -10,136 +10,16 @@ from __future__ import annotations
 import difflib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.batch.fields import FIELDS
+from hybrid_rl.batch.jagged import Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
-
-Alignment = Literal["sample", "prompt", "completion", "sequence", "object"]
-
-
-@dataclass(frozen=True)
-class Field:
-    """What a column holds. `align` says along what it runs: [N] for "sample", else one row per sample."""
-
-    align: Alignment
-    dtype: torch.dtype | None
-    writer: str
-    masked: Any
-    doc: str
-
-
-FIELDS: Mapping[str, Field] = MappingProxyType(
-    {
-        "prompt_ids": Field("prompt", torch.int64, "collector", None, "token ids that the model was shown"),
-        "completion_ids": Field(
-            "completion", torch.int64, "collector", None, "token ids that followed, final EOS kept"
-        ),
-        "completion_mask": Field("completion", torch.bool, "collector", False, "True where the policy made the token"),
-        "rollout_logprobs": Field("completion", torch.float32, "collector", 0.0, "ln p of the sampling distribution"),
-        "policy_version": Field("completion", torch.int64, "collector", -1, "version of the weights behind each token"),
-        "group": Field("sample", torch.int64, "collector", None, "globally unique id of the prompt's group"),
-        "trajectory": Field("sample", torch.int64, "collector", None, "globally unique id of the sample's trajectory"),
-        "turn": Field("sample", torch.int64, "collector", None, "turn within the trajectory, from 0"),
-        "finish_reason": Field("object", None, "collector", None, '"stop", "length" or "abort"'),
-        "prompt": Field("object", None, "collector", None, "the prompt as the dataset gave it: text or chat messages"),
-        "completion": Field("object", None, "collector", None, "the completion as text, special tokens left out"),
-        "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
-        "rewards": Field("sample", torch.float64, "collector", float("nan"), "weighted reward; NaN = failed, masked"),
-        "function_rewards": Field("object", None, "collector", None, "one reward (or NaN) per reward function"),
-        "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
-        "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
-        "ref_logprobs": Field("completion", torch.float32, "reference", 0.0, "ln p of the reference model"),
-        "values": Field("completion", torch.float32, "critic", 0.0, "value estimates"),
-        "advantages": Field("completion", torch.float32, "actor", 0.0, "advantage of each token"),
-        "returns": Field("completion", torch.float32, "critic", 0.0, "value targets"),
-    }
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Jagged:
-    """Rows of different lengths in one tensor.
-
-    values: [total, ...]; offsets: int64 [N + 1], from 0 to total, never falling. Row i is
-    values[offsets[i]:offsets[i+1]].
-    """
-
-    values: Tensor
-    offsets: Tensor
-
-    def __post_init__(self) -> None:
-        offsets = self.offsets
-        if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.numel() < 1:
-            raise DataError(f"offsets must be int64 [N + 1], not {offsets.dtype} {tuple(offsets.shape)}")
-        if int(offsets[0]) != 0 or int(offsets[-1]) != self.values.shape[0] or bool((offsets.diff() < 0).any()):
-            raise DataError(f"offsets must rise from 0 to {self.values.shape[0]} (the number of values)")
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Jagged:
-        """rows: N tensors [length_i, ...] or N lists of numbers."""
-        tensors = [row if isinstance(row, Tensor) else torch.tensor(row, dtype=dtype) for row in rows]
-        if not tensors:
-            return cls(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
-        values = torch.cat(tensors)
-        return cls(values if dtype is None else values.to(dtype), lengths_to_offsets([len(t) for t in tensors]))
-
-    def __len__(self) -> int:
-        return self.offsets.numel() - 1
-
-    def __getitem__(self, index: int) -> Tensor:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.values.split(self.lengths.tolist()))
-
-    @property
-    def lengths(self) -> Tensor:
-        """int64 [N]."""
-        return self.offsets.diff()
-
-    def select(self, indices: Tensor) -> Jagged:
-        """The rows at `indices` (int64 [M]), in that order."""
-        lengths = self.lengths[indices]
-        offsets = lengths_to_offsets(lengths)
-        within = torch.arange(int(offsets[-1]), device=self.values.device) - offsets[:-1].repeat_interleave(lengths)
-        return Jagged(self.values[self.offsets[:-1][indices].repeat_interleave(lengths) + within], offsets)
-
-    def to_padded(self, value: float | int | bool, length: int | None = None) -> Tensor:
-        """[N, longest, ...], rows on the left, `value` behind them."""
-        longest = int(self.lengths.max()) if length is None and len(self) else (length or 0)
-        out = self.values.new_full((len(self), longest, *self.values.shape[1:]), value)
-        mask = torch.arange(longest, device=self.values.device) < self.lengths[:, None]
-        out[mask] = self.values
-        return out
-
-    def with_values(self, values: Tensor) -> Jagged:
-        """The same rows holding other values ([total, ...])."""
-        return Jagged(values, self.offsets)
-
-    def row_sum(self) -> Tensor:
-        """Sum of each row, [N, ...]; 0 for an empty row."""
-        out = self.values.new_zeros((len(self), *self.values.shape[1:]))
-        return out.index_add_(0, self.row_index(), self.values)
-
-    def row_index(self) -> Tensor:
-        """The row of every value, int64 [total]."""
-        return torch.arange(len(self), device=self.values.device).repeat_interleave(self.lengths)
-
-
-def lengths_to_offsets(lengths: Tensor | Sequence[int]) -> Tensor:
-    """int64 [N] lengths to int64 [N + 1] offsets."""
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
 
 Column = Tensor | Jagged | list[Any]
 

@@ -1,0 +1,56 @@
+"""Every column of the library: along what it runs, its dtype, who writes it, what it holds where nothing was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+Alignment = Literal["sample", "prompt", "completion", "sequence", "object"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """What a column holds. `align` says along what it runs: [N] for "sample", else one row per sample."""
+
+    align: Alignment
+    dtype: torch.dtype | None
+    writer: str
+    masked: Any
+    doc: str
+
+
+FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        "prompt_ids": Field("prompt", torch.int64, "collector", None, "token ids that the model was shown"),
+        "completion_ids": Field(
+            "completion", torch.int64, "collector", None, "token ids that followed, final EOS kept"
+        ),
+        "completion_mask": Field("completion", torch.bool, "collector", False, "True where the policy made the token"),
+        "rollout_logprobs": Field("completion", torch.float32, "collector", 0.0, "ln p of the sampling distribution"),
+        "policy_version": Field("completion", torch.int64, "collector", -1, "version of the weights behind each token"),
+        "group": Field("sample", torch.int64, "collector", None, "globally unique id of the prompt's group"),
+        "trajectory": Field("sample", torch.int64, "collector", None, "globally unique id of the sample's trajectory"),
+        "turn": Field("sample", torch.int64, "collector", None, "turn within the trajectory, from 0"),
+        "oldest_version": Field("sample", torch.int64, "collector", -1, "oldest policy version behind a token of it"),
+        "prompt_length": Field("sample", torch.int64, "collector", None, "tokens of the prompt"),
+        "completion_length": Field("sample", torch.int64, "collector", None, "tokens of the completion"),
+        "mini_batch": Field("sample", torch.int64, "driver", None, "the optimizer step of an iteration, from 0"),
+        "finish_reason": Field("object", None, "collector", None, '"stop", "length" or "abort"'),
+        "prompt": Field("object", None, "collector", None, "the prompt as the dataset gave it: text or chat messages"),
+        "completion": Field("object", None, "collector", None, "the completion as text, special tokens left out"),
+        "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
+        "rewards": Field("sample", torch.float64, "collector", float("nan"), "weighted reward; NaN = failed, masked"),
+        "function_rewards": Field("object", None, "collector", None, "one reward (or NaN) per reward function"),
+        "extra": Field("object", None, "collector", None, "what reward functions gave to log_extra, by column"),
+        "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
+        "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
+        "ref_logprobs": Field("completion", torch.float32, "reference", 0.0, "ln p of the reference model"),
+        "values": Field("completion", torch.float32, "critic", 0.0, "value estimates"),
+        "advantages": Field("completion", torch.float32, "actor", 0.0, "advantage of each token"),
+        "returns": Field("completion", torch.float32, "critic", 0.0, "value targets"),
+    }
+)

@@ -1,0 +1,200 @@
+"""A batch whose samples lie on the workers, as the driver holds it: indices and [N]-sized columns.
+
+Each worker keeps what it made in blocks, batches of its own rows, and hands out handles. A `Piece` says for some
+columns in which block, and in which row there, every sample lies. Selecting, reordering and joining touch indices only;
+a worker that is given a reference resolves it to a `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch.batch import Batch, Column
+from hybrid_rl.batch.fields import FIELDS
+from hybrid_rl.errors import DataError
+
+Get = Callable[[Any], Batch]
+# Objects of a few bytes per sample, whatever its length.
+SMALL_OBJECTS = ("finish_reason", "function_rewards")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Where some columns of N samples lie. names: of the columns; blocks: handles; block, row: int64 [N], the place of
+    each sample in `blocks` and within that block."""
+
+    names: tuple[str, ...]
+    blocks: tuple[Any, ...]
+    block: Tensor
+    row: Tensor
+
+    def select(self, index: Tensor) -> Piece:
+        """The samples at int64 [M], without the blocks that are no longer needed."""
+        if not index.numel():
+            # One block stays: from it comes the dtype of the columns.
+            return Piece(self.names, self.blocks[:1], self.block[index], self.row[index])
+        used, block = self.block[index].unique(return_inverse=True)
+        return Piece(self.names, tuple(self.blocks[i] for i in used.tolist()), block, self.row[index])
+
+    def resolve(self, get: Get) -> Batch:
+        """The columns themselves, samples in order."""
+        batches = [get(handle) for handle in self.blocks]
+        if len(batches) == 1:
+            whole = batches[0]
+            start = torch.zeros(1, dtype=torch.int64)
+        else:
+            start = torch.tensor([0, *(batch.num_samples for batch in batches)]).cumsum(0)[:-1]
+            whole = Batch.concat(batches)
+        places = start[self.block] + self.row
+        in_order = places.numel() == whole.num_samples and torch.equal(places, torch.arange(places.numel()))
+        return whole if in_order else whole.select(places)
+
+
+class BatchRef(Mapping[str, Column]):
+    """N samples that lie on workers. Immutable, as `Batch` is.
+
+    As a mapping it holds the resident columns, those that are [N]-sized; `columns` names all. num_samples: needed where
+    there is no column to tell it.
+    """
+
+    def __init__(
+        self,
+        resident: Mapping[str, Column],
+        pieces: Sequence[Piece] = (),
+        get: Get | None = None,
+        *,
+        num_samples: int | None = None,
+    ) -> None:
+        self._resident: Mapping[str, Column] = Batch(resident) if resident else {}
+        self._pieces = tuple(pieces)
+        self._get = get
+        sizes = {len(column) for column in self._resident.values()} | {len(piece.block) for piece in self._pieces}
+        sizes |= set() if num_samples is None else {num_samples}
+        if len(sizes) != 1:
+            raise DataError(f"the columns of a reference must have one number of samples, not {sorted(sizes)}")
+        self.num_samples: int = sizes.pop()
+        names = [*self._resident, *(name for piece in self._pieces for name in piece.names)]
+        if len(set(names)) != len(names):
+            raise DataError(f"columns {sorted({n for n in names if names.count(n) > 1})} are in the batch twice")
+        self.columns = frozenset(names)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.columns and name not in self._resident:
+            raise KeyError(f"column {name!r} lies on the workers; load() brings the whole batch here")
+        if name not in self._resident:
+            raise KeyError(f"batch has no column {name!r}; it has {sorted(self.columns)}")
+        return self._resident[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._resident
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._resident)
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    def __repr__(self) -> str:
+        return f"BatchRef({self.num_samples} samples: {', '.join(sorted(self.columns))})"
+
+    @property
+    def blocks(self) -> list[Any]:
+        """All handles."""
+        return [handle for piece in self._pieces for handle in piece.blocks]
+
+    def with_columns(self, **columns: Column) -> BatchRef:
+        """A reference with these [N]-sized columns added. Raises DataError where a column exists already."""
+        self._refuse(columns)
+        return BatchRef({**self._resident, **columns}, self._pieces, self._get)
+
+    def merge(self, other: BatchRef) -> BatchRef:
+        """A reference with all columns of another added, which has the same samples in the same order."""
+        self._refuse(other.columns)
+        return BatchRef({**self._resident, **other._resident}, (*self._pieces, *other._pieces), self._get)
+
+    def select(self, indices: Tensor | Sequence[int]) -> BatchRef:
+        """The samples at `indices` (int64 [M] or a list), in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        resident = Batch(self._resident).select(index) if self._resident else {}
+        pieces = [piece.select(index) for piece in self._pieces]
+        return BatchRef(resident, pieces, self._get, num_samples=index.numel())
+
+    @staticmethod
+    def concat(refs: Sequence[BatchRef]) -> BatchRef:
+        """The samples of all references, in order. All must have the same columns, in the same pieces."""
+        first = refs[0]
+        if len({(frozenset(ref), frozenset(piece.names for piece in ref._pieces)) for ref in refs}) != 1:
+            raise DataError(f"references differ in their columns: {[sorted(ref.columns) for ref in refs]}")
+        pieces = []
+        for names in (piece.names for piece in first._pieces):
+            parts = [next(piece for piece in ref._pieces if piece.names == names) for ref in refs]
+            starts = torch.tensor([0, *(len(part.blocks) for part in parts)]).cumsum(0).tolist()
+            block = torch.cat([part.block + start for part, start in zip(parts, starts, strict=False)])
+            blocks = tuple(handle for part in parts for handle in part.blocks)
+            pieces.append(Piece(names, blocks, block, torch.cat([part.row for part in parts])))
+        resident = Batch.concat([Batch(ref._resident) for ref in refs]) if first._resident else {}
+        return BatchRef(resident, pieces, first._get, num_samples=sum(ref.num_samples for ref in refs))
+
+    def resolve(self, get: Get, *, objects: bool = True) -> Batch:
+        """The samples themselves, fetched by `get`. objects: columns of Python objects too."""
+        pieces = [piece for piece in self._pieces if objects or not _holds_objects(piece.names)]
+        return Batch({**self._resident, **{n: c for piece in pieces for n, c in piece.resolve(get).items()}})
+
+    def load(self) -> Batch:
+        """The whole batch, brought to this process."""
+        if self._get is None:
+            raise DataError("this reference was not given by a worker group: it cannot be loaded here")
+        return self.resolve(self._get)
+
+    def with_get(self, get: Get | None) -> BatchRef:
+        """The same samples, which `load` fetches by `get`."""
+        return BatchRef(self._resident, self._pieces, get, num_samples=self.num_samples)
+
+    def group_rows(self) -> list[list[int]]:
+        """See Batch.group_rows."""
+        return Batch({"group": self["group"]}).group_rows()
+
+    def _refuse(self, names: Collection[str]) -> None:
+        taken = sorted(set(names) & self.columns)
+        if taken:
+            raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
+
+    def __reduce__(self) -> Any:
+        # How this process fetches is its own business.
+        return _rebuilt, (dict(self._resident), self._pieces, self.num_samples)
+
+
+def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_samples: int) -> BatchRef:
+    return BatchRef(resident, pieces, num_samples=num_samples)
+
+
+def store(batch: Batch, put: Callable[[Batch], Any], known: Collection[str] = frozenset()) -> BatchRef:
+    """Keep a batch on this worker: [N]-sized columns go into the reference, the others into blocks, by `put`.
+
+    known: columns to leave out, because whoever gets the reference has them. Tensors and Python objects go into blocks
+    of their own: most calls need the tensors only.
+    """
+    columns = {name: column for name, column in batch.items() if name not in known}
+    resident = {name: column for name, column in columns.items() if _is_resident(name)}
+    others = [name for name in columns if name not in resident]
+    pieces = []
+    for wants_objects in (False, True):
+        names = tuple(sorted(name for name in others if _holds_objects((name,)) is wants_objects))
+        if names:
+            handle = put(Batch({name: columns[name] for name in names}))
+            rows = torch.arange(batch.num_samples)
+            pieces.append(Piece(names, (handle,), torch.zeros_like(rows), rows))
+    return BatchRef(resident, pieces, num_samples=batch.num_samples)
+
+
+def _is_resident(name: str) -> bool:
+    return FIELDS[name].align == "sample" or name in SMALL_OBJECTS
+
+
+def _holds_objects(names: Sequence[str]) -> bool:
+    return FIELDS[names[0]].align == "object"

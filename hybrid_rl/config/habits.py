@@ -1,0 +1,67 @@
+"""Names that users know from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
+HABITS: Mapping[str, str] = MappingProxyType(
+    {
+        "per_device_train_batch_size": "sizes are global here: set prompts_per_step (prompts, not completions) and "
+        "tokens_per_micro_batch",
+        "gradient_accumulation_steps": "micro-batches are cut by tokens_per_micro_batch and never change the gradient",
+        "steps_per_generation": "set prompts_per_mini_batch (optimizer steps per batch) or num_iterations",
+        "generation_batch_size": "set prompts_per_step, in prompts",
+        "train_batch_size": "set prompts_per_step, in prompts",
+        "ppo_mini_batch_size": "set prompts_per_mini_batch, in prompts",
+        "ppo_epochs": "set num_iterations",
+        "n": "set num_generations",
+        "n_samples_per_prompt": "set num_generations",
+        "max_response_length": "set max_completion_length",
+        "max_new_tokens": "set max_completion_length",
+        "num_epochs": "set num_train_epochs",
+        "total_epochs": "set num_train_epochs",
+        "lr": "set learning_rate",
+        "batch_size": "set prompts_per_step, in prompts",
+        "processing_class": "pass tokenizer=",
+        "args": "pass config= (a YAML file, a mapping or a TrainerConfig) or keywords",
+        "reward_func": "pass functions as the second argument",
+        "ref_model": "the reference is the model as it was before training; set beta > 0",
+        "model_init_kwargs": "pass a module with tokenizer=, or set model.dtype and the other keys of model",
+        "device": "one rank runs on the device of the module that you pass, on the CPU for a name or folder; several "
+        "ranks have this key: set num_ranks",
+        "fp16": "float16 is not supported; set dtype=bfloat16 or float32",
+        "stop": "set stop_strings (texts) or stop_token_ids",
+        "adv_estimator": "the algorithm decides it",
+        "warmup_ratio": "set warmup_steps, a number of optimizer steps",
+        "vllm_mode": "the vLLM engine does not work yet; leave it out",
+        "tensor_parallel_size": "engines of several ranks do not work yet; leave it out",
+        "n_gpus_per_node": "set num_ranks, over all nodes",
+        "nnodes": "set num_ranks, over all nodes, and controller.address",
+        "num_gpus": "set num_ranks",
+        "strategy": "several ranks train with FSDP2; see the keys of fsdp",
+        "bnpo": "with global denominators bnpo is loss_type=dapo",
+        "clip_ratio": "set epsilon (and epsilon_high)",
+        "kl_coef": "set beta",
+        "kl_loss_coef": "set beta",
+        "use_vllm": "the vLLM engine does not work yet; leave it out",
+        "vllm_gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
+        "gpu_memory_utilization": "the cache of the in-place engine is sized by kv_cache_memory_bytes",
+        "generation_kwargs": "set temperature, stop_strings, max_completion_length ... as keys of their own",
+        "top_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_top_p",
+        "top_k": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_top_k",
+        "min_p": "truncated sampling biases importance ratios, so training samples from the full distribution; "
+        "evaluation has eval_min_p",
+        "repetition_penalty": "it changes the distribution that importance ratios assume, so training samples without "
+        "it; evaluation has eval_repetition_penalty",
+        "entropy_coef": "an entropy bonus is not there yet",
+        "bf16": "set dtype=bfloat16",
+        "save_strategy": "set save_steps",
+        "eval_strategy": "set eval_steps",
+        "logging_steps": "every training step is logged",
+        "resume_from_checkpoint": "set resume",
+    }
+)

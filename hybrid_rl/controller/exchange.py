@@ -1,0 +1,128 @@
+"""What is sent to the ranks for one call, and how their answers become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.mesh import RankMesh
+
+Get = Callable[[Any], Batch]
+Splitter = Callable[[Batch | BatchRef, int], Sequence[Tensor]]
+"""(batch, number of parts) -> the samples of each part, int64 [n_i], whole groups, every sample once. The same batch
+must always be split the same way."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def map(self, change: Callable[[Any], Any]) -> Arguments:
+        """The same arguments, each replaced by what `change` makes of it."""
+        return Arguments(
+            tuple(change(value) for value in self.args), {name: change(value) for name, value in self.kwargs.items()}
+        )
+
+    def first_batch(self) -> Batch | BatchRef | None:
+        """The first batch among the arguments, positional ones first."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Batch | BatchRef):
+                return value
+        return None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A call cut into parts: the arguments of each, and for a batch that was cut the samples of each, int64 [n_i]."""
+
+    arguments: Sequence[Arguments]
+    batch: Batch | BatchRef | None = None
+    samples: Sequence[Tensor] = ()
+
+
+def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, splitter: Splitter) -> Parts:
+    """The parts of a call; `method` names it in errors.
+
+    Raises TypeError where there is no batch to split by groups, ValueError where the splitter does not give every
+    sample once.
+    """
+    if record.split == "replicate" or num_parts == 1 and record.split == "items":
+        return Parts([arguments] * num_parts)
+    if record.split == "items":
+
+        def deal(part: int) -> Callable[[Any], Any]:
+            return lambda value: value[part::num_parts] if isinstance(value, list) else value
+
+        return Parts([arguments.map(deal(part)) for part in range(num_parts)])
+    batch = arguments.first_batch()
+    if batch is None:
+        raise TypeError(f"{method}() is split by groups but was called without a batch")
+    samples = splitter(batch, num_parts) if num_parts > 1 else [torch.arange(batch.num_samples)]
+    if len(samples) != num_parts or not torch.equal(
+        torch.cat(list(samples)).sort().values, torch.arange(batch.num_samples)
+    ):
+        raise ValueError(
+            f"the splitter gave {[len(part) for part in samples]} samples for {num_parts} parts of "
+            f"{batch.num_samples}: every sample must be in one part, once"
+        )
+
+    def choose(index: Tensor) -> Callable[[Any], Any]:
+        return lambda value: value.select(index) if value is batch else value
+
+    return Parts([arguments.map(choose(index)) for index in samples], batch, samples)
+
+
+def collect(
+    method: str, record: Dispatch, parts: Parts, mesh: RankMesh, answers: Mapping[int, Any], get: Get | None = None
+) -> Any:
+    """One answer out of those of the ranks (by rank; only `answering` ranks need be there).
+
+    get: how references among them are loaded here.
+    """
+    if record.collect == "all":
+        return [answers[rank] for rank in range(mesh.num_ranks)]
+    if record.collect == "leader":
+        return answers[0]
+    given = [answers[rank] for rank in mesh.leaders(record.axes)] if record.split != "replicate" else [answers[0]]
+    tuples = [answer if isinstance(answer, tuple) else (answer,) for answer in given]
+    if not all(isinstance(answer[0], Batch | BatchRef) for answer in tuples if answer) or not all(tuples):
+        kinds = sorted({type(answer).__name__ for answer in given})
+        raise TypeError(
+            f"{method}() is collected by concat: it must return a batch, or a tuple that begins with one, not {kinds}"
+        )
+    batch = _join([answer[0] for answer in tuples])
+    if parts.batch is not None:
+        order = torch.cat(list(parts.samples)).argsort()
+        if not torch.equal(order, torch.arange(len(order))):
+            batch = batch.select(order)
+        if isinstance(batch, BatchRef) and isinstance(parts.batch, BatchRef):
+            batch = parts.batch.merge(batch)
+    if isinstance(batch, BatchRef):
+        batch = batch.with_get(get)
+    if not isinstance(given[0], tuple):
+        return batch
+    return (batch, *(list(column) for column in zip(*(answer[1:] for answer in tuples), strict=True)))
+
+
+def answering(record: Dispatch, mesh: RankMesh) -> Collection[int]:
+    """The ranks whose answers are collected; the others need not send theirs."""
+    if record.collect == "all":
+        return range(mesh.num_ranks)
+    if record.collect == "leader" or record.split == "replicate":
+        return (0,)
+    return mesh.leaders(record.axes)
+
+
+def _join(batches: Sequence[Any]) -> Batch | BatchRef:
+    if len(batches) == 1:
+        return batches[0]
+    return BatchRef.concat(batches) if isinstance(batches[0], BatchRef) else Batch.concat(batches)

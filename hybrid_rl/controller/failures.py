@@ -1,0 +1,134 @@
+"""Failures of ranks: what a rank tells of one, which of several is the cause, and the one error that the user sees."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid_rl.errors import HybridRLError, WorkerError
+
+LOG_TAIL_LINES = 15
+COLLECTIVE_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+# gloo raises plain RuntimeErrors.
+COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "broken pipe", "socket timeout", "nccl")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call did not end well on one rank.
+
+    kind: name of the exception's type; error: the exception itself, pickled, where that is possible. is_echo: a broken
+    connection or collective, which most often only says that another rank failed. is_interrupt: a KeyboardInterrupt.
+    is_end: the process is gone, or does not answer.
+    """
+
+    kind: str
+    message: str
+    traceback: str = ""
+    error: bytes | None = None
+    is_echo: bool = False
+    is_interrupt: bool = False
+    is_end: bool = False
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What to tell of an exception that was caught on a rank."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - an exception of the user may do anything when it is pickled
+        pickled = None
+    text = "".join(traceback.format_exception(error))
+    words = str(error).lower()
+    is_echo = isinstance(error, COLLECTIVE_ERRORS) or (
+        type(error) is RuntimeError and any(word in words for word in COLLECTIVE_WORDS)
+    )
+    return Failure(
+        type(error).__name__, str(error), text, pickled, is_echo, isinstance(error, KeyboardInterrupt)
+    )
+
+
+def process_ended(pid: int, host: str, reason: str) -> Failure:
+    """The process of a rank is gone. reason: what the transport says of it."""
+    known = " ".join(reason.split())
+    if "memory monitor" not in known and "running low on memory" not in known:
+        # Without the causes that the transport guesses at.
+        _, _, detail = known.partition("Worker exit detail: ")
+        known = detail.split(" Some common causes")[0]
+    return Failure(
+        "process ended",
+        f"pid {pid} on {host} is gone: it was killed (by hand, or by the kernel for want of memory), crashed, or "
+        f"called exit. {known}".rstrip(),
+        is_end=True,
+    )
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where calls run, for errors. logs: of each rank."""
+
+    role: str
+    num_ranks: int
+    logs: Mapping[int, Path]
+
+
+def root_cause(failures: Mapping[int, Failure]) -> int:
+    """The rank that failed first for a reason of its own. failures: in the order in which they arrived."""
+    own = [rank for rank, failure in failures.items() if not failure.is_echo and not failure.is_interrupt]
+    ends = [rank for rank in own if failures[rank].is_end]
+    errors = [rank for rank in own if not failures[rank].is_end]
+    return (errors or ends or list(failures))[0]
+
+
+def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseException:
+    """The one error for the failures of a call. doing: "update() at training step 3"."""
+    rank = root_cause(failures)
+    failure = failures[rank]
+    lines = [f"{site.role} rank {rank} of {site.num_ranks} failed in {doing}: {failure.kind}: {failure.message}"]
+    others = [f"rank {other} ({_short(failures[other])})" for other in failures if other != rank]
+    if others:
+        lines.append(f"after that also: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
+    log = site.logs.get(rank)
+    if log is not None:
+        lines.append(f"log of the rank: {log}")
+    if failure.traceback:
+        lines.append(f"remote traceback:\n{failure.traceback.rstrip()}")
+    if failure.is_end and log is not None and (tail := log_tail(log)):
+        lines.append(f"end of its log:\n{tail}")
+    original = _unpickle(failure.error)
+    if isinstance(original, HybridRLError):
+        original.add_note("\n".join(lines))
+        return original
+    error = WorkerError("\n".join(lines))
+    error.__cause__ = original
+    return error
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a rank's log; empty where it lies on another machine."""
+    try:
+        with path.open(errors="replace") as file:
+            return "".join(deque(file, LOG_TAIL_LINES)).rstrip()
+    except OSError:
+        return ""
+
+
+def _short(failure: Failure) -> str:
+    message = failure.message.strip().split("\n")[0]
+    return f"{failure.kind}: {message[:120]}" if message else failure.kind
+
+
+def _unpickle(error: bytes | None) -> Any:
+    if error is None:
+        return None
+    try:
+        return pickle.loads(error)
+    except Exception:  # noqa: BLE001 - its class may be known to the rank only; the message has its text
+        return None

@@ -1,0 +1,111 @@
+"""Where ranks run: their share of nodes, their order, their environment."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybrid_rl.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """How the ranks of a group are placed and watched.
+
+    placement: pack fills one node before the next, spread deals ranks out over the nodes. gpus_per_rank: 0 or 1; None
+    gives every rank a GPU where the cluster has any. threads_per_rank: None shares the cores of a node between its
+    ranks. env_vars: set in the process of every rank before it starts; they win over what is set here.
+    start_seconds: for the cluster to give the resources, and for the processes to start. grace_seconds: for other ranks
+    to end after a failure, before they are killed. watchdog_seconds: without progress on any rank, until a call counts
+    as hung. collective_seconds: PyTorch's own limit for a collective; the watchdog comes first.
+    """
+
+    placement: Literal["pack", "spread"] = "pack"
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: int | None = None
+    threads_per_rank: int | None = None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    start_seconds: float = 120.0
+    grace_seconds: float = 5.0
+    watchdog_seconds: float = 1800.0
+    collective_seconds: float = 7200.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster: its id, address, and what it has of each resource."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the process of one bundle runs. devices: the accelerators that it sees."""
+
+    bundle: int
+    node: str
+    address: str
+    host: str
+    pid: int
+    devices: str
+
+
+def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> None:
+    """Raises ConfigError where the nodes, empty, do not hold so many bundles."""
+    room = sum(_bundles_that_fit(bundle, node.resources) for node in nodes)
+    if room < num_ranks:
+        has = "; ".join(f"{node.address}: {_amounts(node.resources, bundle)}" for node in nodes) or "no node"
+        raise ConfigError(
+            f"{num_ranks} ranks of {_amounts(bundle, bundle)} each do not fit into the cluster, which has room for "
+            f"{room} ({has}); ask for fewer ranks, less per rank, or add nodes"
+        )
+
+
+def rank_order(places: Sequence[Place]) -> list[Place]:
+    """Rank 0 first. By node, device and bundle, so that neighbours are near each other and a restart on the same nodes
+    gives the same order."""
+
+    def key(place: Place) -> tuple[object, ...]:
+        address = tuple(int(part) if part.isdigit() else part for part in place.address.split("."))
+        return tuple(str(part).zfill(3) for part in address), place.node, _device_key(place.devices), place.bundle
+
+    return sorted(places, key=key)
+
+
+def ranks_per_node(nodes: Sequence[str]) -> Mapping[str, int]:
+    """How many bundles lie on each node; nodes: of each bundle."""
+    return Counter(nodes)
+
+
+def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loopback: bool) -> dict[str, str]:
+    """The environment of a rank's process, complete before it starts: libraries read it when they are loaded.
+
+    cores: of the node. loopback: the whole cluster is this machine, and nothing of it may listen on a network.
+    """
+    threads = options.threads_per_rank or max(1, cores // max(1, ranks_on_node))
+    env = dict.fromkeys(THREAD_VARIABLES, str(threads))
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    if loopback:
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return env | {name: str(value) for name, value in options.env_vars.items()}
+
+
+def _bundles_that_fit(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    return int(min((resources.get(name, 0.0) // amount for name, amount in bundle.items() if amount), default=0))
+
+
+def _amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
+
+
+def _device_key(devices: str) -> tuple[str, ...]:
+    return tuple(part.zfill(4) for part in devices.split(","))

@@ -1,0 +1,48 @@
+"""The processes of ranks that run on this machine, as the operating system sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from hybrid_rl.controller.placement import Place
+
+
+def own_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_process(place: Place) -> str:
+    """What can be seen of a rank's process from outside."""
+    process = _process(place)
+    if process is None:
+        return f"pid {place.pid} on {place.host}"
+    with contextlib.suppress(psutil.Error):
+        return f"pid {process.pid} on this machine is {process.status()}"
+    return f"pid {place.pid} on this machine is gone"
+
+
+def end_processes(places: Sequence[Place], seconds: float) -> None:
+    """Kill the processes of ranks that run on this machine, also stopped ones, and wait until they are gone."""
+    processes = [process for place in places if (process := _process(place)) is not None]
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(processes, timeout=seconds)
+
+
+def _process(place: Place) -> psutil.Process | None:
+    """The process, where it runs on this machine and is still one of Ray's: ids are used again."""
+    if place.host != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(place.pid)
+        if "ray" in " ".join(process.cmdline()):
+            return process
+    return None

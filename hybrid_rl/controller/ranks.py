@@ -1,0 +1,102 @@
+"""What a rank knows of itself, how it meets the others, and how it tells that it gets on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.controller.mesh import RankMesh
+
+_last_progress = time.monotonic()
+
+
+def mark_progress() -> None:
+    """Say that the work of this process gets on: called at engine steps and micro-batches."""
+    global _last_progress
+    _last_progress = time.monotonic()
+
+
+def seconds_since_progress() -> float:
+    """Seconds since the work of this process last said that it gets on."""
+    return time.monotonic() - _last_progress
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def own_device() -> torch.device:
+    """The accelerator of this process, or its CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank gets to build its worker from; by default the only rank.
+
+    gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. put, get: leave an object
+    where other processes find it, by the handle that `put` returns; in one process the object is its own handle.
+    """
+
+    role: str = "policy"
+    rank: int = 0
+    mesh: RankMesh = field(default_factory=lambda: RankMesh({}))
+    device: torch.device = field(default_factory=own_device)
+    gather: Callable[[Any], list[Any]] = _alone
+    put: Callable[[Any], Any] = _itself
+    get: Callable[[Any], Any] = _itself
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the role."""
+        return self.mesh.num_ranks
+
+
+def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
+    """The store through which ranks find each other, and its port: a free one that nobody else can take in between.
+
+    It listens on `host` only, where PyTorch's own would listen on every interface.
+    """
+    listener = socket.create_server((host, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def join_ranks(store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta) -> None:
+    """Set up torch.distributed in this process: gloo on CPUs, and NCCL beside it on CUDA."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[Any]]:
+    """`RankContext.gather` over all ranks, on a group of its own: it meets no collective of the worker."""
+    if num_ranks == 1:
+        return _alone
+    control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * num_ranks
+        dist.all_gather_object(found, value, group=control)
+        return found
+
+    return gather
+
+
+def leave_ranks() -> None:
+    """Take torch.distributed down again in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

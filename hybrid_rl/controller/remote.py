@@ -1,0 +1,142 @@
+"""Many ranks in processes of their own: the part of a backend that does not depend on who runs them."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
+from hybrid_rl.controller.failures import Site
+from hybrid_rl.controller.local import Worker
+from hybrid_rl.controller.mesh import RankMesh
+from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.controller.ranks import RankContext
+from hybrid_rl.controller.server import Call, Seat
+from hybrid_rl.controller.supervise import Transport, supervise
+from hybrid_rl.controller.travel import pack
+from hybrid_rl.errors import WorkerError
+
+SHARED_ARGUMENT_BYTES = 100_000
+
+
+class Ranks(Transport, Protocol):
+    """The processes of a group, by rank: each runs a `RankServer`. is_dead: they were killed."""
+
+    is_dead: bool
+
+    def open(self, timeout: timedelta) -> tuple[str, int]:
+        """Start them, and open the store where they meet; its address. Raises ConfigError where there is no room."""
+        ...
+
+    def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
+        """Start a method of the servers; messages: its arguments on each rank."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
+        ...
+
+    def get(self, handle: Any) -> Any:
+        """The object behind a handle."""
+        ...
+
+    def is_handle(self, value: Any) -> bool:
+        """Whether this is what `put` returns."""
+        ...
+
+    def close(self, call_id: int) -> None:
+        """Let the workers close, for a bounded time, then end their processes."""
+        ...
+
+
+class RemoteBackend:
+    """Runs the calls of a group on all ranks.
+
+    make_worker: makes the worker of a rank from its RankContext; sent to the ranks by cloudpickle. splitter: cuts a
+    batch for the shards of a "groups" call. log_folder: gets one log per rank, `<role>-rank<r>.log`. Raises ConfigError
+    where there is no room or make_worker cannot be sent, and what a rank raised while it made its worker.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        make_worker: Callable[[RankContext], Worker],
+        *,
+        mesh: RankMesh,
+        splitter: Splitter,
+        ranks: Ranks,
+        options: RayOptions,
+        log_folder: Path,
+    ) -> None:
+        self.role, self.label, self.num_ranks = role, "", mesh.num_ranks
+        self._mesh, self._splitter, self._options, self._ranks = mesh, splitter, options, ranks
+        self._ids = itertools.count(1)
+        logs = {rank: log_folder.resolve() / f"{role}-rank{rank}.log" for rank in range(mesh.num_ranks)}
+        self._site = Site(role, mesh.num_ranks, logs)
+        # Also where the backend is dropped, or the program ends, without close().
+        self._finalizer = weakref.finalize(self, _close, ranks, self._ids)
+        try:
+            data, handles = pack(make_worker, ranks.is_handle, "make_worker")
+            timeout = timedelta(seconds=options.collective_seconds)
+            store = ranks.open(timeout)
+            call_id = next(self._ids)
+            seats = [Seat(role, rank, mesh, store, logs[rank], timeout) for rank in range(self.num_ranks)]
+            shared = self._share(data)
+            ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
+            supervise(ranks, self._site, call_id, "the start of its worker", options)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method on all ranks as its declaration says. Batches of its answer stay on the ranks.
+
+        Raises the error of the rank that failed first: ours with a note, every other one as WorkerError.
+        """
+        if not self._finalizer.alive:
+            raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
+        if self._ranks.is_dead:
+            raise WorkerError(
+                f"the {self.role} workers were ended after an earlier failure; make a new Trainer, with resume="
+            )
+        parts = cut(name, record, Arguments(args, kwargs), self._mesh.num_shards(record.axes), self._splitter)
+        call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
+        packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
+        self._ranks.send(
+            "call",
+            [
+                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.shard_of(rank, record.axes)])
+                for rank in range(self.num_ranks)
+            ],
+        )
+        doing = f"{name}(){self.label and f' at {self.label}'}"
+        answers = supervise(self._ranks, self._site, call_id, doing, self._options)
+        return collect(name, record, parts, self._mesh, answers, self._ranks.get)
+
+    def close(self) -> None:
+        """Close the workers and end their processes; a second call does nothing."""
+        self._finalizer()
+
+    def _pack(self, name: str, parts: Sequence[Arguments]) -> list[tuple[Any, list[Any]]]:
+        """The arguments of each part as bytes and handles; what all parts have in common is packed once."""
+        packed: dict[int, tuple[Any, list[Any]]] = {}
+        for arguments in parts:
+            if id(arguments) not in packed:
+                data, handles = pack(arguments, self._ranks.is_handle, f"the arguments of {name}()")
+                is_shared = len(parts) < self.num_ranks or all(other is arguments for other in parts)
+                packed[id(arguments)] = (self._share(data) if is_shared else data, handles)
+        return [packed[id(arguments)] for arguments in parts]
+
+    def _share(self, data: bytes) -> Any:
+        """Bytes for several ranks: large ones lie in the object store, once on every node, instead of being sent to
+        every rank."""
+        return self._ranks.put(data) if self.num_ranks > 1 and len(data) > SHARED_ARGUMENT_BYTES else data
+
+
+def _close(ranks: Ranks, ids: Iterator[int]) -> None:
+    ranks.close(next(ids))

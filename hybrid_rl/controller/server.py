@@ -1,0 +1,201 @@
+"""The side of a rank: holds the worker, runs calls on it, and tells how it is while it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.batch import Batch, BatchRef, store
+from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.failures import Failure, failure_of
+from hybrid_rl.controller.mesh import RankMesh
+from hybrid_rl.controller.rank_log import RankLog
+from hybrid_rl.controller.ranks import (
+    RankContext,
+    join_ranks,
+    leave_ranks,
+    mark_progress,
+    object_gather,
+    open_store,
+    own_device,
+    seconds_since_progress,
+)
+from hybrid_rl.controller.travel import unpack
+from hybrid_rl.interrupts import clear_interrupt, request_interrupt
+
+logger = logging.getLogger("hybrid_rl")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one rank. store: address of the meeting point; log_path: of its log."""
+
+    role: str
+    rank: int
+    mesh: RankMesh
+    store: tuple[str, int]
+    log_path: Path
+    collective_timeout: timedelta
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call for one rank. known: columns that the driver has of the batch that was cut; wants_answer: False where
+    the answer would be thrown away."""
+
+    id: int
+    method: str
+    known: frozenset[str] = frozenset()
+    wants_answer: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on a rank. warnings: (level, message) of the library since the last outcome."""
+
+    value: Any = None
+    failure: Failure | None = None
+    warnings: Sequence[tuple[int, str]] = ()
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a rank is. call_id: of the call under way, or None; idle_seconds: since it last got on; stack: of the thread
+    that works."""
+
+    call_id: int | None
+    idle_seconds: float
+    stack: str = ""
+    warnings: Sequence[tuple[int, str]] = ()
+
+
+@dataclass
+class RankServer:
+    """Runs in the process of a rank. `start`, `call` and `close` come one at a time; `health` and `interrupt` at any
+    time, from another thread. put, get: of the object store."""
+
+    put: Callable[[Any], Any]
+    get: Callable[[Any], Any]
+    _worker: Any = None
+    _log: RankLog | None = None
+    _store: dist.TCPStore | None = None
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _call_id: int | None = None
+    _interrupted_id: int | None = None
+    _thread: int = 0
+
+    def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
+        """Open the meeting point of all ranks; its address."""
+        self._store, port = open_store(host, timeout)
+        return host, port
+
+    def start(self, call_id: int, seat: Seat, data: bytes, handles: Sequence[Any]) -> Outcome:
+        """Meet the other ranks and make the worker. data, handles: the packed function that makes it."""
+
+        def start() -> None:
+            self._log = RankLog(seat.log_path)
+            device = own_device()
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            gather = object_gather(1, seat.collective_timeout)
+            if seat.mesh.num_ranks > 1:
+                meeting = self._store or dist.TCPStore(
+                    *seat.store, is_master=False, wait_for_workers=False, timeout=seat.collective_timeout
+                )
+                join_ranks(meeting, seat.rank, seat.mesh.num_ranks, device, seat.collective_timeout)
+                gather = object_gather(seat.mesh.num_ranks, seat.collective_timeout)
+            logger.info(
+                "%s rank %d of %d: pid %d on %s, %s, %d threads",
+                *(seat.role, seat.rank, seat.mesh.num_ranks, os.getpid(), socket.gethostname(), device),
+                torch.get_num_threads(),
+            )
+            context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.put, self.get)
+            self._worker = unpack(data, handles)(context)
+
+        return self._run(call_id, start)
+
+    def call(self, call: Call, data: bytes, handles: Sequence[Any]) -> Outcome:
+        """Run a method of the worker. data, handles: its packed arguments."""
+
+        def run() -> Any:
+            record = dispatch_of(type(self._worker), call.method)
+
+            def resolve(value: Any) -> Any:
+                return value.resolve(self.get, objects=record.objects) if isinstance(value, BatchRef) else value
+
+            arguments = unpack(data, handles).map(resolve)
+            with nullcontext() if record.needs is None else self._worker.lease(record.needs):
+                answer = getattr(self._worker, call.method)(*arguments.args, **arguments.kwargs)
+            return self._keep(answer, call.known) if call.wants_answer else None
+
+        return self._run(call.id, run)
+
+    def close(self, call_id: int) -> Outcome:
+        """Close the worker and leave the other ranks."""
+
+        def close() -> None:
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.close()
+            leave_ranks()
+
+        return self._run(call_id, close)
+
+    def health(self) -> Health:
+        """How this rank is."""
+        warnings = self._log.drain() if self._log is not None else ()
+        frame = sys._current_frames().get(self._thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None and self._call_id is not None else ""
+        return Health(self._call_id, seconds_since_progress(), stack, warnings)
+
+    def interrupt(self, call_id: int) -> None:
+        """Ask a call to end at its next safe point; nothing where it has ended."""
+        with self._guard:
+            self._interrupted_id = call_id
+            if self._call_id == call_id:
+                request_interrupt()
+
+    def _run(self, call_id: int, work: Callable[[], Any]) -> Outcome:
+        mark_progress()
+        with self._guard:
+            self._call_id, self._thread = call_id, threading.get_ident()
+            if self._interrupted_id == call_id:
+                request_interrupt()
+        value, failure = None, None
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the driver decides
+            failure = failure_of(error)
+            if not failure.is_interrupt:
+                traceback.print_exception(error)
+        finally:
+            with self._guard:
+                self._call_id = None
+                clear_interrupt()
+        return Outcome(value, failure, self._log.drain() if self._log is not None else ())
+
+    def _keep(self, answer: Any, known: frozenset[str]) -> Any:
+        """Batches of an answer stay here; the driver gets references."""
+        if isinstance(answer, Batch):
+            return store(answer, self.put, known)
+        if isinstance(answer, tuple) and answer and isinstance(answer[0], Batch):
+            return (store(answer[0], self.put, known), *answer[1:])
+        return answer
+
+
+def identity() -> tuple[str, int, str]:
+    """(host name, process id, visible CUDA devices) of this process."""
+    return socket.gethostname(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,0 +1,103 @@
+"""What starting a cluster needs for a while: a folder, a thread, other settings. Nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+LOCK = "lock"
+# Sockets lie 60 characters below, and a socket's path may have 107.
+MAX_PARENT_LENGTH = 40
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder that is removed when the block ends, or, where the process was killed, by the next call."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_PARENT_LENGTH:
+        parent = Path("/tmp")
+    for left in parent.glob(f"{prefix}*"):
+        _remove_if_left(left)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    with (path / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove the folder of a process that is gone: the kernel has let go of its lock."""
+    with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alive_thread(start: Callable[[], None]) -> Iterator[None]:
+    """Run `start` in a thread that lives as long as the block: the main thread itself where this is it.
+
+    Raises what `start` raised.
+    """
+    if threading.current_thread() is threading.main_thread():
+        start()
+        yield
+        return
+    is_started, is_over = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            start()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            errors.append(error)
+        finally:
+            is_started.set()
+        is_over.wait()
+
+    threading.Thread(target=run, name="ray-cluster", daemon=True).start()
+    is_started.wait()
+    try:
+        if errors:
+            raise errors[0]
+        yield
+    finally:
+        is_over.set()
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Environment variables inside the block; afterwards all are as they were, also those that the block changed."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, value): other values for attributes inside the block, where the owner has them."""
+    known = [change for change in changes if hasattr(change[0], change[1])]
+    before = [getattr(owner, name) for owner, name, _ in known]
+    for owner, name, value in known:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(known, before, strict=True):
+            setattr(owner, name, value)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Does nothing, whatever it is called with."""

@@ -1,0 +1,158 @@
+"""Waits for the ranks of one call, and ends it when one fails, dies or hangs, or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from hybrid_rl.controller.failures import Failure, Site, error_of
+from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.controller.server import Health, Outcome
+from hybrid_rl.interrupts import deferred_interrupt, interrupt_requested
+
+logger = logging.getLogger("hybrid_rl")
+
+POLL_SECONDS = 0.2
+MAX_HEALTH_SECONDS = 10.0
+
+
+class Transport(Protocol):
+    """How the driver reaches ranks."""
+
+    def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
+        """Outcomes that have come, after all have or `timeout` seconds; each is handed out once."""
+        ...
+
+    def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
+        """Ask these ranks, without waiting, how they are; what was answered since the last time."""
+        ...
+
+    def interrupt(self, ranks: Collection[int], call_id: int) -> None:
+        """Ask these ranks to end the call at a safe point."""
+        ...
+
+    def describe(self, rank: int) -> str:
+        """What can be seen from outside of the process of a rank that does not answer."""
+        ...
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        ...
+
+
+def supervise(transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions) -> dict[int, Any]:
+    """The answers of all ranks to a call that was sent to them.
+
+    Where it fails: one error, with the ranks killed unless all came back and can still talk to each other. A Ctrl-C is
+    passed on to the ranks, and raised here when they are back; a second one kills them.
+    """
+    watch = _Watch(transport, site, call_id, options)
+    try:
+        with deferred_interrupt():
+            watch.run()
+            if watch.failures:
+                if watch.pending or any(failure.is_end or failure.is_echo for failure in watch.failures.values()):
+                    transport.kill()
+                if all(failure.is_interrupt for failure in watch.failures.values()) and not watch.pending:
+                    raise KeyboardInterrupt
+                raise error_of(site, doing, watch.failures)
+    except KeyboardInterrupt:
+        if watch.pending:
+            transport.kill()
+        raise
+    return watch.answers
+
+
+class _Watch:
+    """One call under way. failures are in the order in which they came."""
+
+    def __init__(self, transport: Transport, site: Site, call_id: int, options: RayOptions) -> None:
+        self.pending = set(range(site.num_ranks))
+        self.answers: dict[int, Any] = {}
+        self.failures: dict[int, Failure] = {}
+        self._transport, self._site, self._call_id, self._options = transport, site, call_id, options
+        start = time.monotonic()
+        # Of each rank: when it last got on, as far as the driver knows, and where it was then.
+        self._moved = dict.fromkeys(self.pending, start)
+        self._stacks: dict[int, str] = {}
+        self._answered = dict.fromkeys(self.pending, start)
+        self._health_every = min(MAX_HEALTH_SECONDS, max(POLL_SECONDS, options.watchdog_seconds / 4))
+
+    def run(self) -> None:
+        """Until all are back, or no more can be expected."""
+        deadline: float | None = None
+        is_interrupted = False
+        next_health = time.monotonic() + self._health_every
+        while self.pending:
+            self._take(self._transport.wait(self.pending, POLL_SECONDS))
+            now = time.monotonic()
+            if self.pending and deadline is None and not all(f.is_interrupt for f in self.failures.values()):
+                self._transport.interrupt(self.pending, self._call_id)
+                deadline = now + self._options.grace_seconds
+            if deadline is not None and now > deadline:
+                return
+            if interrupt_requested() and not is_interrupted and self.pending:
+                self._transport.interrupt(self.pending, self._call_id)
+                is_interrupted = True
+            if now > next_health and self.pending and deadline is None:
+                next_health = now + self._health_every
+                self._look(now)
+
+    def _take(self, outcomes: Mapping[int, Outcome]) -> None:
+        said: dict[tuple[int, str], list[int]] = {}
+        for rank, outcome in outcomes.items():
+            self.pending.discard(rank)
+            for warning in outcome.warnings:
+                said.setdefault(warning, []).append(rank)
+            if outcome.failure is None:
+                self.answers[rank] = outcome.value
+            else:
+                self.failures[rank] = outcome.failure
+        forward_warnings(self._site.role, said)
+
+    def _look(self, now: float) -> None:
+        said: dict[tuple[int, str], list[int]] = {}
+        for rank, health in self._transport.health(self.pending).items():
+            self._moved[rank] = max(self._moved[rank], now - health.idle_seconds)
+            self._answered[rank], self._stacks[rank] = now, health.stack
+            for warning in health.warnings:
+                said.setdefault(warning, []).append(rank)
+        forward_warnings(self._site.role, said)
+        # A rank may wait for another one as long as it takes: only when none gets on, the call hangs.
+        if now - max(self._moved[rank] for rank in self.pending) > self._options.watchdog_seconds:
+            self._hang(now)
+
+    def _hang(self, now: float) -> None:
+        first = min(self.pending, key=lambda rank: self._moved[rank])
+        silent = [r for r in self.pending if now - self._answered[r] > 2 * self._health_every + POLL_SECONDS]
+        # A process that does not even answer holds up those that wait for it.
+        first = min(silent, default=first)
+        stacks = []
+        for rank in sorted(self.pending):
+            where = self._stacks.get(rank, "")
+            if rank in silent:
+                where = f"  does not answer: {self._transport.describe(rank)}\n" + where
+            stacks.append(f"rank {rank}, without progress for {now - self._moved[rank]:.0f} s:\n{where}")
+        self.failures[first] = Failure(
+            "hang",
+            f"no rank got on for {self._options.watchdog_seconds:g} s, this one stopped first; where a step may take "
+            f"longer, raise watchdog_seconds",
+            "\n".join(stacks),
+            is_end=True,
+        )
+        self._options = replace(self._options, grace_seconds=0.0)
+
+
+def forward_warnings(role: str, said: Mapping[tuple[int, str], Sequence[int]]) -> None:
+    """Log what ranks warned of: once where several said the same."""
+    for (level, message), ranks in said.items():
+        logger.log(level, "[%s %s] %s", role, name_ranks(ranks), message)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """"rank 3", or "ranks 0, 1"."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

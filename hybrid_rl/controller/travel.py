@@ -1,0 +1,98 @@
+"""Objects on their way to other processes: functions and closures by cloudpickle, handles beside them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+
+from hybrid_rl.errors import ConfigError
+
+MAX_DEPTH = 6
+
+
+def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes, list[Any]]:
+    """`value` as bytes, and the handles that lie anywhere in it, which the transport must carry itself to know that
+    they are in use. what: names the value in errors. Raises ConfigError naming the part that cannot be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, is_handle)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        path, part, reason = _offender(value, is_handle, what) or (what, value, error)
+        raise ConfigError(
+            f"{path} ({type(part).__name__}) cannot be sent to another process: {reason}; make it where it is used, "
+            f"or define __reduce__ for it"
+        ) from error
+    return stream.getvalue(), pickler.handles
+
+
+def unpack(data: bytes, handles: Sequence[Any]) -> Any:
+    """What `pack` packed."""
+
+    return _Unpickler(io.BytesIO(data), handles).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO, is_handle: Callable[[Any], bool]) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.handles: list[Any] = []
+        self._is_handle = is_handle
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, part: Any) -> int | None:
+        if not self._is_handle(part):
+            return None
+        if id(part) not in self._places:
+            self._places[id(part)] = len(self.handles)
+            self.handles.append(part)
+        return self._places[id(part)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, handles: Sequence[Any]) -> None:
+        super().__init__(stream)
+        self._handles = handles
+
+    def persistent_load(self, place: int) -> Any:
+        return self._handles[place]
+
+
+def _offender(
+    value: Any, is_handle: Callable[[Any], bool], path: str, depth: int = 0
+) -> tuple[str, Any, Exception] | None:
+    """The deepest part that cannot be pickled by itself: its path, itself, and why; None where the value can be."""
+    if is_handle(value):
+        return None
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        if depth < MAX_DEPTH:
+            for name, part in _parts(value):
+                found = _offender(part, is_handle, path + name, depth + 1)
+                if found is not None:
+                    return found
+        return path, value, error
+    return None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{place}]", part) for place, part in enumerate(value))
+    elif callable(value) and hasattr(value, "__code__"):
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__ or (), strict=True):
+            yield f" -> {name}", cell.cell_contents
+        for name in value.__code__.co_names:
+            if name in value.__globals__:
+                yield f" -> {name}", value.__globals__[name]
+    elif callable(value) and hasattr(value, "__self__"):
+        yield ".__self__", value.__self__
+    else:
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

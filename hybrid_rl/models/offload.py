@@ -1,0 +1,99 @@
+"""Activations in host memory between the forward and the backward pass.
+
+What autograd saves is copied to the host instead; weights and small tensors stay where they are. On CUDA the copies go
+through pinned memory on a stream of their own, beside the computation, and the backward pass brings the next few
+tensors back ahead of their use. On a CPU a copy is a copy in the same memory: correct, but without use.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALLEST_BYTES = 1024  # what is smaller costs more calls than it frees memory
+NUM_AHEAD = 4  # tensors that the backward pass fetches before it needs them
+
+
+def activations_on_host(smallest_bytes: int = SMALLEST_BYTES) -> AbstractContextManager[None]:
+    """Inside the block, saved activations of at least `smallest_bytes` go to host memory."""
+    offload = _Offload(smallest_bytes)
+    return torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack)
+
+
+class _Copy:
+    """A saved tensor on the host, and back on its device once it was fetched."""
+
+    def __init__(self, tensor: Tensor, stream: Any) -> None:
+        self._device = tensor.device
+        self._stream = stream
+        self._fetched: Tensor | None = None
+        if stream is None:
+            self._host = tensor.to("cpu", copy=True)
+            return
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Start the way back."""
+        if self._fetched is not None:
+            return
+        if self._stream is None:
+            self._fetched = self._host
+            return
+        with torch.cuda.stream(self._stream):
+            self._fetched = self._host.to(self._device, non_blocking=True)
+
+    def take(self) -> Tensor:
+        """The tensor on its device; it can be taken again."""
+        self.fetch()
+        assert self._fetched is not None
+        tensor, self._fetched = self._fetched, None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            tensor.record_stream(current)
+        return tensor
+
+
+class _Offload:
+    def __init__(self, smallest_bytes: int) -> None:
+        self._smallest_bytes = smallest_bytes
+        self._copies: list[_Copy] = []
+        # A tensor that several operations save is copied once. The weak reference keeps its key from being given to
+        # another one.
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}
+        self._stream: Any = None
+
+    def pack(self, tensor: Tensor) -> Tensor | int:
+        if _is_weight(tensor) or tensor.numel() * tensor.element_size() < self._smallest_bytes:
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._known and not self._known[key][0].expired():
+            return self._known[key][1]
+        if tensor.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        self._copies.append(_Copy(tensor, self._stream if tensor.device.type == "cuda" else None))
+        self._known[key] = (StorageWeakRef(storage), len(self._copies) - 1)
+        return len(self._copies) - 1
+
+    def unpack(self, packed: Tensor | int) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        tensor = self._copies[packed].take()
+        if self._stream is not None:  # the backward pass comes for them in reverse
+            for copy in self._copies[max(0, packed - NUM_AHEAD) : packed]:
+                copy.fetch()
+        return tensor
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Parameters, also the gathered ones of a sharded model, and views of them."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,0 +1,185 @@
+"""Checkpoint names against module names, by transformers' own conversion mappings.
+
+A checkpoint may call a tensor otherwise than the module does, or hold in parts what the module has fused (experts).
+transformers says how, as renamings and converters; here they are applied to names and lazy tensors instead of to a
+whole state dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from hybrid_rl.models.weights.lazy import LazyTensor, NotLazyError
+from hybrid_rl.models.weights.sources import WeightSource
+from hybrid_rl.resharding.boxes import Box
+
+Transform = WeightRenaming | WeightConverter
+
+
+@dataclass
+class Conversion:
+    """Tensors that transformers converts together. name: the first of the results; parts: (pattern, name) of what goes
+    in; transform: unused, each conversion works on a copy."""
+
+    name: str
+    transform: Transform
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def run(self, module: PreTrainedModel, tensor_of: Callable[[str], Any]) -> dict[str, Any]:
+        """The results by name. tensor_of: gives the tensor of a name that goes in."""
+        transform = deepcopy(self.transform)
+        for pattern, name in self.parts:
+            transform.add_tensor(self.name, name, pattern, tensor_of(name))
+        results = transform.convert(self.name, model=module, config=module.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in results.items()}
+
+
+@dataclass
+class Match:
+    """What a source has for a module: a lazy tensor per name of the state dict, and source names that it has no place
+    for. conversions: those of transformers that were used, which saving reverts."""
+
+    tensors: dict[str, LazyTensor]
+    unexpected: set[str]
+    conversions: list[WeightTransform]
+
+
+@contextlib.contextmanager
+def own_classes(module: PreTrainedModel) -> Iterator[None]:
+    """Inside, modules have their own classes: fully_shard puts a class FSDP<name> over each, and transformers finds
+    mappings, tied weights and code by class."""
+    covered = [(m, type(m)) for m in module.modules() if isinstance(m, FSDPModule)]
+    for found, cls in covered:
+        found.__class__ = next(  # type: ignore[assignment]
+            base for base in cls.__mro__ if not issubclass(base, FSDPModule)
+        )
+    try:
+        yield
+    finally:
+        for found, cls in covered:
+            found.__class__ = cls
+
+
+def match(module: PreTrainedModel, source: WeightSource) -> Match:
+    """Find the module's tensors in a source. Reads names, shapes and dtypes only."""
+    if not source.uses_checkpoint_names:
+        wanted = set(module.state_dict())
+        own = {name: LazyTensor.of(source, name) for name in source.names() if name in wanted}
+        return Match(own, set(source.names()) - wanted, [])
+    transforms = get_model_conversion_mapping(module)
+    conversions, unexpected = _conversions_to_module(module, transforms, source.names())
+    tensors: dict[str, LazyTensor] = {}
+    for conversion in conversions:
+        tensors.update(_lazy_results(module, conversion, source))
+    return Match(tensors, unexpected, [transform for transform in transforms if transform.was_used()])
+
+
+def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> list[Conversion]:
+    """How tensors with these module names become those of a checkpoint: as the model was loaded, else as its family is
+    saved."""
+    transforms: list[Any] | None = getattr(module, "_weight_conversions", None)
+    if transforms is None:
+        # transformers does not guess prefixes that no loaded checkpoint showed.
+        transforms = [
+            transform
+            for transform in get_model_conversion_mapping(module, add_legacy=False)
+            if not isinstance(transform, PrefixChange)
+        ]
+    reverse = [transform.reverse_transform() for transform in transforms[::-1]]
+    renamings, converters, by_pattern = _split(reverse)
+    found: dict[str, Conversion] = {}
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        _collect(found, by_pattern, name, renamed, pattern)
+    return list(found.values())
+
+
+def _conversions_to_module(
+    module: PreTrainedModel, transforms: list[Any], names: Sequence[str]
+) -> tuple[list[Conversion], set[str]]:
+    """The conversions that give the module's tensors, and names that fit nowhere; in the order and by the rules of
+    transformers' own loading."""
+    state = module.state_dict()
+    renamings, converters, by_pattern = _split(transforms)
+    prefix = module.base_model_prefix
+    found: dict[str, Conversion] = {}
+    unexpected: set[str] = set()
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if renamed not in state and name in state:
+            renamed, pattern = rename_source_key(name, [], [], prefix, state)
+        if renamed in state:
+            _collect(found, by_pattern, name, renamed, pattern)
+        elif pattern is not None:
+            targets = by_pattern[pattern].target_patterns
+            unexpected.update(renamed.replace(targets[0], target) for target in targets)
+        else:
+            unexpected.add(renamed)
+    return list(found.values()), unexpected
+
+
+def _split(
+    transforms: Sequence[Any],
+) -> tuple[list[WeightRenaming], list[WeightConverter], dict[str, WeightConverter]]:
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    return renamings, converters, {pattern: c for c in converters for pattern in c.source_patterns}
+
+
+def _collect(
+    found: dict[str, Conversion],
+    by_pattern: Mapping[str, WeightConverter],
+    name: str,
+    renamed: str,
+    pattern: str | None,
+) -> None:
+    if pattern is None:
+        # A renaming of one full name; a second one to the same name is left out, as transformers does.
+        found.setdefault(renamed, Conversion(renamed, WeightRenaming(name, renamed), [(name, name)]))
+    else:
+        found.setdefault(renamed, Conversion(renamed, by_pattern[pattern])).parts.append((pattern, name))
+
+
+def _lazy_results(module: PreTrainedModel, conversion: Conversion, source: WeightSource) -> dict[str, LazyTensor]:
+    try:
+        return cast(dict[str, LazyTensor], conversion.run(module, lambda name: LazyTensor.of(source, name)))
+    except NotLazyError:
+        return _whole_results(module, conversion, source)
+
+
+def _whole_results(module: PreTrainedModel, conversion: Conversion, source: WeightSource) -> dict[str, LazyTensor]:
+    """Results of an operation that has no lazy form: its parts are read in full, whenever a box of a result is asked
+    for."""
+
+    def empty(name: str) -> Tensor:
+        shape, dtype = source.spec(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def whole(name: str) -> Tensor:
+        return source.read(name, tuple(slice(0, extent) for extent in source.spec(name)[0]))
+
+    def lazy(result: str, like: Tensor) -> LazyTensor:
+        def read(box: Box) -> Tensor:
+            return cast(Tensor, conversion.run(module, whole)[result][box])
+
+        return LazyTensor(like.shape, like.dtype, read)
+
+    return {name: lazy(name, like) for name, like in conversion.run(module, empty).items()}

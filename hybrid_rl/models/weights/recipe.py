@@ -1,0 +1,121 @@
+"""How to build a model's module in any process, without its weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+from transformers.initialization import no_init_weights
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.weights.sources import FolderSource, WeightSource
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """A model by folder (or hub name), or a live module by class and config; and where its weights are.
+
+    frozen: names of parameters that require no gradient. conversions: those that the live module was loaded with.
+    """
+
+    source: WeightSource
+    path: str | None = None
+    trust_remote_code: bool = False
+    model_class: type[PreTrainedModel] | None = None
+    config: PreTrainedConfig | None = None
+    generation_config: GenerationConfig | None = None
+    frozen: frozenset[str] = frozenset()
+    conversions: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of_folder(cls, path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
+        """The model of a folder or hub name; each process reads the files itself."""
+        return cls(FolderSource(path), path, trust_remote_code)
+
+    @classmethod
+    def of_module(cls, module: PreTrainedModel, source: WeightSource) -> ModelRecipe:
+        """A live module whose weights are in `source` (StateSource, BlockSource)."""
+        conversions = getattr(module, "_weight_conversions", None)
+        return cls(
+            source,
+            model_class=type(module),
+            config=copy.deepcopy(module.config),
+            generation_config=copy.deepcopy(getattr(module, "generation_config", None)),
+            frozen=frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
+            conversions=None if conversions is None else tuple(conversions),
+        )
+
+
+def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The module in evaluation mode: parameters of `dtype` on the meta device, tied where the config ties them;
+    buffers real, since code computes them.
+
+    What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError where the
+    model cannot be built, or holds quantised weights.
+    """
+    try:
+        module = _build(recipe, dtype)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others here
+        what = f"model {recipe.path!r}" if recipe.path else f"a {recipe.model_class.__name__}"  # type: ignore[union-attr]
+        raise ModelError(f"cannot load {what}: {type(error).__name__}: {error}") from error
+    # Patched registration makes a new parameter of every tied one.
+    module.tie_weights()
+    for name in fp32_tensors(module, dtype):
+        tensor = module.get_parameter_or_buffer(name)
+        tensor.data = tensor.data.float()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in recipe.frozen)
+    if recipe.conversions is not None:
+        module._weight_conversions = list(recipe.conversions)  # type: ignore[assignment]
+    return module.eval()
+
+
+def fp32_tensors(module: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Names of parameters and buffers that stay fp32 in a model of this dtype, by the rule of its class."""
+    plan = module._get_dtype_plan(dtype)
+    if not plan:
+        return set()
+    pattern: re.Pattern[str] = build_glob_alternation(list(plan))[0]
+    return {name for name in module.state_dict() if pattern.search(name)}
+
+
+def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
+    config: Any = recipe.config
+    if config is None:
+        assert recipe.path is not None
+        config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"cannot load {recipe.source.label}: its weights are quantised, which cannot be trained; convert it to "
+            "bfloat16 first"
+        )
+    config = copy.deepcopy(config)
+    # Some classes draw random numbers while they are built, although nothing of them stays.
+    with init_empty_weights(include_buffers=False), no_init_weights(), torch.random.fork_rng(devices=[]):
+        if recipe.model_class is None:
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=recipe.trust_remote_code
+            )
+        else:
+            module = recipe.model_class._from_config(config, dtype=dtype)
+    if recipe.path is not None and module.can_generate():
+        module.generation_config = _stored_generation_config(recipe.path, module.generation_config)
+    elif recipe.generation_config is not None:
+        module.generation_config = copy.deepcopy(recipe.generation_config)
+    return cast(PreTrainedModel, module)
+
+
+def _stored_generation_config(path: str, built: GenerationConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # it has none: what the model's config says stays
+        return built
+

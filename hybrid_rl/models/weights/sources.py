@@ -1,0 +1,220 @@
+"""Where weights come from: tensors by name, of which any box can be read alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.resharding.boxes import Box
+
+BLOCK_BYTES = 64 * 2**20  # small tensors travel together in blocks of about this size
+
+
+class WeightSource(ABC):
+    """Named tensors. Names are those of a checkpoint, or, without uses_checkpoint_names, the module's own.
+
+    label: how errors call it. num_bytes_read: what `read` has given out so far.
+    """
+
+    uses_checkpoint_names = False
+    label = "the module"
+    num_bytes_read = 0
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor."""
+
+    @abstractmethod
+    def _read(self, name: str, box: Box) -> Tensor: ...
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """This box of a tensor, on the CPU, in its own dtype. Only to be read: it may be the source's own memory."""
+        found = self._read(name, box)
+        self.num_bytes_read += found.numel() * found.element_size()
+        return found
+
+    def close(self) -> None:  # noqa: B027
+        """Release files and blocks, where it holds any; the next `read` opens them again."""
+
+
+class FolderSource(WeightSource):
+    """The safetensors files of a model folder, or of a hub name. Files are opened when they are first needed, so that
+    it can be sent to other processes, each of which opens its own."""
+
+    uses_checkpoint_names = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.label = f"model {path!r}"
+        self._files: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FolderSource, (self.path,)
+
+    def names(self) -> list[str]:
+        return list(self._opened())
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        found = self._opened()[name].get_slice(name)
+        return tuple(found.get_shape()), str_to_torch_dtype[found.get_dtype()]
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        try:
+            found: Tensor = self._opened()[name].get_slice(name)[box or ...]
+        except Exception as error:  # SafetensorError and I/O errors
+            raise ModelError(f"cannot load {self.label}: {name}: {error}") from error
+        return found
+
+    def close(self) -> None:
+        self._files = None
+
+    def _opened(self) -> dict[str, Any]:
+        """The open file of every tensor."""
+        if self._files is None:
+            try:
+                self._files = self._open()
+            except ModelError:
+                raise
+            except Exception as error:  # transformers, hub and safetensors raise OSError, SafetensorError and others
+                raise ModelError(f"cannot load {self.label}: {type(error).__name__}: {error}") from error
+        return self._files
+
+    def _open(self) -> dict[str, Any]:
+        single, index = self._find(SAFE_WEIGHTS_NAME), self._find(SAFE_WEIGHTS_INDEX_NAME)
+        if single is not None:
+            paths = {SAFE_WEIGHTS_NAME: single}
+        elif index is not None:
+            weight_map = json.loads(Path(index).read_text())["weight_map"]
+            found = {name: self._find(name) for name in sorted(set(weight_map.values()))}
+            missing = [name for name, path in found.items() if path is None]
+            if missing:
+                raise ModelError(f"cannot load {self.label}: {len(missing)} files are missing, e.g. {missing[0]}")
+            paths = {name: path for name, path in found.items() if path is not None}
+        else:
+            pickled = self._find(WEIGHTS_NAME) or self._find(WEIGHTS_INDEX_NAME)
+            raise ModelError(
+                f"cannot load {self.label}: it has no {SAFE_WEIGHTS_NAME}"
+                + (
+                    f", only {Path(pickled).name}, of which no part can be read alone; convert it once: "
+                    f"AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
+                    if pickled
+                    else f" and no {SAFE_WEIGHTS_INDEX_NAME}"
+                )
+            )
+        opened = {file: safe_open(path, framework="pt") for file, path in paths.items()}
+        return {name: handle for handle in opened.values() for name in handle.keys()}  # noqa: SIM118
+
+    def _find(self, file: str) -> str | None:
+        if Path(self.path).is_dir():
+            path = Path(self.path) / file
+            return str(path) if path.is_file() else None
+        return cached_file(self.path, file, _raise_exceptions_for_missing_entries=False)
+
+
+class StateSource(WeightSource):
+    """Tensors of this process by module name, read where they are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return tuple(self._tensors[name].shape), self._tensors[name].dtype
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name].detach()[box]
+
+
+class BlockSource(WeightSource):
+    """Tensors by module name inside blocks of bytes that lie elsewhere, such as in a shared object store.
+
+    places: name -> (block, offset in bytes, shape, dtype); blocks: handles, which `get` turns into uint8 arrays. `get`
+    is set by the process that reads: it does not travel.
+    """
+
+    def __init__(
+        self, places: Mapping[str, tuple[int, int, tuple[int, ...], torch.dtype]], blocks: Sequence[Any]
+    ) -> None:
+        self._places = places
+        self._blocks = blocks
+        self.get: Callable[[Any], np.ndarray] | None = None
+        self._open: tuple[int, np.ndarray] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockSource, (self._places, self._blocks)
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        return self._places[name][2:]
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        block, offset, shape, dtype = self._places[name]
+        if self._open is None or self._open[0] != block:
+            if self.get is None:
+                raise ModelError("weights lie in blocks: set `get` of the BlockSource to what fetches a block")
+            self._open = (block, self.get(self._blocks[block]))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        # numpy has no bfloat16: the slice is taken on integers of the same size.
+        integers = self._open[1][offset : offset + num_bytes].view(f"u{dtype.itemsize}").reshape(shape)
+        return torch.from_numpy(integers[box].copy()).view(dtype)
+
+    def close(self) -> None:
+        self._open = None
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by module name, a tied tensor once."""
+    kept = module.state_dict(keep_vars=True)
+    unique: dict[int, str] = {}
+    for name, tensor in kept.items():
+        unique.setdefault(id(tensor), name)
+    return {name: kept[name] for name in unique.values()}
+
+
+def blocks_of(module: nn.Module, put: Callable[[np.ndarray], Any], block_bytes: int = BLOCK_BYTES) -> BlockSource:
+    """A live module's tensors, put block by block (uint8 arrays) through `put`, such as ray.put.
+
+    Larger tensors are put from where they lie; runs of smaller ones are copied into one block of at most block_bytes.
+    """
+    places: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
+    handles: list[Any] = []
+    pending: list[np.ndarray] = []
+
+    def flush() -> None:
+        if pending:
+            handles.append(put(np.concatenate(pending) if len(pending) > 1 else pending[0]))
+            pending.clear()
+
+    for name, tensor in named_state(module).items():
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        used = sum(block.size for block in pending)
+        if pending and used + data.size > block_bytes:
+            flush()
+            used = 0
+        # Offsets are multiples of 8, so that a block can be seen as integers of any size.
+        places[name] = (len(handles), used, tuple(tensor.shape), tensor.dtype)
+        pending.append(data)
+        if data.size % 8:
+            pending.append(np.zeros(8 - data.size % 8, dtype=np.uint8))
+    flush()
+    return BlockSource(places, handles)

@@ -1,0 +1,111 @@
+"""Tensors in files, each rank writing its own part, to be read at any number of ranks.
+
+The files are those of torch.distributed.checkpoint's safetensors format (HuggingFaceStorageWriter with
+save_distributed), which can read them. Here nothing is unpickled, nothing communicated, no second copy of the tensors
+made, and a part that is missing is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
+
+from hybrid_rl.errors import CheckpointError
+from hybrid_rl.resharding.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
+
+
+@dataclass(frozen=True)
+class _Part:
+    file: Any
+    box: Box
+    dtype: torch.dtype
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Path | None:
+    """Write this rank's parts of tensors, plain (rank 0 writes them) or sharded; the file, None without any part.
+
+    Of copies one rank writes. The folder must exist and be the same for all ranks.
+    """
+    own = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor, rank)}
+    parts = {name: local_tensor(tensor).contiguous() for name, tensor in own.items() if _holds_part(tensor)}
+    if not parts:
+        return None
+    offsets = {name: {OFFSETS: [part.start for part in local_box(own[name])]} for name in parts}
+    path = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    save_file(parts, path, metadata={"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)})
+    return path
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors, plain or sharded, from what any number of ranks wrote. Each rank reads its own parts.
+
+    Raises CheckpointError, before anything is changed, where names, shapes or dtypes differ or a part is missing.
+    """
+    stored = _parts(folder)
+    differing = sorted(stored.keys() ^ tensors.keys())
+    if differing:
+        raise CheckpointError(
+            f"{folder} is of another model, or of another dtype: it differs in {len(differing)} tensors, e.g. "
+            f"{differing[0]} ({'only in the checkpoint' if differing[0] in stored else 'not in the checkpoint'})"
+        )
+    plan = {name: _plan(folder, name, tensors[name], stored[name]) for name in tensors}
+    for name, pieces in plan.items():
+        box, target = local_box(tensors[name]), local_tensor(tensors[name])
+        for part, common in pieces:
+            target[within(common, box)].copy_(part.file.get_slice(name)[within(common, part.box) or ...])
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shape and dtype of every tensor in a folder. Raises CheckpointError where it cannot be read."""
+    return {name: (_global_shape(parts), parts[0].dtype) for name, parts in _parts(folder).items()}
+
+
+def _parts(folder: Path) -> dict[str, list[_Part]]:
+    found: dict[str, list[_Part]] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, framework="pt")
+            offsets = json.loads(file.metadata()[SHARDING_INFO])
+            for name in file.keys():  # noqa: SIM118
+                piece = file.get_slice(name)
+                box = tuple(slice(o, o + n) for o, n in zip(offsets[name][OFFSETS], piece.get_shape(), strict=True))
+                found.setdefault(name, []).append(_Part(file, box, str_to_torch_dtype[piece.get_dtype()]))
+    except Exception as error:  # safetensors and json raise errors of their own
+        raise CheckpointError(f"cannot read {folder}: {error}") from error
+    return found
+
+
+def _plan(folder: Path, name: str, tensor: Tensor, parts: list[_Part]) -> list[tuple[_Part, Box]]:
+    """What to read from which part. Parts do not overlap, so counting elements shows whether any is missing."""
+    shape, dtype = _global_shape(parts), parts[0].dtype
+    if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+        raise CheckpointError(
+            f"{folder} is of another model: {name} is {dtype} {list(shape)}, here {tensor.dtype} {list(tensor.shape)}"
+        )
+    box = local_box(tensor)
+    pieces = [(part, common) for part in parts if (common := overlap(part.box, box)) is not None]
+    missing = num_elements(box) - sum(num_elements(common) for _, common in pieces)
+    if missing:
+        raise CheckpointError(f"{folder} is incomplete: {missing} elements of {name} are in none of its files")
+    return pieces
+
+
+def _global_shape(parts: list[_Part]) -> tuple[int, ...]:
+    return tuple(max(part.box[dim].stop for part in parts) for dim in range(len(parts[0].box)))
+
+
+def _holds_part(tensor: Tensor) -> bool:
+    # A tensor without elements is one everywhere: it is written so that its name is known.
+    return num_elements(local_box(tensor)) > 0 or tensor.numel() == 0

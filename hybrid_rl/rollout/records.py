@@ -1,0 +1,30 @@
+"""Samples as a person reads them: one record each, for samples.jsonl and the console."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_rl.batch import Batch
+
+
+def sample_records(step: int, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Prompt, completion and rewards of every sample of a batch. names: of the reward functions."""
+    columns = sorted({column for extra in batch["extra"] for column in extra})
+    records = []
+    for index in range(batch.num_samples):
+        values = [None if math.isnan(value) else value for value in batch["function_rewards"][index]]
+        reward = float(batch["rewards"][index])
+        record = {
+            "step": step,
+            "prompt": batch["prompt"][index],
+            "completion": batch["completion"][index],
+            "reward": None if math.isnan(reward) else reward,
+            "rewards": dict(zip(names, values, strict=True)),
+            "finish_reason": batch["finish_reason"][index],
+        }
+        if columns:
+            record["extra"] = {column: batch["extra"][index].get(column) for column in columns}
+        records.append(record)
+    return records

@@ -1,0 +1,117 @@
+"""Who works on what: mini-batches of whole groups, and each of them split over the ranks at near-equal cost.
+
+Functions of [N]-sized columns alone: a driver calls them that never holds a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.data import balance
+from hybrid_rl.errors import ConfigError, DataError
+
+
+def assign_mini_batches(group: Tensor, prompts_per_mini_batch: int, seed: int) -> Tensor:
+    """The mini-batch of each sample, int64 [N], from 0.
+
+    Groups stand in an order that `seed` decides; every mini-batch takes the next prompts_per_mini_batch of them, the
+    last one what is left. Depends on the arguments alone: the number of ranks is not among them.
+
+    group: int64 [N]. Raises ConfigError for prompts_per_mini_batch below 1.
+    """
+    if prompts_per_mini_batch < 1:
+        raise ConfigError(f"prompts_per_mini_batch={prompts_per_mini_batch!r}; use at least 1.")
+    number = _numbered(group)
+    order = torch.randperm(_count(number), generator=torch.Generator().manual_seed(seed))
+    return order.argsort()[number] // prompts_per_mini_batch
+
+
+def attention_pair_cost(num_layers: int, attention_width: int, num_parameters: int) -> float:
+    """Tokens that cost as much as one pair of a query and a key, in all layers of a model together.
+
+    A token costs 2 flops per parameter that multiplies it; a pair 2 for its score and 2 for its value, per layer and
+    channel. The backward pass doubles both. With 12 H^2 parameters per layer and H channels that is 1 / (6 H): a
+    sequence of L tokens, which has L^2 / 2 causal pairs, costs as much as L + L^2 / (12 H) tokens without attention.
+
+    attention_width: query heads times their size. num_parameters: without the input embedding, which multiplies
+    nothing; of experts only those that a token visits.
+    """
+    return 2 * num_layers * attention_width / num_parameters
+
+
+def group_costs(batch: Batch | BatchRef, pair_cost: float) -> Tensor:
+    """What a forward and backward of each group costs, in tokens; float64 [G], groups in order of first appearance.
+
+    As micro-batches compute it: the prompt P of completions C_i once, which makes P + sum(C_i) tokens and
+    P^2 / 2 + sum((P + C_i)^2 - P^2) / 2 pairs. Samples of a group whose prompts are equally long are taken to share
+    theirs. A group that must be cut under a token cap costs some copies of its prompt more.
+    """
+    number = _numbered(batch["group"])
+    prompts, completions = batch["prompt_length"], batch["completion_length"]
+    # Whole numbers: their sums do not depend on the order.
+    tokens, squares = torch.zeros(2, _count(number), dtype=torch.int64)
+    shared_number, shared_prompts = torch.stack([number, prompts]).unique(dim=1)
+    tokens.index_add_(0, shared_number, shared_prompts).index_add_(0, number, completions)
+    squares.index_add_(0, shared_number, shared_prompts**2)
+    squares.index_add_(0, number, (prompts + completions) ** 2 - prompts**2)
+    return tokens.double() + pair_cost / 2 * squares.double()
+
+
+def split_over_ranks(batch: Batch | BatchRef, num_ranks: int, pair_cost: float) -> list[Tensor]:
+    """The samples of each rank, int64 [N_rank] in the order of the batch; groups stay whole.
+
+    All ranks work on the same mini-batch at the same time, so each mini-batch is balanced by itself: longest
+    processing time first, after which two ranks differ by at most its costliest group. Its largest share goes to the
+    rank that has had least in the mini-batches before. A rank may get nothing, in a mini-batch or at all. A batch
+    without the column `mini_batch` is one mini-batch.
+
+    `torch.cat(parts).argsort()` restores the order of the batch. pair_cost: see `attention_pair_cost`.
+
+    Raises ConfigError for num_ranks below 1, DataError for a group that lies in two mini-batches.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks={num_ranks!r}; use at least 1.")
+    number = _numbered(batch["group"])
+    costs = group_costs(batch, pair_cost)
+    mini_batch = _mini_batch_of_groups(batch, number)
+    home = torch.zeros_like(mini_batch)
+    had = torch.zeros(num_ranks, dtype=torch.float64)
+    for index in mini_batch.unique().tolist():
+        groups = (mini_batch == index).nonzero()[:, 0]
+        shares = balance(costs[groups].tolist(), num_ranks)
+        totals = torch.stack([costs[groups[share]].sum() for share in shares])
+        ranks, largest = had.argsort(stable=True), totals.argsort(stable=True, descending=True)
+        for rank, share in zip(ranks.tolist(), largest.tolist(), strict=True):
+            home[groups[shares[share]]] = rank
+        had[ranks] += totals[largest]
+    rank_of = home[number]
+    return list(rank_of.argsort(stable=True).split(rank_of.bincount(minlength=num_ranks).tolist()))
+
+
+def _mini_batch_of_groups(batch: Batch | BatchRef, number: Tensor) -> Tensor:
+    """int64 [G]."""
+    found = torch.zeros(_count(number), dtype=torch.int64)
+    if "mini_batch" not in batch:
+        return found
+    found[number] = batch["mini_batch"]
+    torn = (found[number] != batch["mini_batch"]).nonzero()[:, 0]
+    if torn.numel():
+        raise DataError(
+            f"group {batch['group'][torn[0]]} lies in mini-batches {found[number[torn[0]]]} and "
+            f"{batch['mini_batch'][torn[0]]}; a group is compared within itself: give all of its samples one mini-batch"
+        )
+    return found
+
+
+def _numbered(group: Tensor) -> Tensor:
+    """Groups numbered 0, 1, .. in order of first appearance, int64 [N]."""
+    number = group.unique(return_inverse=True)[1]
+    places = torch.arange(len(group))
+    first = torch.full((_count(number),), len(group)).scatter_reduce(0, number, places, "amin")
+    return first.argsort().argsort()[number]
+
+
+def _count(number: Tensor) -> int:
+    return int(number.max()) + 1 if number.numel() else 0

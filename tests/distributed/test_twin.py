@@ -1,0 +1,130 @@
+"""The in-place engine on the twin of a sharded model, against one on the plain model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from hybrid_rl.config import InPlaceConfig, OptimizerConfig
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate
+from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
+from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.workers.optimizer import Optimizer
+from tests.distributed.ranks import run_ranks
+from tests.unit.models.families import VOCABULARY, build
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = [9, 6, 5]
+TARGETS = torch.tensor([1, 4, 8, 11, 14, 16])
+MAX_TOKENS = 9
+
+
+def engine_of(model: CausalLM) -> InPlaceEngine:
+    engine = InPlaceEngine(model, InPlaceConfig(kv_cache_memory_bytes=1 << 20), max_length=32)
+    engine.sleep({WEIGHTS, KV_CACHE})
+    return engine
+
+
+def rollout(engine: InPlaceEngine, module: torch.nn.Module, version: int, num_requests: int) -> list[Any]:
+    """Samples of `num_requests` prompts of different lengths, the first ones greedy."""
+    engine.wake({WEIGHTS, KV_CACHE})
+    engine.update_weights(TensorSource.of(module), version)
+    requests = [
+        RolloutRequest(
+            index,
+            tuple((7 * index + 3 * place) % VOCABULARY for place in range(3 + index)),
+            SamplingParams(max_tokens=MAX_TOKENS - index, temperature=float(index > 1), seed=index),
+        )
+        for index in range(num_requests)
+    ]
+    samples = generate(engine, requests, version)
+    engine.sleep({WEIGHTS, KV_CACHE})
+    return [(list(sample.completion_ids), list(sample.logprobs)) for sample in samples]
+
+
+def loss_of(model: CausalLM, seed: int) -> torch.Tensor:
+    token_ids = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+    logprobs, _ = model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
+    return (logprobs * torch.linspace(-1, 1, len(TARGETS))).sum()
+
+
+def optimizer_of(module: torch.nn.Module) -> Optimizer:
+    return Optimizer(module, OptimizerConfig(learning_rate=1e-2, max_grad_norm=1.0), num_optimizer_steps=9)
+
+
+def storage_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the tensors that FSDP gathers, by their addresses in the units' own books."""
+    gathered = [
+        parameter._unsharded_param
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule)
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in gathered)
+
+
+def generate_on_ranks(rank: int, num_ranks: int, family: str) -> dict[str, Any]:
+    module = build(family)
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    options = ShardOptions(1, num_ranks, torch.float32)
+    shards = shard(module, device_mesh(options, "cpu"), options)
+    model = ShardedCausalLM(shards)
+    optimizer = optimizer_of(module)
+    twin = model.twin
+    seen: dict[str, Any] = {"samples": [], "gathered": [], "free": [], "gaps": []}
+    twin.bind()
+    plain = CausalLM(twin.module)
+    engine = engine_of(plain)
+    twin.release()
+    for version in range(1, 4):
+        twin.bind()
+        seen["samples"].append(rollout(engine, twin.module, version, 2 + 2 * rank))
+        seen["gathered"].append(storage_bytes(module) >= num_bytes)
+        with torch.no_grad():  # the probe: the trainer scores while the engine holds the weights
+            seen["gaps"].append(float(loss_of(model, 5) - loss_of(plain, 5)))
+        with pytest.raises(MemoryStateError, match="before training"):
+            loss_of(model, 5)
+        twin.release()
+        seen["free"].append(storage_bytes(module))
+        assert all(p.is_meta for p in twin.module.parameters())
+        with accumulating(model, is_last=True):
+            loss_of(model, 10 * version + rank).backward()
+        optimizer.step()
+    return seen
+
+
+def generate_alone(num_ranks: int, family: str, num_requests: int) -> list[Any]:
+    model = CausalLM(build(family))
+    optimizer, engine = optimizer_of(model.module), engine_of(model)
+    samples = []
+    for version in range(1, 4):
+        samples.append(rollout(engine, model.module, version, num_requests))
+        for rank in range(num_ranks):
+            loss_of(model, 10 * version + rank).backward()
+        optimizer.step()
+    return samples
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_engine_on_the_twin_gives_the_samples_of_a_plain_engine_over_updates(family: str) -> None:
+    """Ranks generate for 2 and for 4 prompts; three phases with an optimizer step after each."""
+    per_rank = run_ranks(generate_on_ranks, 2, family)
+    expected = generate_alone(2, family, 4)
+    assert expected[0] != expected[1]
+    for rank, seen in enumerate(per_rank):
+        for mine, theirs in zip(seen["samples"], expected, strict=True):
+            assert len(mine) == 2 + 2 * rank
+            for (tokens, logprobs), (their_tokens, their_logprobs) in zip(mine, theirs, strict=False):
+                assert tokens == their_tokens
+                assert logprobs == pytest.approx(their_logprobs, abs=1e-5)
+        assert seen["gathered"] == [True] * 3
+        assert seen["free"] == [0] * 3  # the full weights are gone, not only unreferenced
+        assert max(map(abs, seen["gaps"])) < 1e-5

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.batch import Batch, BatchRef, Jagged
+from hybrid_rl.controller import RankContext, dispatch, mark_progress
+from hybrid_rl.errors import CheckpointError
+from hybrid_rl.interrupts import interrupt_requested
+
+logger = logging.getLogger("hybrid_rl.worker")
+
+# Set by a test in its own process: a forked rank would see it.
+MARK = "none"
+
+
+def split_whole_groups(batch: Batch | BatchRef, num_parts: int) -> list[torch.Tensor]:
+    """Whole groups, dealt out in turn: uneven, and out of order."""
+    rows = batch.group_rows()
+    return [torch.tensor([i for group in rows[part::num_parts] for i in group], dtype=torch.int64) for part in range(num_parts)]
+
+
+def sample_batch(num_groups: int, size: int, length: int = 3) -> Batch:
+    """Groups of `size` samples in a row; sample i has the prompt [i, i] and a completion of `length` times i."""
+    n = num_groups * size
+    return Batch(
+        {
+            "prompt_ids": Jagged.from_rows([[i, i] for i in range(n)], torch.int64),
+            "completion_ids": Jagged.from_rows([[i] * length for i in range(n)], torch.int64),
+            "group": torch.arange(n) // size,
+            "trajectory": torch.arange(n),
+            "row": [{"place": i} for i in range(n)],
+        }
+    )
+
+
+class Probe:
+    """A worker without reinforcement learning: answers what it sees, and fails in every way asked for."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self.leased: list[list[str]] = []
+
+    @contextmanager
+    def lease(self, tags: frozenset[str]) -> Iterator[None]:
+        self.leased.append(sorted(tags))
+        yield
+
+    def close(self) -> None:
+        logger.info("closed")
+
+    # ------------------------------------------------------------------------------------------- what a rank sees
+
+    @dispatch(collect="all")
+    def about(self) -> dict[str, Any]:
+        env = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "CHOSEN")}
+        return {
+            "rank": self.context.rank,
+            "role": self.context.role,
+            "num_ranks": self.context.num_ranks,
+            "device": str(self.context.device),
+            "pid": os.getpid(),
+            "mark": MARK,
+            "env": env,
+            "threads": torch.get_num_threads(),
+            "leased": list(self.leased),
+        }
+
+    @dispatch(collect="all")
+    def gather(self, value: Any) -> list[Any]:
+        return self.context.gather((self.context.rank, value))
+
+    @dispatch(collect="all")
+    def all_reduce(self) -> float:
+        value = torch.tensor([float(self.context.rank + 1)])
+        dist.all_reduce(value)
+        return value.item()
+
+    @dispatch(collect="all")
+    def shown(self, value: Any, *, keyword: Any = None) -> tuple[int, Any, Any]:
+        return self.context.rank, value, keyword
+
+    @dispatch(collect="all", needs=("actor", "kv_cache"))
+    def leasing(self) -> list[list[str]]:
+        return self.leased
+
+    # ---------------------------------------------------------------------------------------------------- batches
+
+    @dispatch(split="items", collect="concat")
+    def rollout(self, tasks: list[int], length: int) -> tuple[Batch, int]:
+        return sample_batch(1, 1, length).select([0] * len(tasks)).without("trajectory", "group").with_columns(
+            group=torch.tensor(tasks, dtype=torch.int64), trajectory=torch.tensor(tasks, dtype=torch.int64)
+        ), self.context.rank
+
+    @dispatch(split="groups", collect="concat")
+    def score(self, batch: Batch, factor: float) -> Batch:
+        ids = batch["completion_ids"]
+        mark = torch.full((batch.num_samples,), float(self.context.rank), dtype=torch.float64)
+        return batch.with_columns(rewards=mark, old_logprobs=ids.with_values(ids.values.float() * factor))
+
+    @dispatch(split="groups", collect="concat", axes=("dp_shard",))
+    def score_replicated(self, batch: Batch) -> Batch:
+        return batch.with_columns(rewards=batch["trajectory"].double())
+
+    @dispatch(split="groups", collect="all", objects=True)
+    def seen(self, batch: Batch) -> tuple[list[int], list[str], list[Any]]:
+        return batch["trajectory"].tolist(), sorted(batch), batch["row"]
+
+    @dispatch(split="groups", collect="all")
+    def seen_without_objects(self, batch: Batch) -> tuple[list[int], list[str]]:
+        return batch["trajectory"].tolist(), sorted(batch)
+
+    @dispatch(collect="all")
+    def references(self) -> int:
+        """Objects of the object store that this process knows of: its own blocks, as long as somebody needs them."""
+        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    @dispatch(split="groups", collect="concat")
+    def not_a_batch(self, batch: Batch) -> int:
+        return batch.num_samples
+
+    # --------------------------------------------------------------------------------------------------- failures
+
+    @dispatch(collect="all")
+    def work(self, seconds: float, rank: int, then: str) -> int:
+        """`rank` does what `then` names; the others work for `seconds`, or until they are asked to end."""
+        if rank in (self.context.rank, -1):
+            FAULTS[then](self)
+        self.wait(seconds)
+        return self.context.rank
+
+    @dispatch(collect="all")
+    def collective(self, rank: int, then: str) -> float:
+        """All ranks meet in an all-reduce, but `rank` does what `then` names before."""
+        if rank == self.context.rank:
+            FAULTS[then](self)
+        return self.all_reduce()
+
+    @dispatch(collect="all")
+    def patient(self, seconds: float, can_break_off: bool) -> int:
+        """Gets on for `seconds`; ends early, by KeyboardInterrupt, where it may."""
+        self.wait(seconds, can_break_off)
+        return self.context.rank
+
+    @dispatch(collect="all")
+    def warn(self, message: str) -> None:
+        print("printed", message)
+        logger.info("informed %s", message)
+        logger.warning("warned %s", message)
+
+    @dispatch(collect="all")
+    def start_child(self) -> int:
+        """A process as a reward pool has them: it ends when its standard input does."""
+        self.child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        return self.child.pid
+
+    def wait(self, seconds: float, can_break_off: bool = True) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            mark_progress()
+            if can_break_off and interrupt_requested():
+                raise KeyboardInterrupt
+            time.sleep(0.02)
+
+
+def _raise(error: Callable[[], BaseException]) -> Callable[[Probe], None]:
+    def fail(worker: Probe) -> None:
+        raise error()
+
+    return fail
+
+
+class LocalTrouble(Exception):
+    """Cannot be unpickled: its constructor wants more than its message."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def _signal(number: int) -> Callable[[Probe], None]:
+    return lambda worker: os.kill(os.getpid(), number)
+
+
+def _warn_and_exit(worker: Probe) -> None:
+    warnings.warn("the last words", stacklevel=1)
+    os._exit(3)
+
+
+def _hang(worker: Probe) -> None:
+    time.sleep(3600)
+
+
+def _crash(worker: Probe) -> None:
+    ctypes.string_at(0)
+
+
+def _exhaust(worker: Probe) -> None:
+    torch.empty(1 << 50)
+
+
+FAULTS: dict[str, Callable[[Probe], None]] = {
+    "value error": _raise(lambda: ValueError("bad batch")),
+    "our error": _raise(lambda: CheckpointError("disk full")),
+    "odd error": _raise(lambda: LocalTrouble("this", "that")),
+    "system exit": _raise(lambda: SystemExit(4)),
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "crash": _crash,
+    "exit": _warn_and_exit,
+    "hang": _hang,
+    "allocation": _exhaust,
+    "memory": _raise(MemoryError),
+}

@@ -1,0 +1,248 @@
+"""Regions: memory is really released, comes back at the same address, and keeps or loses its content as promised."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.errors import MemoryStateError, NotYetSupportedError
+from hybrid_rl.memory import Region
+
+MIB = 2**20
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+
+
+def filled(region: Region, num_bytes: int, value: int = 7) -> torch.Tensor:
+    return region.allocate((num_bytes,), torch.uint8).fill_(value)
+
+
+# ------------------------------------------------------------------------------------------------------- allocation
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
+    region = Region("test")
+    tensors = [region.allocate(shape, dtype) for shape in ((3, 5), (), (1,), (2, 0, 3), (65,))]
+    assert [tuple(t.shape) for t in tensors] == [(3, 5), (), (1,), (2, 0, 3), (65,)]
+    assert all(t.dtype == dtype and t.is_contiguous() for t in tensors)
+    held = [t for t in tensors if t.numel()]
+    assert all(t.data_ptr() % 64 == 0 and not t.view(torch.uint8 if t.dim() else t.dtype).any() for t in held)
+    ends = [t.data_ptr() + t.numel() * t.itemsize for t in held]
+    assert all(end <= after.data_ptr() for end, after in zip(ends[:-1], held[1:], strict=True))
+    # 15, 1, 1 and 65 elements, each rounded up to whole 64 bytes.
+    assert region.num_bytes == sum(-(-n * dtype.itemsize // 64) * 64 for n in (15, 1, 1, 65))
+
+
+def test_a_tensor_saves_itself_and_not_its_region(tmp_path: Path) -> None:
+    region = Region("test")
+    filled(region, MIB)
+    path = tmp_path / "tensor.pt"
+    torch.save(filled(region, 100, 3), path)
+    assert path.stat().st_size < 10_000
+    assert torch.load(path).tolist() == [3] * 100
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    region = Region("kv", capacity_bytes=2 * mmap.PAGESIZE)
+    region.allocate((1,), torch.int64)
+    with pytest.raises(MemoryStateError, match=r"'kv' holds 64 of 8192 bytes; a tensor \(2048,\) of torch.float32"):
+        region.allocate((2048,), torch.float32)
+    assert region.allocate((2048 - 16,), torch.float32).numel() == 2032 and region.num_bytes == 8192
+
+
+def test_an_unused_region_costs_nothing() -> None:
+    region = Region("test")
+    tensor = region.allocate((64 * MIB,), torch.uint8)
+    assert region.occupied_bytes == 0 and region.num_bytes == 64 * MIB
+    tensor[::mmap.PAGESIZE] = 1
+    assert region.occupied_bytes == 64 * MIB
+
+
+def test_only_the_cpu_so_far() -> None:
+    with pytest.raises(NotYetSupportedError, match="'actor' on device=cuda"):
+        Region("actor", device="cuda")
+
+
+# ------------------------------------------------------------------------------------------------------------ sleep
+
+
+def test_discard_releases_the_memory_and_the_content() -> None:
+    region = Region("test")
+    tensor = filled(region, 3 * MIB)
+    address = tensor.data_ptr()
+    assert region.occupied_bytes == 3 * MIB
+    region.sleep("discard")
+    assert region.is_asleep and region.occupied_bytes == 0 and region.num_bytes == 3 * MIB
+    region.wake()
+    assert not region.is_asleep and tensor.data_ptr() == address and not tensor.any()
+    tensor.fill_(5)
+    assert region.occupied_bytes == 3 * MIB and tensor.sum().item() == 5 * 3 * MIB
+
+
+def test_offload_brings_every_byte_back_to_its_place() -> None:
+    region = Region("test")
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        region.allocate(shape, dtype).copy_(torch.randint(0, 2, shape, generator=generator))
+        for shape in ((1000, 33), (7,), (), (0,))
+        for dtype in DTYPES
+    ]
+    before = [(t.data_ptr(), t.clone()) for t in tensors]
+    for _ in range(3):
+        region.sleep("offload")
+        assert region.occupied_bytes == 0
+        region.wake()
+        for tensor, (address, content) in zip(tensors, before, strict=True):
+            assert tensor.data_ptr() == address
+            assert torch.equal(tensor.view(-1).view(torch.uint8), content.view(-1).view(torch.uint8))
+
+
+def test_another_process_that_maps_the_file_sees_the_same_memory() -> None:
+    region = Region("test")
+    tensor = filled(region, 100)
+    peer = mmap.mmap(os.dup(region.fd), mmap.PAGESIZE)
+    assert peer[:100] == b"\7" * 100
+    region.sleep("discard")
+    region.wake()
+    assert peer[:100] == bytes(100)
+    tensor.fill_(7)
+    tensor[3] = 9
+    assert peer[:5] == b"\7\7\7\x09\7"
+    peer.close()
+
+
+def test_an_empty_region_sleeps_too() -> None:
+    region = Region("test")
+    region.sleep("discard")
+    region.wake()
+    assert filled(region, 4).tolist() == [7] * 4
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("policy", ["discard", "offload"])
+def test_nobody_sleeps_or_wakes_twice_nor_allocates_asleep(policy: str) -> None:
+    region = Region("kv")
+    tensor = filled(region, 10)
+    with pytest.raises(MemoryStateError, match="'kv' is awake already"):
+        region.wake()
+    region.sleep(policy)  # type: ignore[arg-type]
+    with pytest.raises(MemoryStateError, match="'kv' is asleep already"):
+        region.sleep(policy)  # type: ignore[arg-type]
+    with pytest.raises(MemoryStateError, match="'kv' is asleep; wake it before allocating"):
+        region.allocate((1,), torch.uint8)
+    region.wake()
+    assert tensor.tolist() == [7 if policy == "offload" else 0] * 10
+
+
+@pytest.mark.parametrize("use", [lambda tensor: tensor.fill_(1), lambda tensor: tensor.sum()], ids=["write", "read"])
+@pytest.mark.parametrize("policy", ["discard", "offload"])
+def test_waking_finds_out_what_was_used_asleep(policy: str, use: Callable[[torch.Tensor], object]) -> None:
+    region = Region("kv")
+    tensor = filled(region, 10)
+    region.sleep(policy)  # type: ignore[arg-type]
+    use(tensor)
+    with pytest.raises(MemoryStateError, match=f"'kv' was used while it slept: {mmap.PAGESIZE} bytes"):
+        region.wake()
+    region.wake()
+    assert tensor.tolist() == [7 if policy == "offload" else 0] * 10
+
+
+def test_an_unknown_policy_moves_nothing() -> None:
+    region = Region("kv")
+    tensor = filled(region, 10)
+    with pytest.raises(ValueError, match="policy='keep'"):
+        region.sleep("keep")  # type: ignore[arg-type]
+    assert not region.is_asleep and tensor.sum() == 70
+
+
+def refuse(region: Region, *, after_losing: int) -> None:
+    """The system releases the first bytes and then reports an error."""
+
+    def fail() -> None:
+        region._mapping[:after_losing] = bytes(after_losing)
+        raise OSError(1, "Operation not permitted")
+
+    region._release_pages = fail  # type: ignore[method-assign]
+
+
+def test_offload_that_the_system_refuses_is_rolled_back() -> None:
+    region = Region("kv")
+    tensor = filled(region, 2 * mmap.PAGESIZE)
+    refuse(region, after_losing=mmap.PAGESIZE)
+    with pytest.raises(MemoryStateError, match="not permitted.*stays awake with its content"):
+        region.sleep("offload")
+    assert not region.is_asleep and bool((tensor == 7).all())
+
+
+def test_discard_that_the_system_refuses_says_that_the_content_is_undefined() -> None:
+    region = Region("kv")
+    filled(region, 10)
+    refuse(region, after_losing=5)
+    with pytest.raises(MemoryStateError, match="content is undefined"):
+        region.sleep("discard")
+    assert not region.is_asleep
+
+
+def test_no_memory_for_the_copy_and_nothing_has_moved() -> None:
+    region = Region("kv")
+    tensor = filled(region, 10)
+    mapping = region._mapping
+
+    class Full:
+        def __getitem__(self, _: slice) -> bytes:
+            raise MemoryError
+
+    region._mapping = Full()  # type: ignore[assignment]
+    with pytest.raises(MemoryStateError, match="no memory for a copy of its 64 bytes; it stays awake"):
+        region.sleep("offload")
+    region._mapping = mapping
+    assert not region.is_asleep and tensor.sum() == 70
+    region.sleep("offload")
+    region.wake()
+    assert tensor.sum() == 70
+
+
+# ------------------------------------------------------------------------------------------------------------- close
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_close_gives_everything_back_and_tensors_stay_readable(asleep: bool) -> None:
+    region = Region("kv")
+    tensor = filled(region, MIB)
+    copy = os.dup(region.fd)
+    if asleep:
+        region.sleep("offload")
+    region.close()
+    region.close()
+    assert os.fstat(copy).st_blocks == 0 and not tensor.any()
+    for call in (region.wake, lambda: region.sleep("discard"), lambda: region.allocate((1,), torch.uint8)):
+        with pytest.raises(MemoryStateError, match="'kv' is closed"):
+            call()
+    os.close(copy)
+
+
+def mappings(tag: str) -> int:
+    return Path("/proc/self/maps").read_text().count(f"hybrid_rl_{tag} ")
+
+
+def test_mapping_and_file_go_with_the_last_that_looks_at_them() -> None:
+    gc.collect()
+    num_files = len(os.listdir("/proc/self/fd"))
+    region = Region("gone")
+    tensor = filled(region, MIB)
+    assert mappings("gone") == 1
+    del region
+    gc.collect()
+    assert mappings("gone") == 1 and tensor.sum() == 7 * MIB
+    del tensor
+    gc.collect()
+    assert mappings("gone") == 0
+    assert len(os.listdir("/proc/self/fd")) == num_files
