@@ -1,11 +1,20 @@
-"""The command line: `hybrid-rl keys` and `hybrid-rl version`, and what every recipe's `main` shares."""
+"""The command line: `hybrid-rl keys`, `doctor` and `version`, and what every recipe's `main` shares."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import os
 import platform
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import transformers
 from rich.console import Console
@@ -13,12 +22,19 @@ from rich.markup import escape
 from rich.table import Table
 
 import hybrid_rl
-from hybrid_rl.config import visible_leaves
-from hybrid_rl.errors import HybridRLError
+from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
+from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh, WorkerGroup
+from hybrid_rl.controller.processes import own_cores
+from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.native import is_available
 
-USAGE = """usage: hybrid-rl keys [WORD]   every configuration key with its default, or those that contain WORD
-       hybrid-rl version       versions of this library and of what it stands on"""
+if TYPE_CHECKING:
+    from hybrid_rl.workers.base import WorkerBase
+    from hybrid_rl.workers.preflight import RankProbe
+
+USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
+       hybrid-rl doctor [KEY=VALUE]  this machine, and whether ranks (num_ranks=2) fit together on it
+       hybrid-rl version             versions of this library and of what it stands on"""
 
 INTERRUPTED = 130  # the shell's convention for Ctrl-C
 
@@ -28,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if arguments is None else arguments)
     if command and command[0] == "keys" and len(command) <= 2:
         return print_keys(command[1] if len(command) == 2 else "")
+    if command and command[0] == "doctor":
+        return run_doctor(command[1:])
     if command == ["version"]:
         versions = {"hybrid_rl": hybrid_rl.__version__, "python": platform.python_version(), "torch": torch.__version__}
         versions |= {"transformers": transformers.__version__, "compiled extension": str(is_available())}
@@ -50,11 +68,117 @@ def print_keys(word: str = "") -> int:
         table.add_column(title, overflow="fold")
     for leaf in found:
         table.add_row(leaf.path, escape(str(leaf.default)), escape(leaf.doc))
-    console = Console()
-    # What is piped goes to grep: one line per key.
-    console = console if console.is_terminal else Console(width=240)
-    console.print(table)
+    _wide_console().print(table)
     return 0
+
+
+def _wide_console() -> Console:
+    """What is piped goes to grep: one line per row of a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Print what this machine is and has, start the ranks that the `key=value` arguments ask for, and compare them.
+
+    Returns 1 where something does not fit; it is then named at the end.
+    """
+    # Imported here: every other command would wait for them.
+    from hybrid_rl.workers.preflight import check, versions
+
+    console = _wide_console()
+    try:
+        config = resolve(*load_config(arguments=arguments))
+        facts = versions() | _describe_machine(Path(config.output_dir))
+        console.print(_table(("this machine", ""), facts.items()), "")
+        probes = _probe_ranks(config)
+    except HybridRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    tests = list(probes[0].seconds)
+    rows = [
+        (str(p.rank), p.host, p.device, str(p.num_threads), *(f"{1e3 * p.seconds[test]:.2f} ms" for test in tests))
+        for p in probes
+    ]
+    console.print(_table(("rank", "host", "device", "threads", *tests), rows))
+    problems = check(probes)
+    for problem in problems:
+        print(f"problem: {problem}", file=sys.stderr)
+    if not problems:
+        print("no problems found")
+    return 1 if problems else 0
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _describe_machine(output_dir: Path) -> dict[str, str]:
+    """What a run uses of this machine, by name."""
+    memory = psutil.virtual_memory()
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    found = {
+        "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or "none",
+        "cores": f"{own_cores()} of {os.cpu_count()} for this process",
+        "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
+        f"disk of {output_dir}": f"{_gib(shutil.disk_usage(existing).free)} free",
+    }
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        found["shared memory, where ranks leave batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
+    return found
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
+    """Start the ranks of a run, without a model, ask them, and end them."""
+    from hybrid_rl.workers.base import WorkerBase
+
+    with contextlib.ExitStack() as closing:
+        backend: Backend
+        if isinstance(config.controller, RayControllerConfig):
+            backend = _ray_backend(config.num_ranks, config.controller, WorkerBase, closing)
+        else:
+            backend = LocalBackend("doctor", WorkerBase)
+        group = WorkerGroup(WorkerBase, backend)
+        closing.callback(group.close)
+        probes: list[RankProbe] = group.probe_rank()
+        return probes
+
+
+def _ray_backend(
+    num_ranks: int,
+    controller: RayControllerConfig,
+    make_worker: Callable[[RankContext], WorkerBase],
+    closing: contextlib.ExitStack,
+) -> Backend:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"num_ranks={num_ranks} needs Ray, which is not installed: pip install ray")
+    from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
+    from hybrid_rl.launch import ray_options
+    from hybrid_rl.workers.balance import split_over_ranks
+
+    folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
+    cluster = RayCluster(controller.address)
+    closing.callback(cluster.close)
+    return RayBackend(
+        "doctor",
+        make_worker,
+        mesh=RankMesh({"dp_shard": num_ranks}),
+        splitter=functools.partial(split_over_ranks, pair_cost=0.0),
+        cluster=cluster,
+        options=ray_options(controller),
+        log_folder=Path(folder),
+    )
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:

@@ -74,10 +74,7 @@ class Batch(Mapping[str, Column]):
 
     def select(self, indices: Tensor | Sequence[int]) -> Batch:
         """The samples at `indices` (int64 [M] or a list), in that order."""
-        index = torch.as_tensor(indices)
-        if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
-            raise DataError(f"samples are selected by int64 indices, not {index.dtype}; a mask has .nonzero()[:, 0]")
-        index = index.to(torch.int64)
+        index = sample_index(indices)
         chosen = index.tolist()
         return Batch({name: _take(column, index, chosen) for name, column in self._columns.items()})
 
@@ -97,6 +94,14 @@ class Batch(Mapping[str, Column]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _unpack, ({name: _pack(column, int(protocol)) for name, column in self._columns.items()},)
+
+
+def sample_index(indices: Tensor | Sequence[int]) -> Tensor:
+    """Indices of samples as int64 [M]. Raises DataError for masks and fractions."""
+    index = torch.as_tensor(indices)
+    if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
+        raise DataError(f"samples are selected by int64 indices, not {index.dtype}; a mask has .nonzero()[:, 0]")
+    return index.to(torch.int64)
 
 
 def _check_column(name: str, column: Column) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch.batch import Batch, Column
+from hybrid_rl.batch.batch import Batch, Column, sample_index
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.errors import DataError
 
@@ -110,16 +110,20 @@ class BatchRef(Mapping[str, Column]):
     def with_columns(self, **columns: Column) -> BatchRef:
         """A reference with these [N]-sized columns added. Raises DataError where a column exists already."""
         self._refuse(columns)
-        return BatchRef({**self._resident, **columns}, self._pieces, self._get)
+        resident = {**self._resident, **columns}
+        return BatchRef(resident, self._pieces, self._get, num_samples=self.num_samples)
 
     def merge(self, other: BatchRef) -> BatchRef:
         """A reference with all columns of another added, which has the same samples in the same order."""
         self._refuse(other.columns)
-        return BatchRef({**self._resident, **other._resident}, (*self._pieces, *other._pieces), self._get)
+        if other.num_samples != self.num_samples:
+            raise DataError(f"references of {self.num_samples} and {other.num_samples} samples cannot be merged")
+        resident, pieces = {**self._resident, **other._resident}, (*self._pieces, *other._pieces)
+        return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)
 
     def select(self, indices: Tensor | Sequence[int]) -> BatchRef:
         """The samples at `indices` (int64 [M] or a list), in that order."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        index = sample_index(indices)
         resident = Batch(self._resident).select(index) if self._resident else {}
         pieces = [piece.select(index) for piece in self._pieces]
         return BatchRef(resident, pieces, self._get, num_samples=index.numel())
@@ -133,6 +137,7 @@ class BatchRef(Mapping[str, Column]):
         pieces = []
         for names in (piece.names for piece in first._pieces):
             parts = [next(piece for piece in ref._pieces if piece.names == names) for ref in refs]
+            parts = [part for part in parts if len(part.block)] or parts[:1]
             starts = torch.tensor([0, *(len(part.blocks) for part in parts)]).cumsum(0).tolist()
             block = torch.cat([part.block + start for part, start in zip(parts, starts, strict=False)])
             blocks = tuple(handle for part in parts for handle in part.blocks)

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from hybrid_rl.errors import HybridRLError, WorkerError
 
 LOG_TAIL_LINES = 15
+LOG_READ_LINES = 200
+# How faulthandler begins; the thread that crashed follows, and then all others.
+CRASH = "Fatal Python error"
 COLLECTIVE_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 # gloo raises plain RuntimeErrors.
 COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "broken pipe", "socket timeout", "nccl")
@@ -112,12 +115,15 @@ def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseExc
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a rank's log; empty where it lies on another machine."""
+    """The last lines of a rank's log, or where it crashed; empty where the log lies on another machine."""
     try:
         with path.open(errors="replace") as file:
-            return "".join(deque(file, LOG_TAIL_LINES)).rstrip()
+            lines = deque(file, LOG_READ_LINES)
     except OSError:
         return ""
+    crashes = [place for place, line in enumerate(lines) if line.startswith(CRASH)]
+    start = crashes[-1] if crashes else max(0, len(lines) - LOG_TAIL_LINES)
+    return "".join(list(lines)[start : start + LOG_TAIL_LINES]).rstrip()
 
 
 def _short(failure: Failure) -> str:

@@ -15,12 +15,12 @@ import ray
 import ray._private.node
 import ray._private.services
 import ray._private.worker
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.controller.exchange import Splitter
-from hybrid_rl.controller.failures import failure_of, process_ended
+from hybrid_rl.controller.failures import Failure, process_ended
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import (
@@ -61,29 +61,21 @@ class RayCluster:
     _num_users: ClassVar[int] = 0
 
     def __init__(self, address: str | None = None, *, object_store_memory_bytes: int | None = None) -> None:
-        address = address or os.environ.get("RAY_ADDRESS") or None
-        if RayCluster._connection is None:
-            RayCluster._connection = _Connection.open(address, object_store_memory_bytes)
-        elif address not in (None, RayCluster._connection.address):
-            raise ConfigError(
-                f"ray address {address!r}: this process is connected to {RayCluster._connection.address!r} already, "
-                f"and Ray allows one cluster at a time; close the other Trainer first"
-            )
-        self._take()
-
-    def _take(self) -> None:
         connection = RayCluster._connection
         if connection is None:
-            raise RuntimeError("the Ray cluster is closed; make a new RayCluster")
+            connection = RayCluster._connection = _Connection.open(address, object_store_memory_bytes)
+        elif address not in (None, connection.address):
+            raise ConfigError(
+                f"ray address {address!r}: this process is connected to {connection.address!r} already, and Ray allows "
+                f"one cluster at a time; close the other Trainer first"
+            )
         RayCluster._num_users += 1
         self._is_open = True
         self.is_local = connection.is_loopback
 
     def hold(self) -> RayCluster:
         """Another hold on the same cluster."""
-        other = RayCluster.__new__(RayCluster)
-        other._take()
-        return other
+        return RayCluster()
 
     def nodes(self) -> list[Node]:
         """The machines that are up."""
@@ -123,23 +115,29 @@ class _Connection:
     @classmethod
     def open(cls, address: str | None, object_store_memory_bytes: int | None) -> _Connection:
         if ray.is_initialized():
-            # The user's: whatever it is connected to.
-            return cls(address, is_ours=False)
-        connection = cls(address)
+            return cls._of_the_user(address)
+        connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
         try:
-            if address is None:
+            if connection.address is None:
                 connection._start(object_store_memory_bytes)
             else:
                 with _quiet_ray():
-                    ray.init(address=address, log_to_driver=False, configure_logging=False)
+                    ray.init(address=connection.address, log_to_driver=False, configure_logging=False)
         except Exception as error:
             connection.close()
-            raise ConfigError(
-                f"ray address {address!r} cannot be reached: {error}"
-                if address is not None
-                else f"a local Ray cluster cannot be started: {error}"
-            ) from error
+            what = f"ray address {connection.address!r}" if connection.address else "a Ray cluster on this machine"
+            raise ConfigError(f"{what} cannot be used: {error}") from error
         return connection
+
+    @classmethod
+    def _of_the_user(cls, address: str | None) -> _Connection:
+        connected = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", connected):
+            raise ConfigError(
+                f"ray address {address!r}: ray.init has connected this process to {connected!r} already; leave the "
+                f"address out to use that cluster, or call ray.shutdown() before"
+            )
+        return cls(address, is_ours=False)
 
     def _start(self, object_store_memory_bytes: int | None) -> None:
         folder = self.resources.enter_context(temporary_folder("hrl-ray-"))
@@ -269,8 +267,6 @@ class _Ranks:
         self._pending: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
 
-    # -------------------------------------------------------------------------------------------------- start
-
     def open(self, timeout: timedelta) -> tuple[str, int]:
         """See Ranks."""
         self._place(self._role, self._num_ranks, self._options)
@@ -317,8 +313,6 @@ class _Ranks:
         self._places = rank_order(places)
         self._actors = [started[place.bundle] for place in self._places]
 
-    # -------------------------------------------------------------------------------------------------- calls
-
     def put(self, value: Any) -> Any:
         """See Ranks."""
         return ray.put(value)
@@ -352,7 +346,8 @@ class _Ranks:
         except (RayActorError, OutOfMemoryError) as error:
             return Outcome(failure=process_ended(place.pid, place.host, str(error)))
         except Exception as error:  # noqa: BLE001 - an answer that cannot be sent or read is this rank's failure
-            return Outcome(failure=failure_of(error))
+            cause = getattr(error, "cause", None) or error
+            return Outcome(failure=Failure(type(cause).__name__, f"its answer cannot be sent to the driver: {cause}"))
         return outcome
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
@@ -374,8 +369,6 @@ class _Ranks:
     def describe(self, rank: int) -> str:
         """See Transport."""
         return describe_process(self._places[rank])
-
-    # ---------------------------------------------------------------------------------------------------- end
 
     def close(self, call_id: int) -> None:
         """See Ranks."""
@@ -404,7 +397,5 @@ def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
     """Raises WorkerError where not all have come after so many seconds."""
     try:
         return ray.get(list(references), timeout=seconds)
-    except ray.exceptions.GetTimeoutError as error:
-        raise WorkerError(f"{what} did not start within {seconds:g} s; raise start_seconds") from error
-    except RayActorError as error:
-        raise WorkerError(f"{what} ended while they started: {error}") from error
+    except (GetTimeoutError, RayActorError) as error:
+        raise WorkerError(f"{what} did not start within start_seconds={seconds:g}: {error}") from error

@@ -75,13 +75,14 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Environment variables inside the block; afterwards all are as they were, also those that the block changed."""
+    """Environment variables inside the block; afterwards all are as they were, also others that the block changed."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
         os.environ.update(before)
 
 

@@ -17,6 +17,7 @@ logger = logging.getLogger("hybrid_rl")
 
 POLL_SECONDS = 0.2
 MAX_HEALTH_SECONDS = 10.0
+COLLECTIVE_CODE = "/torch/distributed/"
 
 
 class Transport(Protocol):
@@ -126,10 +127,10 @@ class _Watch:
             self._hang(now)
 
     def _hang(self, now: float) -> None:
-        first = min(self.pending, key=lambda rank: self._moved[rank])
-        silent = [r for r in self.pending if now - self._answered[r] > 2 * self._health_every + POLL_SECONDS]
-        # A process that does not even answer holds up those that wait for it.
-        first = min(silent, default=first)
+        silent = {r for r in self.pending if now - self._answered[r] > 2 * self._health_every + POLL_SECONDS}
+        # Ranks in a collective wait for the one that does not come to it, or whose process does not even answer.
+        waiting = {r for r in self.pending - silent if COLLECTIVE_CODE in self._stacks.get(r, "")}
+        first = min(silent or self.pending - waiting or self.pending, key=lambda rank: self._moved[rank])
         stacks = []
         for rank in sorted(self.pending):
             where = self._stacks.get(rank, "")
@@ -138,8 +139,8 @@ class _Watch:
             stacks.append(f"rank {rank}, without progress for {now - self._moved[rank]:.0f} s:\n{where}")
         self.failures[first] = Failure(
             "hang",
-            f"no rank got on for {self._options.watchdog_seconds:g} s, this one stopped first; where a step may take "
-            f"longer, raise watchdog_seconds",
+            f"no rank got on for {self._options.watchdog_seconds:g} s, and this one holds up the others; where a step "
+            f"may take longer, raise watchdog_seconds",
             "\n".join(stacks),
             is_end=True,
         )

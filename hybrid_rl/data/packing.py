@@ -2,7 +2,7 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,23 +52,22 @@ def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return _in_order(even if max(totals) <= max_tokens else tight)
 
 
-def balance(costs: Sequence[float], num_bins: int, groups: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Splits samples over `num_bins` ranks at near-equal total cost, without breaking a group.
+def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Splits items that stay whole (groups of samples, say) over `num_bins` ranks at near-equal total cost.
 
     Longest processing time first (Graham 1969): the largest total is at most 4/3 of the optimum, and two totals differ
-    by at most the cost of the largest group.
+    by at most the largest cost.
 
     Args:
-        costs: [N] cost of each sample, >= 0, in any unit.
+        costs: [N] cost of each item, >= 0, in any unit.
         num_bins: number of ranks.
-        groups: [N] group of each sample; None = every sample is its own.
 
     Returns:
-        `num_bins` lists of sample indices, ascending within each; every index once. With fewer groups than ranks some
-        lists are empty.
+        `num_bins` lists of item indices, ascending within each; every index once. With fewer items than ranks some
+        lists are empty. The result depends on the arguments alone.
 
     Raises:
-        DataError: costs that are negative or not finite, or groups of another length.
+        DataError: costs that are negative or not finite.
         ConfigError: num_bins below 1.
     """
     if num_bins < 1:
@@ -76,15 +75,8 @@ def balance(costs: Sequence[float], num_bins: int, groups: Sequence[Hashable] | 
     weights = np.asarray(costs, dtype=np.float64)
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
-        raise DataError(f"sample {bad[0]} has cost {weights[bad[0]]}; costs must be finite and >= 0.")
-    if groups is not None and len(groups) != len(weights):
-        raise DataError(f"{len(groups)} groups for {len(weights)} costs; give one group per sample.")
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(range(len(weights)) if groups is None else groups):
-        members.setdefault(group, []).append(index)
-    units = list(members.values())
-    totals = np.asarray([weights[unit].sum() for unit in units], dtype=np.float64)
-    return [sorted(index for unit in bin_ for index in units[unit]) for bin_ in _longest_first(totals, num_bins)]
+        raise DataError(f"item {bad[0]} has cost {weights[bad[0]]}; costs must be finite and >= 0.")
+    return [sorted(indices) for indices in _longest_first(weights, num_bins)]
 
 
 def _best_fit_decreasing(sizes: npt.NDArray[np.integer], max_tokens: int) -> list[list[int]]:

@@ -74,6 +74,8 @@ def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
 
 def _parts(folder: Path) -> dict[str, list[_Part]]:
     found: dict[str, list[_Part]] = {}
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"cannot read {folder}: it has no .safetensors files")
     try:
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, framework="pt")

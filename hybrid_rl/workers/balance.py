@@ -52,7 +52,9 @@ def group_costs(batch: Batch | BatchRef, pair_cost: float) -> Tensor:
     prompts, completions = batch["prompt_length"], batch["completion_length"]
     # Whole numbers: their sums do not depend on the order.
     tokens, squares = torch.zeros(2, _count(number), dtype=torch.int64)
-    shared_number, shared_prompts = torch.stack([number, prompts]).unique(dim=1)
+    stride = max(_count(prompts), 1)
+    shared = (number * stride + prompts).unique()  # one number per pair: many times faster than unique pairs
+    shared_number, shared_prompts = shared // stride, shared % stride
     tokens.index_add_(0, shared_number, shared_prompts).index_add_(0, number, completions)
     squares.index_add_(0, shared_number, shared_prompts**2)
     squares.index_add_(0, number, (prompts + completions) ** 2 - prompts**2)
@@ -74,18 +76,18 @@ def split_over_ranks(batch: Batch | BatchRef, num_ranks: int, pair_cost: float) 
     if num_ranks < 1:
         raise ConfigError(f"num_ranks={num_ranks!r}; use at least 1.")
     number = _numbered(batch["group"])
-    costs = group_costs(batch, pair_cost)
+    costs = group_costs(batch, pair_cost).tolist()
     mini_batch = _mini_batch_of_groups(batch, number)
     home = torch.zeros_like(mini_batch)
-    had = torch.zeros(num_ranks, dtype=torch.float64)
+    had = [0.0] * num_ranks
     for index in mini_batch.unique().tolist():
-        groups = (mini_batch == index).nonzero()[:, 0]
-        shares = balance(costs[groups].tolist(), num_ranks)
-        totals = torch.stack([costs[groups[share]].sum() for share in shares])
-        ranks, largest = had.argsort(stable=True), totals.argsort(stable=True, descending=True)
-        for rank, share in zip(ranks.tolist(), largest.tolist(), strict=True):
-            home[groups[shares[share]]] = rank
-        had[ranks] += totals[largest]
+        groups = (mini_batch == index).nonzero()[:, 0].tolist()
+        shares = [[groups[i] for i in share] for share in balance([costs[group] for group in groups], num_ranks)]
+        totals = [sum(costs[group] for group in share) for share in shares]
+        largest_first = sorted(range(num_ranks), key=lambda i: -totals[i])
+        for rank, share in zip(sorted(range(num_ranks), key=lambda rank: had[rank]), largest_first, strict=True):
+            home[shares[share]] = rank
+            had[rank] += totals[share]
     rank_of = home[number]
     return list(rank_of.argsort(stable=True).split(rank_of.bincount(minlength=num_ranks).tolist()))
 

@@ -11,6 +11,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory import Leases, measure
 from hybrid_rl.workers.plan import Plan, align_plans, make_plan, num_micro_batches
+from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
 # On a CPU larger micro-batches gain 5 % of time at most and take up to 40 % more memory (128 x 4 and 256 x 8 layers); a
 # GPU wants more tokens at once.
@@ -54,6 +55,11 @@ class WorkerBase:
         metrics["timing/sleep"] = sum(t.seconds for t in moved if not t.awake)
         metrics["timing/wake"] = sum(t.seconds for t in moved if t.awake)
         return metrics
+
+    @dispatch(collect="all")
+    def probe_rank(self) -> RankProbe:
+        """Versions and speed of this rank, for `preflight`."""
+        return probe_rank(self._context)
 
     def close(self) -> None:
         """Release what the worker holds; subclasses extend."""

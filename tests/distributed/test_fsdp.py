@@ -1,6 +1,7 @@
 """Gradients of the GRPO step on real ranks against one plain process: sums over ranks, whatever the split."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -50,21 +51,54 @@ def grpo_backward(model: CausalLM, micro_batches: list[list[int]]) -> float:
     return total
 
 
-def gradients_on_ranks(
-    rank: int, num_ranks: int, dtype: torch.dtype, split: Split, checkpointing: bool, settings: Mapping[str, Any]
-) -> tuple[float, dict[str, torch.Tensor], float]:
-    """This rank's part of the loss, the gradients put together from the shards, and what `verify` found."""
-    options = ShardOptions(
-        **{"dp_replicate": 1, "dp_shard": num_ranks, "param_dtype": dtype, "reduce_dtype": dtype, **settings}
-    )
-    module = grpo_case.build_model(dtype)
+@dataclass(frozen=True)
+class Case:
+    """How the step is split. settings: of ShardOptions."""
+
+    split: Split
+    dtype: torch.dtype
+    checkpointing: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+REPLICATED = {"dp_replicate": 2, "dp_shard": 2}
+CASES: dict[int, dict[str, Case]] = {  # by the number of ranks
+    2: {
+        "even fp32": Case(EVEN, torch.float32),
+        "uneven fp32, checkpointing": Case(UNEVEN, torch.float32, checkpointing=True),
+        "uneven fp64": Case(UNEVEN, torch.float64),
+        "without work, sync": Case(WITHOUT_WORK, torch.float64, settings={"sync_every_micro_batch": True}),
+        "replicas only": Case(UNEVEN, torch.float64, settings={"dp_replicate": 2, "dp_shard": 1}),
+    },
+    3: {
+        "kept gathered": Case(THREE, torch.float64, settings={"reshard_after_forward": False}),
+        "fp32": Case(THREE, torch.float32),
+    },
+    4: {
+        "2x2": Case(FOUR, torch.float64, settings=REPLICATED),
+        "2x2 sync fp32": Case(
+            FOUR, torch.float32, checkpointing=True, settings={**REPLICATED, "sync_every_micro_batch": True}
+        ),
+    },
+}
+
+
+def gradients_on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torch.Tensor], float]]:
+    """By case: this rank's part of the loss, the gradients put together from the shards, what `verify` found."""
+    return {name: _gradients(rank, num_ranks, case) for name, case in CASES[num_ranks].items()}
+
+
+def _gradients(rank: int, num_ranks: int, case: Case) -> tuple[float, dict[str, torch.Tensor], float]:
+    axes = {"dp_replicate": 1, "dp_shard": num_ranks}
+    options = ShardOptions(**{**axes, "param_dtype": case.dtype, "reduce_dtype": case.dtype, **case.settings})
+    module = grpo_case.build_model(case.dtype)
     model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
     gap = model.verify()
-    if checkpointing:
+    if case.checkpointing:
         model.enable_gradient_checkpointing()
-    before = batch_logprobs(model, case_batch(), split[rank], 1.0)
-    loss = grpo_backward(model, split[rank])
-    after = batch_logprobs(model, case_batch(), split[rank], 1.0)
+    before = batch_logprobs(model, case_batch(), case.split[rank], 1.0)
+    loss = grpo_backward(model, case.split[rank])
+    after = batch_logprobs(model, case_batch(), case.split[rank], 1.0)
     assert torch.equal(before.values, after.values)
     return loss, {name: p.grad.full_tensor() for name, p in module.named_parameters()}, gap
 
@@ -75,37 +109,20 @@ def plain_gradients(dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]
     return loss, {name: p.grad for name, p in model.module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "split", "dtype", "checkpointing", "settings"),
-    [
-        pytest.param(2, EVEN, torch.float32, False, {}, id="even fp32"),
-        pytest.param(2, UNEVEN, torch.float32, True, {}, id="uneven fp32 checkpointing"),
-        pytest.param(2, WITHOUT_WORK, torch.float64, False, {"sync_every_micro_batch": True}, id="without work, sync"),
-        pytest.param(3, THREE, torch.float64, False, {"reshard_after_forward": False}, id="three ranks, kept gathered"),
-        pytest.param(4, FOUR, torch.float64, True, {"dp_replicate": 2, "dp_shard": 2}, id="2x2"),
-        pytest.param(
-            4,
-            FOUR,
-            torch.float32,
-            False,
-            {"dp_replicate": 2, "dp_shard": 2, "sync_every_micro_batch": True},
-            id="2x2 sync",
-        ),
-        pytest.param(2, UNEVEN, torch.float64, False, {"dp_replicate": 2, "dp_shard": 1}, id="replicas only"),
-    ],
-)
-def test_gradient_of_the_grpo_step_is_that_of_one_process(num_ranks, split, dtype, checkpointing, settings) -> None:
-    expected_loss, expected = plain_gradients(dtype)
-    scale = max(float(gradient.abs().max()) for gradient in expected.values())
-    results = run_ranks(gradients_on_ranks, num_ranks, dtype, split, checkpointing, settings)
-    assert sum(loss for loss, _, _ in results) == pytest.approx(expected_loss, rel=EXACT[dtype], abs=1e-7)
-    for _, mine, gap in results:
-        assert gap < 2e-6
-        assert mine.keys() == expected.keys()
-        for name, gradient in expected.items():
-            torch.testing.assert_close(
-                mine[name], gradient, rtol=0, atol=EXACT[dtype] * scale, msg=lambda m, n=name: f"{n}: {m}"
-            )
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_gradient_of_the_grpo_step_is_that_of_one_process(num_ranks: int) -> None:
+    results = run_ranks(gradients_on_ranks, num_ranks)
+    for label, case in CASES[num_ranks].items():
+        expected_loss, expected = plain_gradients(case.dtype)
+        exact = EXACT[case.dtype]
+        assert sum(result[label][0] for result in results) == pytest.approx(expected_loss, rel=exact, abs=1e-7), label
+        scale = max(float(gradient.abs().max()) for gradient in expected.values())
+        for _, mine, gap in (result[label] for result in results):
+            assert gap < 2e-6
+            assert mine.keys() == expected.keys()
+            for name, gradient in expected.items():
+                error = float((mine[name] - gradient).abs().max()) / scale
+                assert error <= exact, f"{label}, {name}: {error:.1e}"
 
 
 def bf16_on_ranks(rank: int, num_ranks: int) -> dict[str, Any]:

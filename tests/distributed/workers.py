@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -30,7 +32,8 @@ MARK = "none"
 def split_whole_groups(batch: Batch | BatchRef, num_parts: int) -> list[torch.Tensor]:
     """Whole groups, dealt out in turn: uneven, and out of order."""
     rows = batch.group_rows()
-    return [torch.tensor([i for group in rows[part::num_parts] for i in group], dtype=torch.int64) for part in range(num_parts)]
+    parts = [[place for group in rows[part::num_parts] for place in group] for part in range(num_parts)]
+    return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
 def sample_batch(num_groups: int, size: int, length: int = 3) -> Batch:
@@ -66,7 +69,7 @@ class Probe:
 
     @dispatch(collect="all")
     def about(self) -> dict[str, Any]:
-        env = {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "CHOSEN")}
+        names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "CHOSEN")
         return {
             "rank": self.context.rank,
             "role": self.context.role,
@@ -74,7 +77,7 @@ class Probe:
             "device": str(self.context.device),
             "pid": os.getpid(),
             "mark": MARK,
-            "env": env,
+            "env": {name: os.environ.get(name) for name in names},
             "threads": torch.get_num_threads(),
             "leased": list(self.leased),
         }
@@ -154,6 +157,23 @@ class Probe:
         """Gets on for `seconds`; ends early, by KeyboardInterrupt, where it may."""
         self.wait(seconds, can_break_off)
         return self.context.rank
+
+    @dispatch(collect="all")
+    def finish(self, seconds: float, folder: Path) -> None:
+        """Works for `seconds` and leaves a mark; cannot be broken off."""
+        self.wait(seconds, False)
+        (folder / str(self.context.rank)).touch()
+
+    @dispatch(collect="all")
+    def waiting_for(self, rank: int, seconds: float) -> float:
+        """An all-reduce, to which `rank` comes late."""
+        if rank == self.context.rank:
+            self.wait(seconds, False)
+        return self.all_reduce()
+
+    @dispatch(collect="leader")
+    def lock(self) -> Any:
+        return threading.Lock()
 
     @dispatch(collect="all")
     def warn(self, message: str) -> None:

@@ -164,7 +164,7 @@ def test_a_second_one_leaves_no_request_behind() -> None:
 
 
 def test_work_that_breaks_off_by_itself_is_one_interrupt() -> None:
-    """It raises at its own safe point; what was held back comes on top and is the same KeyboardInterrupt to the user."""
+    """It raises at its own safe point; what was held back is not delivered a second time."""
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupt():
         interrupt()

@@ -30,7 +30,7 @@ def save_weights(
     is_writer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write weights, config and generation config as `save_pretrained` writes a module of this dtype.
+    """Write weights, config and generation config as `save_pretrained` writes a module of this dtype; makes the folder.
 
     Every rank of a sharded module calls it, one with is_writer. Parameters are gathered one after the other (those that
     a conversion takes together, together); the writer holds one file of at most max_shard_bytes beside them, others
@@ -70,6 +70,7 @@ class _Writer:
         self._pending: dict[str, dict[str, Tensor]] = {}
 
     def add(self, tensors: dict[str, Tensor]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             file = self._split.tensor_to_filename[name]
             pending = self._pending.setdefault(file, {})

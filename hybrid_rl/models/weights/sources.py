@@ -176,7 +176,7 @@ class BlockSource(WeightSource):
         num_bytes = math.prod(shape) * dtype.itemsize
         # numpy has no bfloat16: the slice is taken on integers of the same size.
         integers = self._open[1][offset : offset + num_bytes].view(f"u{dtype.itemsize}").reshape(shape)
-        return torch.from_numpy(integers[box].copy()).view(dtype)
+        return torch.from_numpy(np.array(integers[box])).view(dtype)
 
     def close(self) -> None:
         self._open = None

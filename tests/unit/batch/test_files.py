@@ -84,6 +84,14 @@ def test_round_trip(tmp_path: Path, batch: Batch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
+@pytest.mark.parametrize("text", ["\ud83d", "\ud83d\ude00", "\U0001f600", "\0", "\u2028", "\\", '"', "\r\n", "\ufeff"])
+def test_text_of_any_kind(tmp_path: Path, text: str) -> None:
+    """Halves of a character, alone and side by side, are not the character."""
+    batch = Batch({"prompt": [text, {text: text}]})
+    save_batch(tmp_path / "batch", batch)
+    assert_equal(load_batch(tmp_path / "batch"), batch)
+
+
 def test_bfloat16_and_inner_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = MappingProxyType({**FIELDS, "hidden": Field("completion", torch.bfloat16, "actor", 0.0, "a test's own")})
     for module in (hybrid_rl.batch.batch, hybrid_rl.batch.files):

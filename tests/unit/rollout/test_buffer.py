@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, store
 from hybrid_rl.errors import NotYetSupportedError
 from hybrid_rl.rollout.buffer import SampleBuffer
 
@@ -61,3 +61,18 @@ def test_settings_that_do_not_work():
         SampleBuffer(capacity=1)
     with pytest.raises(ValueError, match="max_staleness=-1"):
         SampleBuffer(max_staleness=-1)
+
+
+def test_what_lies_on_workers_is_held_and_judged_alike():
+    """Only the [N]-sized column is looked at; nothing is fetched."""
+
+    def fetch(_handle):
+        raise AssertionError("a block was fetched")
+
+    made = batch([5], [4]).with_columns(prompt=["a", "b"])
+    ref = store(made, lambda block: block).with_get(fetch)
+    buffer = SampleBuffer(max_staleness=1)
+    buffer.put(ref)
+    with pytest.raises(ValueError, match="2 policy versions old"):
+        buffer.take(6)
+    assert buffer.take(5) is ref

@@ -1,101 +1,80 @@
-"""The collector over a scripted client and a real reward runner: what it sends, scores, counts and stores."""
+"""The collector over ranks that make scripted rollouts: what it asks of them, counts and keeps in order."""
 
 import logging
 import math
-import threading
 
 import pytest
 import torch
 
-from hybrid_rl.batch import FIELDS
+from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.data import PromptRow
-from hybrid_rl.errors import RewardError
+from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout import FinishedSample, SamplingParams, derive_seed
-from hybrid_rl.rollout.collector import Collector, generations_of
+from hybrid_rl.rollout import SamplingParams
+from hybrid_rl.rollout.client import EngineClient
+from hybrid_rl.rollout.collector import Collector, generations_of, length_metrics, replay, rewards_of
+from hybrid_rl.rollout.scored import ScoredRollout
+from tests.unit.rollout.engines import decode as letters
+from tests.unit.rollout.engines import inplace, prompt
+from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode
 
 NAN = math.nan
-STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
-ROWS = [
-    PromptRow(0, "first", (4, 5), {"answer": "a"}),
-    PromptRow(1, [{"role": "user", "content": "2"}], (6,), {"answer": "b"}),
-]
-WORDS = "?abcdefgh"
 
 
-class ScriptedClient:
-    """Answers the i-th request of a call with `script[i]` = (ids, finish reason), in `batches` of indices."""
-
-    def __init__(self, script, batches=None, between=None):
-        self.script = script
-        self.batches = batches or [range(len(script))]
-        self.between = between or (lambda number: None)
-        self.calls = []
-
-    def stream(self, requests, version):
-        self.calls.append((requests, version))
-        for number, indices in enumerate(self.batches):
-            self.between(number)
-            yield [self.answer(requests[index], *self.script[index]) for index in indices]
-
-    @staticmethod
-    def answer(request, ids, reason):
-        return FinishedSample(request.id, list(ids), [-0.5 * token for token in ids], [9] * len(ids), reason)
+def collector_of(functions, clients, *, share=1.0, keep=False, decode=decode, **options):
+    """A collector over a rank per client, each with a reward runner of its own (functions None: without)."""
+    runners = [None if functions is None else RewardRunner(functions, **options) for _ in clients]
+    ranks = [ScoredRollout(c, runner, decode, seed=11) for c, runner in zip(clients, runners, strict=True)]
+    names = runners[0].names if runners[0] else ()
+    return Collector(Workers(ranks, keep=keep), names, max_failure_share=share)
 
 
-SCRIPT = [([1, 2], "stop"), ([3], "stop"), ([1, 1, 1], "length"), ([2, 3], "stop")]
+RANKS = pytest.mark.parametrize(("num_ranks", "keep"), [(1, False), (2, False), (1, True), (2, True)])
 
 
-def decode(ids):
-    return "".join(WORDS[token] for token in ids)
-
-
-def rollout(functions, script=SCRIPT, batches=None, *, between=None, num_generations=2, share=1.0, **options):
-    client = ScriptedClient(script, batches, between)
-    with RewardRunner(functions, **options) as rewards:
-        collector = Collector(client, rewards, decode, seed=11, max_failure_share=share)
-        return collector.rollout(ROWS, num_generations, SamplingParams(3), 9, STATE, purpose="test")
+def rollout(functions, script=SCRIPT, *, num_ranks=1, is_scored=True, **options):
+    collector = collector_of(functions, [ScriptedClient(script) for _ in range(num_ranks)], **options)
+    return collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test", is_scored=is_scored)
 
 
 def length(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-# -------------------------------------------------------------------------------------------------------- requests
+def loaded(batch) -> Batch:
+    return batch.load() if isinstance(batch, BatchRef) else batch
 
 
-def test_requests_carry_prompts_groups_and_a_seed_of_their_own():
-    client = ScriptedClient(SCRIPT)
-    collector = Collector(client, None, decode, seed=11, max_failure_share=0)
-    params = SamplingParams(3, temperature=0.5, stop_token_ids=(7,), seed=2)
+# ------------------------------------------------------------------------------------------------------------ calls
+
+
+def test_a_later_rollout_has_new_ids_and_for_the_same_purpose_the_same_noise():
+    clients = [ScriptedClient() for _ in range(2)]
+    collector = collector_of(None, clients)
+    params = SamplingParams(3, temperature=0.5, seed=2)
     for _ in range(2):
-        collector.rollout(ROWS, 2, params, 9, STATE, purpose="eval/3")
-    (first, version), (second, _) = client.calls
-    assert version == 9
-    assert [(r.id, r.group, r.prompt_ids) for r in first] == [
-        (0, 0, (4, 5)),
-        (1, 0, (4, 5)),
-        (2, 1, (6,)),
-        (3, 1, (6,)),
-    ]
-    seeds = [r.params.seed for r in first]
-    assert seeds == [derive_seed(11, 2, "eval/3", group, generation) for group in (0, 1) for generation in (0, 1)]
-    assert len(set(seeds)) == 4
-    assert {(r.params.max_tokens, r.params.temperature, r.params.stop_token_ids) for r in first} == {(3, 0.5, (7,))}
-    # A second call: new ids and groups, the same noise for the same purpose.
-    assert not {r.id for r in first} & {r.id for r in second}
-    assert not {r.group for r in first} & {r.group for r in second}
-    assert [r.params.seed for r in second] == seeds
+        collector.rollout(ROWS, 2, params, 9, STATE, purpose="eval/3", is_scored=False)
+    for client, prompt_ids, group in zip(clients, ((4, 5), (6,)), (0, 1), strict=True):
+        (first, version), (second, _) = client.calls
+        assert version == 9
+        assert [(r.id, r.group, r.prompt_ids) for r in first] == [(2 * group + g, group, prompt_ids) for g in (0, 1)]
+        assert [(r.id, r.group) for r in second] == [(r.id + 4, r.group + 4) for r in first]
+        assert [r.params for r in second] == [r.params for r in first]
+        assert first[0].params.seed != first[1].params.seed
 
 
 class Sampler:
+    def __init__(self, rows=ROWS):
+        self.rows = rows
+
     def take(self, num_prompts):
-        return ROWS[:num_prompts]
+        return self.rows[:num_prompts]
 
 
 def test_the_noise_of_a_training_step_depends_on_the_step():
-    client = ScriptedClient(SCRIPT)
-    collector = Collector(client, None, decode, seed=11, max_failure_share=0)
+    client = ScriptedClient()
+    collector = collector_of(length, [client])
     seeds = []
     for step in (1, 2, 1):
         collector.collect(Sampler(), 2, 2, SamplingParams(3), 9, TrainerState(step, 10, 0.0))
@@ -104,124 +83,105 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
     assert not set(seeds[0]) & set(seeds[1])
 
 
+def test_data_that_ends_before_the_step_is_full():
+    with pytest.raises(DataError, match="gave 2 of 3 prompts: it has ended or is empty"):
+        collector_of(length, [ScriptedClient()]).collect(Sampler(), 3, 2, SamplingParams(3), 9, STATE)
+
+
 # ----------------------------------------------------------------------------------------------------------- batch
 
 
-@pytest.mark.parametrize("batches", [[[0, 1, 2, 3]], [[3], [1, 0], [2]]], ids=["at once", "out of order"])
-def test_columns_are_those_of_their_samples_in_the_order_of_the_requests(batches):
-    batch = rollout([length, lambda completions, **_: [0.5] * len(completions)], batches=batches, weights=[1, 2]).batch
-    assert batch.num_samples == 4
-    assert [row.tolist() for row in batch["prompt_ids"]] == [[4, 5], [4, 5], [6], [6]]
-    assert [row.tolist() for row in batch["completion_ids"]] == [[1, 2], [3], [1, 1, 1], [2, 3]]
-    assert [row.tolist() for row in batch["rollout_logprobs"]] == [[-0.5, -1], [-1.5], [-0.5] * 3, [-1, -1.5]]
-    assert batch["policy_version"].values.tolist() == [9] * 8
-    assert batch["completion_mask"].values.tolist() == [True] * 8
-    assert batch["finish_reason"] == ["stop", "stop", "length", "stop"]
+@RANKS
+def test_samples_are_in_the_order_of_their_prompts(num_ranks, keep):
+    collected = rollout(length, num_ranks=num_ranks, keep=keep)
+    assert isinstance(collected.batch, BatchRef if keep else Batch)
+    batch = loaded(collected.batch)
     assert batch["completion"] == ["ab", "c", "aaa", "bc"]
-    assert batch["prompt"] == [ROWS[0].prompt] * 2 + [ROWS[1].prompt] * 2
-    assert batch["row"] == [{"answer": "a"}] * 2 + [{"answer": "b"}] * 2
     assert batch["group"].tolist() == [0, 0, 1, 1]
     assert batch["trajectory"].tolist() == [0, 1, 2, 3]
-    assert batch["turn"].tolist() == [0] * 4
-    assert batch["rewards"].tolist() == [3.0, 2.0, 4.0, 3.0]
-    assert batch["function_rewards"] == [[2.0, 0.5], [1.0, 0.5], [3.0, 0.5], [2.0, 0.5]]
-    assert set(batch) == {name for name, field in FIELDS.items() if field.writer == "collector"} - {"token_rewards"}
+    assert batch["rewards"].tolist() == [2.0, 1.0, 3.0, 2.0]
+
+
+PROMPTS = [PromptRow(i, str(i), prompt(length, start=3 + i), {}) for i, length in enumerate((4, 9, 1, 6, 4))]
+
+
+def of_real_engines(num_ranks, keep=False, functions=length):
+    clients = [EngineClient(inplace(max_num_seqs=3).ready().engine) for _ in range(num_ranks)]
+    collector = collector_of(functions, clients, keep=keep, decode=letters)
+    return collector.rollout(PROMPTS, 3, SamplingParams(7), 1, STATE, purpose="train/1")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7])
+@pytest.mark.parametrize("keep", [False, True])
+def test_any_number_of_ranks_makes_the_same_samples(num_ranks, keep):
+    """5 prompts dealt over engines of their own, ranks without a prompt among them: same tokens in the same order."""
+    alone, dealt = of_real_engines(1), of_real_engines(num_ranks, keep)
+    mine, theirs = loaded(alone.batch), loaded(dealt.batch)
+    assert set(mine) == set(theirs)
+    assert len({tuple(row.tolist()) for row in mine["completion_ids"]}) > 10
+    for name in ("completion_ids", "prompt_ids"):
+        assert torch.equal(mine[name].values, theirs[name].values)
+        assert torch.equal(mine[name].offsets, theirs[name].offsets)
+    for name in ("group", "trajectory", "rewards", "oldest_version", "completion_length", "prompt_length"):
+        assert torch.equal(mine[name], theirs[name])
+    for name in ("prompt", "completion", "row", "extra", "function_rewards", "finish_reason"):
+        assert mine[name] == theirs[name]
+    # The last bits depend on the shapes of matrix products.
+    torch.testing.assert_close(mine["rollout_logprobs"].values, theirs["rollout_logprobs"].values, rtol=0, atol=1e-5)
+    assert alone.metrics == pytest.approx(dealt.metrics)
 
 
 def test_groups_and_trajectories_are_unique_across_calls():
-    collector = Collector(ScriptedClient(SCRIPT), None, decode, seed=0, max_failure_share=0)
-    batches = [collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="x").batch for _ in range(3)]
+    collector = collector_of(None, [ScriptedClient(), ScriptedClient()])
+    batches = [
+        collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="x", is_scored=False).batch for _ in range(3)
+    ]
     for column, count in (("group", 6), ("trajectory", 12)):
         assert len({value for batch in batches for value in batch[column].tolist()}) == count
 
 
 def test_generations_are_the_samples_one_by_one():
-    batch = (
-        Collector(ScriptedClient(SCRIPT), None, decode, seed=0, max_failure_share=0)
-        .rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="x")
-        .batch
-    )
-    third = generations_of(batch)[2]
+    third = generations_of(rollout(None, is_scored=False, num_ranks=2).batch)[2]
     assert (third.prompt, third.completion, third.completion_ids) == (ROWS[1].prompt, "aaa", [1, 1, 1])
     assert (third.logprobs, third.finish_reason) == ([-0.5] * 3, "length")
 
 
-def test_an_aborted_sample_without_tokens_has_a_row_of_its_own():
-    batch = rollout(length, [([], "abort"), *SCRIPT[1:]]).batch
-    assert batch["completion_ids"].lengths.tolist() == [0, 1, 3, 2]
-    assert batch["rewards"].tolist() == [0.0, 1.0, 3.0, 2.0]
-
-
 # --------------------------------------------------------------------------------------------------------- rewards
-
-
-def test_samples_are_scored_while_others_are_still_generated():
-    order, scored = [], [threading.Event() for _ in range(3)]
-
-    def reward(completion_ids, **_):
-        order.append(("scored", len(completion_ids)))
-        scored[len([kind for kind, _ in order if kind == "scored"]) - 1].set()
-        return [1.0] * len(completion_ids)
-
-    def between(number):
-        if number:  # the next samples finish only when the ones before have been scored
-            assert scored[number - 1].wait(30), "nothing is scored before generation ends"
-        order.append(("generated", number))
-
-    rollout(reward, batches=[[2], [0, 3], [1]], between=between)
-    assert order == [
-        ("generated", 0),
-        ("scored", 1),
-        ("generated", 1),
-        ("scored", 2),
-        ("generated", 2),
-        ("scored", 1),
-    ]
-
-
-def test_reward_functions_see_their_samples_prompt_columns_and_state():
-    seen = {}
-
-    def reward(prompts, completions, completion_ids, answer, trainer_state):
-        seen.update(zip(map(tuple, completion_ids), zip(prompts, completions, answer, strict=True), strict=True))
-        assert trainer_state is STATE
-        return [0.0] * len(prompts)
-
-    rollout(reward, batches=[[3, 0], [2, 1]])
-    assert seen == {
-        (1, 2): ("first", "ab", "a"),
-        (3,): ("first", "c", "a"),
-        (1, 1, 1): (ROWS[1].prompt, [{"role": "assistant", "content": "aaa"}], "b"),
-        (2, 3): (ROWS[1].prompt, [{"role": "assistant", "content": "bc"}], "b"),
-    }
 
 
 def only_c(completion_ids, **_):
     return [1.0 if ids == [3] else NAN for ids in completion_ids]
 
 
-def test_failed_samples_are_masked_counted_and_shown(caplog):
+@RANKS
+def test_failed_samples_are_masked_counted_and_shown(caplog, num_ranks, keep):
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
-        collected = rollout(only_c, batches=[[0], [1, 2], [3]], share=0.75)
+        collected = rollout(only_c, share=0.75, num_ranks=num_ranks, keep=keep)
     assert [math.isnan(reward) for reward in collected.batch["rewards"].tolist()] == [True, False, True, True]
     assert collected.batch["rewards"].dtype == torch.float64
     assert collected.metrics["rewards/num_failed"] == 3
     assert collected.metrics["reward"] == 1.0
     assert "test: 3 samples have no reward and are masked" in caplog.text
-    assert "returned NaN" in caplog.text
+    assert "reward only_c: 3 samples returned NaN or infinity (samples 0, 2, 3)" in caplog.text
 
 
-def test_too_many_failures_stop_the_run():
+@RANKS
+def test_too_many_failures_stop_the_run(num_ranks, keep):
+    """The share is of the whole step: on the rank with the second prompt every sample failed."""
     with pytest.raises(RewardError, match=r"step 3: 3 of 4 samples \(75\.0%\) have no reward"):
-        rollout(only_c, batches=[[0], [1, 2], [3]], share=0.74)
+        rollout(only_c, share=0.74, num_ranks=num_ranks, keep=keep)
 
 
 # --------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_metrics_by_hand():
+@RANKS
+def test_metrics_by_hand(num_ranks, keep):
     collected = rollout(
-        [length, lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]], weights=[1, 10]
+        [length, lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
+        weights=[1, 10],
+        num_ranks=num_ranks,
+        keep=keep,
     )
     # length 2, 1, 3, 2; first token 1, 3, 1, 2; reward 12, 31, 13, 22.
     expected = {
@@ -243,6 +203,22 @@ def test_metrics_by_hand():
     assert set(collected.timings.seconds) == {"rollout", "reward"}
 
 
+def test_the_slowest_rank_decides_how_long_it_took():
+    collector = collector_of(length, [ScriptedClient(), ScriptedClient()])
+    for seconds, rank in zip(({"rollout": 2.0, "reward": 0.5}, {"rollout": 1.0, "reward": 4.0}), (0, 1), strict=True):
+        scored, run = collector._workers.ranks[rank], collector._workers.ranks[rank].run
+
+        def timed(*args, run=run, seconds=seconds):
+            batch, report = run(*args)
+            report.seconds = seconds
+            return batch, report
+
+        scored.run = timed
+    collected = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="x")
+    assert collected.timings.seconds == {"rollout": 2.0, "reward": 4.0}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
@@ -251,12 +227,21 @@ def test_metrics_by_hand():
         ([1.0, 0.0, 0.0, 1.0], 0.0),
         ([1.0, NAN, 0.0, 1.0], 0.5),  # one scored sample cannot differ from another
         ([NAN, NAN, 0.0, 1.0], 0.5),
+        ([-2.0, -2.0, -1.0, -3.0], 0.5),
     ],
 )
-def test_groups_without_signal(rewards, expected):
+def test_groups_without_signal(rewards, expected, num_ranks):
     by_ids = {tuple(ids): reward for (ids, _), reward in zip(SCRIPT, rewards, strict=True)}
-    collected = rollout(lambda completion_ids, **_: [by_ids[tuple(ids)] for ids in completion_ids])
+    collected = rollout(lambda completion_ids, **_: [by_ids[tuple(ids)] for ids in completion_ids], num_ranks=num_ranks)
     assert collected.metrics["frac_reward_zero_std"] == expected
+
+
+def test_groups_need_not_be_numbered_from_zero_nor_lie_together():
+    groups = torch.tensor([70, 12, 70, 12, 99])
+    rewards = torch.tensor([1.0, 2.0, 1.0, 3.0, 5.0], dtype=torch.float64)
+    metrics = rewards_of(Batch({"group": groups, "rewards": rewards}))
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)  # 70, and 99 which is alone
+    assert metrics["reward"] == pytest.approx(12 / 5)
 
 
 def test_a_column_that_does_not_apply_is_left_out_of_its_mean():
@@ -267,28 +252,60 @@ def test_a_column_that_does_not_apply_is_left_out_of_its_mean():
     assert collected.batch["rewards"].tolist() == [2.0, 5.0, 7.0, 2.0]
 
 
-def test_what_functions_log_is_joined_over_their_calls():
+@RANKS
+def test_what_functions_log_is_joined_over_ranks(num_ranks, keep):
     def reward(completion_ids, log_extra, log_metric, **_):
         log_extra("first", [ids[0] for ids in completion_ids])
         log_metric("longest", max(len(ids) for ids in completion_ids))
         return [0.0] * len(completion_ids)
 
-    collected = rollout(reward, batches=[[2], [0, 3], [1]])
-    assert collected.extras == {"first": {0: 1, 1: 3, 2: 1, 3: 2}}
-    assert collected.logged["longest"] == pytest.approx(
-        (1 * 3 + 2 * 2 + 1 * 1) / 4
-    )  # each call weighs as many samples as it had
+    collected = rollout(reward, num_ranks=num_ranks, keep=keep)
+    assert loaded(collected.batch)["extra"] == [{"first": 1}, {"first": 3}, {"first": 1}, {"first": 2}]
+    # On one rank one call of four samples, on two two of two: longest 3, or 2 and 3.
+    assert collected.logged == {"longest": 3.0 if num_ranks == 1 else 2.5}
 
 
 def test_without_rewards_there_are_only_samples():
-    collector = Collector(ScriptedClient(SCRIPT), None, decode, seed=0, max_failure_share=0)
-    collected = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="x")
-    assert "rewards" not in collected.batch
-    assert all(name.startswith("completions/") for name in collected.metrics)
-    assert set(collected.timings.seconds) == {"rollout"}
+    for functions in (None, length):
+        collected = rollout(functions, is_scored=False)
+        assert "rewards" not in collected.batch
+        assert all(name.startswith("completions/") for name in collected.metrics)
+        assert collected.logged == {}
 
 
 def test_no_completion_that_ended_has_no_mean_length():
     metrics = rollout(length, [([1], "length")] * 4).metrics
     assert metrics["completions/clipped_ratio"] == 1.0
     assert "completions/mean_terminated_length" not in metrics
+
+
+# ---------------------------------------------------------------------------------------------------------- replay
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_saved_rollout_in_the_place_of_a_new_one(tmp_path, num_ranks):
+    """Whatever version made it, it counts as of the present one; the rest is what was saved, in its order."""
+    made = rollout(length)
+    for rank in range(num_ranks):
+        part = made.batch.select(range(rank, 4, num_ranks))
+        save_rollout(tmp_path, 3, rank, num_ranks, part)
+    found = replay(tmp_path, 3, 2, version=17)
+    assert found.batch["oldest_version"].tolist() == [17] * 4
+    assert set(found.batch) == set(made.batch)
+    for name in ("completion_ids", "rollout_logprobs", "policy_version"):
+        assert torch.equal(found.batch[name].values, made.batch[name].values)
+    assert torch.equal(found.batch["rewards"], made.batch["rewards"])
+    assert found.batch["completion"] == made.batch["completion"]
+    expected = {name: value for name, value in made.metrics.items() if not name.startswith("rewards/length")}
+    assert found.metrics == expected == length_metrics(made.batch) | rewards_of(made.batch)
+    assert set(found.timings.seconds) == {"rollout"} and found.logged == {}
+
+
+def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
+    save_rollout(tmp_path, 3, 0, 1, rollout(length).batch)
+    with pytest.raises(DataError, match=r"the rollout of step 3 has 2 prompts, but prompts_per_step=4; set it to 2"):
+        replay(tmp_path, 3, 4, version=1)
+    with pytest.raises(DataError, match=r"holds no rollout of step 4; it holds steps \[3\]"):
+        replay(tmp_path, 4, 2, version=1)
+    with pytest.raises(DataError, match="does not exist"):
+        replay(tmp_path / "nowhere", 3, 2, version=1)

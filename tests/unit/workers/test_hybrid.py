@@ -2,15 +2,18 @@
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from hybrid_rl.errors import EngineStateError, HandoffError, ModelError
+from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.errors import DataError, EngineStateError, HandoffError, ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout import RolloutRequest, SamplingParams
+from hybrid_rl.report import read_jsonl
+from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.workers import actor
-from tests.tiny import ids_of
+from tests.tiny import build_tokenizer, ids_of, spread
 
 
 def own_logprobs(module: torch.nn.Module, batch, temperature: float = 1.0) -> torch.Tensor:
@@ -108,8 +111,7 @@ def test_optimizer_steps_and_schedule(make_bench, keys: dict, per_step: int) -> 
     assert first["learning_rate"] == pytest.approx(sum(rates[:per_step]) / per_step)
     assert second["learning_rate"] == pytest.approx(sum(rates[per_step:]) / per_step)
     assert optimizer.learning_rate == pytest.approx(0.0, abs=1e-12)
-    state = optimizer.state_dict()["adamw"]["state"]
-    assert {int(moments["step"]) for moments in state.values()} == {2 * per_step}
+    assert {int(step) for step in optimizer.state_dict()["step"].values()} == {2 * per_step}
 
 
 def test_cache_sleeps_while_the_actor_trains(make_bench) -> None:
@@ -212,10 +214,75 @@ def test_update_that_broke_off_leaves_no_gradient_behind(make_bench, monkeypatch
 
 def test_stale_version_refuses_to_generate(make_bench) -> None:
     bench = make_bench()
-    bench.group.publish_weights(1)
-    request = RolloutRequest(7, tuple(ids_of("1+2=")), SamplingParams(max_tokens=2))
+    bench.publish(1)
     with pytest.raises(EngineStateError, match="version 1 but version 0"):
-        bench.group.submit([request], 0)
+        bench.rollout()
+    bench.version = 1
+    assert bench.rollout()["policy_version"].values.unique().tolist() == [1]
+
+
+def test_rollout_is_scored_by_the_worker(make_bench) -> None:
+    """Prompts in, scored samples out: the text is what the tokenizer reads, the reward what the function says of it."""
+    batch = make_bench().rollout()
+    assert batch.num_samples == 12
+    assert batch["rewards"].tolist() == spread([ids.tolist() for ids in batch["completion_ids"]])
+    tokenizer = build_tokenizer()
+    for ids, text in zip(batch["completion_ids"], batch["completion"], strict=True):
+        assert text == tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    assert [prompt.tolist() for prompt in batch["prompt_ids"]] == [ids_of(text) for text in batch["prompt"]]
+
+
+def test_mini_batches_are_those_that_the_driver_assigned(make_bench, monkeypatch) -> None:
+    """Whole groups, in the order of the column, whatever the order of the samples."""
+    bench = make_bench(prompts_per_mini_batch=1)
+    batch = bench.prepared()
+    seen, step = [], type(bench.worker._actor)._optimizer_step
+
+    def spied(actor, batch, micro_batches, *arguments, **options):
+        seen.append(sorted(row for micro in micro_batches for row in micro))
+        return step(actor, batch, micro_batches, *arguments, **options)
+
+    monkeypatch.setattr(type(bench.worker._actor), "_optimizer_step", spied)
+    bench.update(batch)
+    assert seen == [(batch["mini_batch"] == index).nonzero()[:, 0].tolist() for index in range(4)]
+    assert all(len(set(batch["group"][rows].tolist())) == 1 for rows in seen)
+
+
+def test_a_mini_batch_that_does_not_exist(make_bench) -> None:
+    bench = make_bench(prompts_per_mini_batch=2)
+    batch = bench.prepared()
+    batch = batch.without("mini_batch").with_columns(mini_batch=batch["mini_batch"] + 1)
+    with pytest.raises(DataError, match="is in mini-batch 2, but there are 2"):
+        bench.update(batch)
+
+
+# --------------------------------------------------------------------------------------------------- samples in files
+
+
+def test_samples_of_a_step_are_logged_and_saved(make_bench, tmp_path) -> None:
+    bench = make_bench()
+    batch = bench.rollout()
+    for step in (1, 2):
+        bench.group.log_samples(batch.select([3, 1]), step, tmp_path)
+    bench.group.save_rollout(batch, 7, tmp_path / "rollouts")
+    assert bench.group.flush_samples() == [None]
+    records = read_jsonl(tmp_path / "samples.jsonl")
+    assert records == [record for step in (1, 2) for record in sample_records(step, batch.select([3, 1]), ["spread"])]
+    saved = load_rollout(tmp_path / "rollouts", 7)
+    assert set(saved) == set(batch)
+    assert torch.equal(saved["completion_ids"].values, batch["completion_ids"].values)
+    assert saved["prompt"] == batch["prompt"] and torch.equal(saved["rewards"], batch["rewards"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device of a full disk")
+def test_samples_that_cannot_be_written_wait_and_are_named(make_bench, tmp_path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    bench = make_bench()
+    bench.group.log_samples(bench.rollout(), 1, tmp_path)
+    assert bench.group.flush_samples() == [tmp_path / "samples.jsonl"]
+    (tmp_path / "samples.jsonl").unlink()
+    assert bench.group.flush_samples() == [None]
+    assert [record["step"] for record in read_jsonl(tmp_path / "samples.jsonl")] == [1] * 12
 
 
 def test_non_finite_gradient_is_counted_and_leaves_the_weights(make_bench) -> None:

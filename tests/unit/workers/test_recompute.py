@@ -17,7 +17,7 @@ def test_logprobs_are_bitwise_those_of_the_training_pass(make_bench, cap: int, d
     lengths = batch["prompt_ids"].lengths + batch["completion_ids"].lengths
     assert len(set((lengths % 2).tolist())) == 2  # odd and even lengths
     actor = bench.worker._actor
-    plan = actor.plan(batch, 1)
+    plan = bench.worker._plan(batch, 1)
     scored = actor.logprobs(batch, plan)
     for micro in (rows for mini in plan for rows in mini):
         logprobs, _ = micro_batch_logprobs(actor.model, batch.select(micro), 1.0)
@@ -38,7 +38,7 @@ def test_logprobs_are_bitwise_those_of_the_training_pass(make_bench, cap: int, d
 def test_first_update_has_ratio_one_with_many_micro_batches(make_bench, keys: dict) -> None:
     bench = make_bench(old_logprobs="recompute", **keys)
     batch = bench.prepared()
-    assert len(bench.worker._actor.plan(batch, 1)[0]) > 2
+    assert len(bench.worker._plan(batch, 1)[0]) > 2
     metrics = bench.update(batch)
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 

@@ -1,0 +1,197 @@
+"""Before a run: do all ranks run the same software, each on a device of its own, and about equally fast?
+
+Ranks work in step, so one slow rank slows all of them, and one that runs other code gives other numbers, both without
+any error. Either is cheap to see before the first step and costly to find out after a day.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.controller import RankContext, WorkerGroup
+from hybrid_rl.errors import HybridRLError
+from hybrid_rl.native import is_available
+
+PRODUCT, COPY, ALL_REDUCE = "a matrix product", "a copy", "an all-reduce"
+
+# Healthy GPUs of a kind differ by some per cent. Ranks on CPUs share cores with each other and with strangers: the
+# best of five runs differed up to 5-fold between four healthy ranks on two cores that twenty other programs wanted too.
+MAX_SLOWDOWN = {"cuda": 5.0, "cpu": 20.0}
+
+NUM_RUNS = 5
+
+
+@dataclass(frozen=True)
+class RankProbe:
+    """What a rank found out about itself.
+
+    device: kind and name. device_id: which one on its host, empty for CPUs. versions: of what its numbers depend on.
+    seconds: the best of a few runs of each test.
+    """
+
+    rank: int
+    host: str
+    device: str
+    device_id: str
+    num_threads: int
+    versions: dict[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return self.device.split()[0]
+
+
+def probe_rank(context: RankContext) -> RankProbe:
+    """Ask this process for its versions and measure its speed. With torch.distributed initialised all ranks must call
+    it; takes below a second."""
+    device = context.device
+    name, device_id = "cpu", ""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, device_id = f"cuda {properties.name}", str(properties.uuid)
+    return RankProbe(
+        context.rank,
+        socket.gethostname(),
+        name,
+        device_id,
+        torch.get_num_threads(),
+        versions(),
+        _measure_seconds(device),
+    )
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what a rank's numbers depend on; "missing" for what is not installed."""
+    found = {"python": platform.python_version()}
+    for name in ("hybrid_rl", "torch", "transformers", "numpy", "ray"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    # Two checkouts have one version number, but not one set of sources.
+    found["hybrid_rl"] += f" ({_source_digest()})"
+    found["CUDA of torch"] = torch.version.cuda or "none"
+    found["compiled extension"] = "built" if is_available() else "missing"
+    return found
+
+
+def _source_digest() -> str:
+    digest = hashlib.blake2b(digest_size=4)
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@torch.inference_mode()
+def _measure_seconds(device: torch.device) -> dict[str, float]:
+    """Large enough to show a device's speed, small enough to go unnoticed. On a core about 15 ms each: shorter than the
+    turns that programs take on a core, a test would be all luck."""
+    is_cuda = device.type == "cuda"
+    size, num_mib = (4096, 256) if is_cuda else (1024, 32)
+    matrix = torch.ones(size, size, dtype=torch.bfloat16 if is_cuda else torch.float32, device=device)
+    source = torch.ones(num_mib << 18, device=device)
+    target = torch.empty_like(source)
+    message = torch.zeros((16 if is_cuda else 1) << 18, device=device)
+    tests: dict[str, Callable[[], object]] = {
+        PRODUCT: lambda: matrix @ matrix,
+        COPY: lambda: target.copy_(source),
+    }
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        tests[ALL_REDUCE] = lambda: dist.all_reduce(message)
+    return {name: _best_seconds(test, device) for name, test in tests.items()}
+
+
+def _best_seconds(test: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    # The first run only prepares.
+    for number in range(1 + NUM_RUNS):
+        start = time.perf_counter()
+        test()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def preflight(group: WorkerGroup) -> None:
+    """Compare the ranks of a group, whose workers have `probe_rank`. Raises HybridRLError with everything that does not
+    fit."""
+    problems = check(group.probe_rank())
+    if problems:
+        raise HybridRLError("\n - ".join(["the ranks do not fit together:", *problems]))
+
+
+def check(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> list[str]:
+    """What does not fit between ranks, a sentence each.
+
+    max_slowdown: how many times longer than the median of the others a rank may take for a test; None = 5 on GPUs, 20
+    on CPUs.
+    """
+    problems = []
+    for name in dict.fromkeys(name for probe in probes for name in probe.versions):
+        for odd, other, rest in _minorities([probe.versions.get(name, "missing") for probe in probes]):
+            problems.append(
+                f"{name} is {odd} on {_ranks(probes, other)} and {rest} on the others; "
+                f"install the same versions everywhere"
+            )
+    for odd, other, rest in _minorities([probe.device_type for probe in probes]):
+        problems.append(f"{_ranks(probes, other)} runs on {odd}, the others on {rest}; give all ranks the same kind")
+    shared = Counter((probe.host, probe.device_id) for probe in probes if probe.device_id)
+    for key, count in shared.items():
+        if count > 1:
+            which = [i for i, probe in enumerate(probes) if (probe.host, probe.device_id) == key]
+            problems.append(
+                f"{_ranks(probes, which)} share the GPU {key[1]}; each rank needs its own: lower num_ranks, or look "
+                f"for CUDA_VISIBLE_DEVICES in controller.env_vars"
+            )
+    return problems + _slow_ranks(probes, max_slowdown)
+
+
+def _slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None) -> list[str]:
+    problems = []
+    for index, probe in enumerate(probes):
+        limit = MAX_SLOWDOWN[probe.device_type] if max_slowdown is None else max_slowdown
+        others = [other for other in probes if other is not probe]
+        for test, seconds in probe.seconds.items():
+            times = [other.seconds[test] for other in others if test in other.seconds]
+            if times and not seconds <= limit * (usual := statistics.median(times)):
+                problems.append(
+                    f"{_ranks(probes, [index])} takes {seconds:.2g} s for {test}, {seconds / usual:.0f} times the "
+                    f"{usual:.2g} s of the others (up to {limit:g} times is let pass); look for other programs on that "
+                    f"device, and for throttling"
+                )
+    return problems
+
+
+def _minorities(values: Sequence[Hashable]) -> list[tuple[Hashable, list[int], Hashable]]:
+    """For every value but the most frequent one (the first of equals): the value, where it is, the most frequent."""
+    usual = Counter(values).most_common(1)[0][0] if values else None
+    return [
+        (value, [i for i, other in enumerate(values) if other == value], usual)
+        for value in dict.fromkeys(values)
+        if value != usual
+    ]
+
+
+def _ranks(probes: Sequence[RankProbe], which: Sequence[int]) -> str:
+    hosts = ", ".join(dict.fromkeys(probes[i].host for i in which))
+    ranks = ", ".join(str(probes[i].rank) for i in which)
+    return f"{'rank' if len(which) == 1 else 'ranks'} {ranks} ({hosts})"

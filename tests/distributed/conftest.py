@@ -1,0 +1,128 @@
+"""Worker groups on Ray, all on one small local cluster; and drivers in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller.placement import RayOptions
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 120.0
+SCRIPT_START = """
+import json, os, sys, time
+from pathlib import Path
+import psutil, ray
+from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
+from tests.distributed.workers import Probe, sample_batch, split_whole_groups
+
+FOLDER = Path(sys.argv[1])
+
+def make(cluster, num_ranks=2, role="policy", **options):
+    backend = RayBackend(role, Probe, mesh=RankMesh({"dp_shard": num_ranks}), splitter=split_whole_groups,
+                         cluster=cluster, options=RayOptions(**options), log_folder=FOLDER)
+    return WorkerGroup(Probe, backend)
+
+def tell(**values):
+    print("TELLS " + json.dumps(values), flush=True)
+
+def descendants():
+    return [process.pid for process in psutil.Process().children(recursive=True)]
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    from hybrid_rl.controller.ray_backend import RayCluster
+
+    cluster = RayCluster(object_store_memory_bytes=150 * 2**20)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., WorkerGroup]]:
+    """Groups of Probe workers, closed when the test ends. Arguments: shape of the mesh, and options."""
+    from hybrid_rl.controller.ray_backend import RayBackend
+    from tests.distributed.workers import Probe, split_whole_groups
+
+    made: list[WorkerGroup] = []
+
+    def make(
+        shape: dict[str, int] | int = 2,
+        *,
+        role: str = "policy",
+        make_worker: Any = Probe,
+        splitter: Any = split_whole_groups,
+        **options: Any,
+    ) -> WorkerGroup:
+        mesh = RankMesh({"dp_shard": shape} if isinstance(shape, int) else shape)
+        backend = RayBackend(
+            role,
+            make_worker,
+            mesh=mesh,
+            splitter=splitter,
+            cluster=cluster,
+            options=RayOptions(**options),
+            log_folder=tmp_path / "logs",
+        )
+        made.append(WorkerGroup(Probe, backend))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def start_script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Run Python code as a driver of its own, after SCRIPT_START."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"driver{len(started)}.py"
+        path.write_text(SCRIPT_START + textwrap.dedent(code))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(path), str(tmp_path)],
+                env={**psutil.Process().environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    """A generous deadline for something that must happen."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a dead one that nobody has waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,97 @@
+"""Ways to build and run a sharded model that must not change its gradients; and a step that is broken off."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.models.weights import ModelRecipe, StateSource, build_on_meta, load_weights
+from hybrid_rl.models.weights.sources import named_state
+from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from tests.distributed.ranks import run_ranks
+from tests.unit.models.families import VOCABULARY, build
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = ([9, 12, 5], [14, 3], [6, 21, 4])
+TARGETS = torch.tensor([1, 4, 8, 11, 16])
+
+
+def sharded(module: Any, num_ranks: int, *, load: Any = None, **options: Any) -> ShardedCausalLM:
+    sharding = ShardOptions(1, num_ranks, torch.float32)
+    shards = shard(module, device_mesh(sharding, "cpu"), sharding)
+    if load is not None:
+        load_weights(module, load, "cpu")
+    return ShardedCausalLM(shards, **options)
+
+
+def backward(model: ShardedCausalLM, rank: int, *, fail: bool = False) -> dict[str, torch.Tensor | None]:
+    """Three micro-batches of different lengths, on every rank others; whole gradients by name."""
+    for index, lengths in enumerate(LENGTHS[rank:] + LENGTHS[:rank]):
+        token_ids = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(rank))
+        with accumulating(model, is_last=index == 2):
+            logprobs, entropy = model.packed_logprobs(token_ids, lengths, TARGETS, 0.7)
+            if fail and index == 2:
+                raise KeyboardInterrupt
+            (logprobs * torch.linspace(-1, 1, len(TARGETS)) + 0.1 * entropy).sum().backward()
+    named = dict(model.module.named_parameters())
+    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in named.items()}
+
+
+def options_on_ranks(rank: int, num_ranks: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {"plain": backward(sharded(build("qwen2"), num_ranks), rank)}
+
+    offloaded = sharded(build("qwen2"), num_ranks, activation_offload=True)
+    seen["activation offload"] = backward(offloaded, rank)
+
+    live = build("qwen2")
+    source = StateSource({name: tensor.clone() for name, tensor in named_state(live).items()})
+    on_meta = build_on_meta(ModelRecipe.of_module(live, source), torch.float32)
+    assert all(p.is_meta for p in on_meta.parameters())
+    model = sharded(on_meta, num_ranks, load=source)
+    seen["gap"] = model.verify()
+    seen["built on meta"] = backward(model, rank)
+
+    model = sharded(build("qwen2"), num_ranks)
+    backward(model, rank)
+    model.discard_gradients()
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, rank, fail=True)
+    seen["after a step that was broken off"] = backward(model, rank)
+
+    module = build("qwen2")
+    module.get_input_embeddings().requires_grad_(False)
+    module.model.layers[0].mlp.requires_grad_(False)
+    seen["frozen"] = backward(sharded(module, num_ranks), rank)
+    return seen
+
+
+def test_options_do_not_change_gradients() -> None:
+    for seen in run_ranks(options_on_ranks, 2):
+        plain = seen["plain"]
+        assert all(gradient is not None and gradient.any() for gradient in plain.values())
+        assert seen["gap"] < 2e-6
+        for label in ("activation offload", "built on meta", "after a step that was broken off"):
+            assert seen[label].keys() == plain.keys()
+            assert all(torch.equal(seen[label][name], plain[name]) for name in plain), label
+        frozen = {name for name, gradient in seen["frozen"].items() if gradient is None}
+        assert frozen == {name for name in plain if "embed_tokens" in name or "layers.0.mlp" in name}
+        assert all(torch.equal(seen["frozen"][name], plain[name]) for name in plain.keys() - frozen)
+
+
+def compiled_on_ranks(rank: int, num_ranks: int, checkpointing: bool) -> dict[str, Any]:
+    results = {}
+    for compiled in (False, True):
+        model = sharded(build("qwen2"), num_ranks, compile=compiled)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        results[compiled] = backward(model, rank)
+    return results
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_compiled_blocks_give_the_same_gradients(checkpointing: bool) -> None:
+    for seen in run_ranks(compiled_on_ranks, 2, checkpointing):
+        scale = max(float(gradient.abs().max()) for gradient in seen[False].values())
+        for name, gradient in seen[False].items():
+            torch.testing.assert_close(seen[True][name], gradient, rtol=0, atol=1e-5 * scale)

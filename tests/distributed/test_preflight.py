@@ -1,0 +1,105 @@
+"""Pre-flight over ranks in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybrid_rl.cli import main
+from hybrid_rl.controller import RankContext, RankMesh, WorkerGroup
+from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.errors import HybridRLError
+from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.preflight import ALL_REDUCE, COPY, PRODUCT, RankProbe, preflight, probe_rank
+from tests.distributed.ranks import run_ranks
+from tests.distributed.workers import split_whole_groups
+
+pytestmark = pytest.mark.slow
+
+
+class Odd(WorkerBase):
+    """A rank that says other things than it found."""
+
+    def __init__(self, changes: dict[int, dict[str, Any]], context: RankContext) -> None:
+        super().__init__(context)
+        self._changes = changes.get(context.rank, {})
+
+    def probe_rank(self) -> RankProbe:  # dispatched as the method that it overrides
+        probe = super().probe_rank()
+        versions = probe.versions | self._changes.get("versions", {})
+        slower = self._changes.get("slower", 1.0)
+        return replace(
+            probe, versions=versions, seconds={test: slower * seconds for test, seconds in probe.seconds.items()}
+        )
+
+
+@pytest.fixture
+def start(cluster: Any, tmp_path: Path) -> Any:
+    from hybrid_rl.controller.ray_backend import RayBackend
+
+    made: list[WorkerGroup] = []
+
+    def make(make_worker: Callable[[RankContext], WorkerBase]) -> WorkerGroup:
+        backend = RayBackend(
+            "policy",
+            make_worker,
+            mesh=RankMesh({"dp_shard": 2}),
+            splitter=split_whole_groups,
+            cluster=cluster,
+            options=RayOptions(),
+            log_folder=tmp_path,
+        )
+        made.append(WorkerGroup(WorkerBase, backend))
+        return made[-1]
+
+    yield make
+    for group in made:
+        group.close()
+
+
+def test_healthy_ranks_pass_and_were_measured(start: Any) -> None:
+    group = start(WorkerBase)
+    preflight(group)
+    probes = group.probe_rank()
+    assert [probe.rank for probe in probes] == [0, 1]
+    assert all(set(probe.seconds) == {PRODUCT, COPY, ALL_REDUCE} for probe in probes)
+    assert probes[0].versions == probes[1].versions
+
+
+def test_what_differs_is_named_with_its_rank(start: Any) -> None:
+    group = start(partial(Odd, {1: {"versions": {"torch": "2.0.0"}, "slower": 1000.0}}))
+    with pytest.raises(HybridRLError) as raised:
+        preflight(group)
+    problems = str(raised.value).splitlines()[1:]
+    assert problems[0].startswith(" - torch is 2.0.0 on rank 1 (")
+    assert [test for test in (PRODUCT, COPY, ALL_REDUCE) if f"for {test}, " in problems[1:][0]] == [PRODUCT]
+    assert len(problems) == 4
+
+
+def probe(rank: int, num_ranks: int) -> RankProbe:
+    return probe_rank(RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks})))
+
+
+def test_without_a_controller_too() -> None:
+    probes = run_ranks(probe, 2)
+    assert [sorted(found.seconds) for found in probes] == [sorted((PRODUCT, COPY, ALL_REDUCE))] * 2
+
+
+def test_doctor_starts_ranks_and_leaves_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert main(["doctor", "num_ranks=2", f"output_dir={tmp_path}"]) == 0
+    out = capfd.readouterr().out
+    assert "an all-reduce" in out and out.endswith("no problems found\n")
+    assert [line.split()[0] for line in out.splitlines()[-3:-1]] == ["0", "1"]
+    assert list(tmp_path.iterdir()) == []
+    if not before:
+        left = [process.name() for process in psutil.Process().children(recursive=True)]
+        assert left == [], f"pid {os.getpid()} of {sys.executable} left {left}"

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
+    """What a driver told, after its end."""
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, output
+    return [json.loads(line.removeprefix("TELLS ")) for line in output.splitlines() if line.startswith("TELLS ")]
+
+
+def assert_nothing_left(pids: list[int], folder: str) -> None:
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "processes are left")
+    assert not Path(folder).exists()
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Any:
+    """No test leaves anything in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert {name for name in os.listdir("/dev/shm") if name not in before} == set()
+
+
+WHERE = "folder = str(Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent)\n"
+TELL = "tell(pids=descendants(), folder=folder)\n"
+
+
+def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
+    """The process goes on: it connects again."""
+    told = finish(
+        start_script(
+            f"""
+            for _ in range(2):
+                cluster = RayCluster()
+                group = make(cluster)
+                pids = descendants()
+                {WHERE}
+                group.close(); group.close(); cluster.close(); cluster.close()
+                tell(pids=pids, folder=folder, left=descendants(), connected=ray.is_initialized())
+            """
+        )
+    )
+    assert len(told) == 2
+    for one in told:
+        assert len(one["pids"]) >= 6 and one["left"] == [] and not one["connected"]
+        assert_nothing_left(one["pids"], one["folder"])
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("raise ValueError", 1), ("", 0), ("import gc; del group; gc.collect()", 0)],
+)
+def test_a_driver_that_does_not_close(start_script: Start, end: str, code: int) -> None:
+    told = finish(
+        start_script(f"cluster = RayCluster()\ngroup = make(cluster)\n{WHERE}{TELL}{end}\n"),
+        code,
+    )
+    assert_nothing_left(**told[0])
+
+
+def test_a_group_that_is_dropped_ends_its_ranks(start_script: Start) -> None:
+    told = finish(
+        start_script(
+            """
+            import gc
+            cluster = RayCluster()
+            group = make(cluster)
+            pids = [about["pid"] for about in group.about()]
+            del group
+            gc.collect()
+            tell(left=[pid for pid in pids if psutil.pid_exists(pid)])
+            """
+        )
+    )
+    assert told == [{"left": []}]
+
+
+def test_a_killed_driver_leaves_no_process(start_script: Start) -> None:
+    """With children of the ranks. Its folder is removed by the next driver."""
+    code = (
+        f"cluster = RayCluster()\ngroup = make(cluster)\ngroup.start_child()\n{WHERE}{TELL}"
+    )
+    process = start_script(code + "group.patient(3600.0, True)\n")
+    assert process.stdout is not None
+    told = json.loads(next(line for line in process.stdout if line.startswith("TELLS ")).removeprefix("TELLS "))
+    assert len(told["pids"]) >= 8
+    process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in told["pids"]), "processes are left")
+    assert Path(told["folder"]).exists()
+    finish(start_script(code))
+    assert not Path(told["folder"]).exists()
+
+
+def test_a_cell_run_twice(start_script: Start) -> None:
+    """The second run replaces the names of the first without closing anything; two groups overlap for a while."""
+    told = finish(
+        start_script(
+            """
+            for _ in range(2):
+                cluster = RayCluster()
+                group = make(cluster, 1)
+                clusters = sum("gcs_server" in process.name() for process in psutil.Process().children())
+                tell(gathered=group.gather("x"), clusters=clusters)
+            group.close()
+            """
+        )
+    )
+    assert told == [{"gathered": [[[0, "x"]]], "clusters": 1}] * 2
+
+
+def test_a_cluster_of_the_user_stays(start_script: Start) -> None:
+    told = finish(
+        start_script(
+            """
+            ray.init(num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1")
+            cluster = RayCluster()
+            group = make(cluster, 2)
+            tell(sum=group.all_reduce())
+            try:
+                make(cluster, 4)
+            except Exception as error:
+                tell(error=str(error))
+            group.close()
+            cluster.close()
+            tell(connected=ray.is_initialized(), free=ray.available_resources()["CPU"])
+            try:
+                RayCluster("other:6379")
+            except Exception as error:
+                tell(error=str(error))
+            ray.shutdown()
+            """
+        )
+    )
+    assert told[0] == {"sum": [3.0, 3.0]}
+    assert "4 ranks of 1 CPU each do not fit into the cluster, which has room for 3" in told[1]["error"]
+    assert told[2]["connected"] is True
+    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
+
+
+def test_a_cluster_that_runs_already(start_script: Start) -> None:
+    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
+    head = start_script(
+        """
+        from ray.cluster_utils import Cluster
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster.add_node(num_cpus=2)
+        tell(address=cluster.address)
+        sys.stdin.read()
+        """
+    )
+    assert head.stdout is not None
+    lines = []
+    for line in head.stdout:
+        lines.append(line)
+        if line.startswith("TELLS "):
+            break
+    address = json.loads(lines[-1].removeprefix("TELLS "))["address"]
+    code = f"""
+        cluster = RayCluster({address!r})
+        group = make(cluster, 3, placement="pack")
+        nodes = [place.node for place in group._backend._ranks._places]
+        tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
+        group.close()
+        cluster.close()
+        """
+    for _ in range(2):
+        (told,) = finish(start_script(code))
+        assert told["sum"] == [6.0] * 3
+        assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
+        assert sorted(told["threads"]) == ["1", "1", "2"]
+    assert head.poll() is None
+
+
+def test_an_address_where_nobody_is(start_script: Start) -> None:
+    told = finish(
+        start_script(
+            """
+            try:
+                RayCluster("127.0.0.1:1")
+            except Exception as error:
+                tell(kind=type(error).__name__, error=str(error))
+            """
+        )
+    )
+    assert told[0]["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told[0]["error"]
+
+
+def test_a_cluster_started_in_a_thread_outlives_it(start_script: Start) -> None:
+    told = finish(
+        start_script(
+            """
+            import threading
+            made = []
+            thread = threading.Thread(target=lambda: made.append(RayCluster()))
+            thread.start()
+            thread.join()
+            group = make(made[0])
+            tell(sum=group.all_reduce())
+            group.close()
+            made[0].close()
+            tell(left=descendants())
+            """
+        )
+    )
+    assert told == [{"sum": [3.0, 3.0]}, {"left": []}]
+
+
+def test_ray_is_loaded_when_it_is_needed() -> None:
+    code = "import sys, hybrid_rl, hybrid_rl.controller, hybrid_rl.trainer; print('ray' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
+    assert answer.stdout.strip() == "False"

@@ -1,0 +1,59 @@
+"""Samples as a person reads them."""
+
+import math
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.rollout.records import sample_records
+
+
+def batch(extra=({}, {})):
+    return Batch(
+        {
+            "prompt": ["1+1=", [{"role": "user", "content": "2"}]],
+            "completion": ["2", ""],
+            "rewards": torch.tensor([2.5, math.nan], dtype=torch.float64),
+            "function_rewards": [[2.0, 0.5], [math.nan, 1.0]],
+            "finish_reason": ["stop", "length"],
+            "extra": list(extra),
+        }
+    )
+
+
+def test_one_record_per_sample():
+    """What has no reward is null: JSON has no NaN."""
+    assert sample_records(3, batch(), ["exact", "short"]) == [
+        {
+            "step": 3,
+            "prompt": "1+1=",
+            "completion": "2",
+            "reward": 2.5,
+            "rewards": {"exact": 2.0, "short": 0.5},
+            "finish_reason": "stop",
+        },
+        {
+            "step": 3,
+            "prompt": [{"role": "user", "content": "2"}],
+            "completion": "",
+            "reward": None,
+            "rewards": {"exact": None, "short": 1.0},
+            "finish_reason": "length",
+        },
+    ]
+
+
+def test_what_a_function_logged_for_some_samples_is_a_column_of_all():
+    records = sample_records(1, batch([{"b": 1}, {"a": 2}]), ["exact", "short"])
+    assert [record["extra"] for record in records] == [{"a": None, "b": 1}, {"a": 2, "b": None}]
+    assert list(records[0]["extra"]) == ["a", "b"]
+
+
+def test_no_samples_no_records():
+    assert sample_records(1, batch().select([]), ["exact", "short"]) == []
+
+
+def test_names_that_are_not_those_of_the_rewards():
+    with pytest.raises(ValueError):
+        sample_records(1, batch(), ["exact"])

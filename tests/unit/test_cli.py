@@ -1,0 +1,96 @@
+"""The command line: what is printed where, and the exit status."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybrid_rl
+from hybrid_rl import cli
+from hybrid_rl.cli import main
+from hybrid_rl.errors import DataError
+
+
+def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["key"], ["version", "torch"], ["keys", "a", "b"]):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "usage: hybrid-rl keys [WORD]" in err
+    assert main(["--help"]) == 0
+    assert "hybrid-rl doctor" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    lines = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["hybrid_rl"] == hybrid_rl.__version__ and lines["torch"] == torch.__version__
+
+
+def test_keys_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "watchdog"]) in (0, 1)
+    capsys.readouterr()
+    assert main(["keys", "learning_rate"]) == 0
+    assert re.search(r"^optimizer\.learning_rate +\S+ +\w", capsys.readouterr().out, re.MULTILINE)
+    assert main(["keys", "no such word"]) == 1
+    assert "no key contains 'no such word'" in capsys.readouterr().err
+
+
+def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "not there" / "yet"
+    assert main(["doctor", f"output_dir={folder}"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    for name in ("python", "torch", "ray", "compiled extension", "accelerators", "cores", "memory"):
+        assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
+    assert re.search(rf"^disk of {re.escape(str(folder))} +[\d.]+ GiB free", out, re.MULTILINE)
+    assert re.search(r"^rank +host +device +threads +a matrix product +a copy", out, re.MULTILINE)
+    assert re.search(rf"^0 +.* +(cpu|cuda).* +{torch.get_num_threads()} +[\d.]+ ms +[\d.]+ ms", out, re.MULTILINE)
+    assert lines[-1] == "no problems found" and err == ""
+    assert not folder.parent.exists()
+
+
+def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_ranks = cli._probe_ranks
+
+    def one_odd(config: object) -> list[object]:
+        (probe,) = probe_ranks(config)  # type: ignore[arg-type]
+        return [probe, replace(probe, rank=1, versions={**probe.versions, "numpy": "1.0"})]
+
+    monkeypatch.setattr(cli, "_probe_ranks", one_odd)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("problem: numpy is 1.0 on rank 1 ") and "no problems" not in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("num_rank=2", "unknown key 'num_rank'; did you mean 'num_ranks'"), ("num_ranks=0", "num_ranks=0")],
+)
+def test_doctor_refuses_what_a_run_refuses(
+    capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    assert main(["doctor", argument]) == 1
+    assert capsys.readouterr().err.startswith(f"ConfigError: {message}")
+
+
+def test_doctor_says_what_ranks_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor", "num_ranks=2"]) == 1
+    assert "num_ranks=2 needs Ray, which is not installed: pip install ray" in capsys.readouterr().err
+
+
+def test_a_recipe_ends_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: list[str]) -> None:
+        raise DataError("the dataset is empty")
+
+    def interrupt(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    for run, status, said in ((fail, 1, "DataError: the dataset is empty\n"), (interrupt, 130, "")):
+        with pytest.raises(SystemExit) as stopped:
+            cli.run_recipe(run)
+        assert (stopped.value.code, capsys.readouterr().err) == (status, said)

@@ -1,0 +1,113 @@
+"""Pre-flight: ranks that differ in software, device or speed are named; healthy ones pass."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup
+from hybrid_rl.errors import HybridRLError
+from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.preflight import ALL_REDUCE, COPY, PRODUCT, RankProbe, check, preflight, probe_rank
+
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
+SECONDS = {PRODUCT: 0.01, COPY: 0.02, ALL_REDUCE: 0.001}
+
+
+def ranks(count: int, **changes: Any) -> list[RankProbe]:
+    """Healthy ranks on hosts of two."""
+    probe = RankProbe(0, "", "cpu", "", 1, VERSIONS, SECONDS)
+    return [replace(probe, rank=rank, host=f"node{rank // 2}", **changes) for rank in range(count)]
+
+
+def with_odd(probes: list[RankProbe], which: int, **changes: Any) -> list[RankProbe]:
+    return [replace(probe, **changes) if probe.rank == which else probe for probe in probes]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_healthy_ranks_have_no_problems(count: int) -> None:
+    assert check(ranks(count)) == []
+
+
+def test_another_version_names_rank_host_and_both_values() -> None:
+    probes = with_odd(ranks(4), 3, versions={"python": "3.12.1", "torch": "2.13.0", "ray": "2.60.0"})
+    assert check(probes) == [
+        "python is 3.12.1 on rank 3 (node1) and 3.11.7 on the others; install the same versions everywhere",
+        "ray is 2.60.0 on rank 3 (node1) and missing on the others; install the same versions everywhere",
+    ]
+
+
+def test_of_two_ranks_the_first_sets_the_measure() -> None:
+    (problem,) = check(with_odd(ranks(2), 0, versions={**VERSIONS, "torch": "2.12.0"}))
+    assert problem.startswith("torch is 2.13.0 on rank 1 (node0) and 2.12.0 on the others")
+
+
+def test_three_versions_are_two_problems() -> None:
+    probes = with_odd(ranks(5), 1, versions={**VERSIONS, "torch": "2.11.0"})
+    probes = with_odd(probes, 4, versions={**VERSIONS, "torch": "2.12.0"})
+    first, second = check(probes)
+    assert "torch is 2.11.0 on rank 1 (node0)" in first and "torch is 2.12.0 on rank 4 (node2)" in second
+
+
+def test_kinds_of_devices_do_not_mix() -> None:
+    probes = with_odd(ranks(3, device="cuda H100", device_id="a"), 1, device="cpu", device_id="")
+    assert "rank 1 (node0) runs on cpu, the others on cuda; give all ranks the same kind" in check(probes)
+
+
+def test_a_gpu_belongs_to_one_rank() -> None:
+    """The same id on two hosts is no clash."""
+    probes = ranks(4, device="cuda H100", device_id="GPU-7")
+    assert [problem[:43] for problem in check(probes)] == [
+        "ranks 0, 1 (node0) share the GPU GPU-7; eac",
+        "ranks 2, 3 (node1) share the GPU GPU-7; eac",
+    ]
+    assert check([replace(probe, device_id=f"GPU-{probe.rank % 2}") for probe in probes]) == []
+
+
+def test_a_slow_rank_is_measured_against_the_median_of_the_others() -> None:
+    """Others: 1, 2, 100 ms; median 2. The one of 100 ms is compared with 1, 2, 11 and found slow as well."""
+    times = [0.001, 0.011, 0.1, 0.002]
+    probes = [replace(probe, seconds={COPY: seconds}) for probe, seconds in zip(ranks(4), times, strict=True)]
+    slow, slower = check(probes, max_slowdown=5)
+    assert slow == (
+        "rank 1 (node0) takes 0.011 s for a copy, 6 times the 0.002 s of the others (up to 5 times is let pass); look "
+        "for other programs on that device, and for throttling"
+    )
+    assert slower.startswith("rank 2 (node1) takes 0.1 s for a copy, 50 times the 0.002 s")
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cpu", 20), ("cuda H100", 5)])
+def test_cpus_may_differ_more_than_gpus(device: str, limit: int) -> None:
+    probes = ranks(2, device=device)
+    assert check(with_odd(probes, 1, seconds={**SECONDS, PRODUCT: 0.01 * (limit - 0.01)})) == []
+    assert len(check(with_odd(probes, 1, seconds={**SECONDS, PRODUCT: 0.01 * (limit + 0.01)}))) == 1
+
+
+def test_a_time_that_is_no_number_is_a_problem() -> None:
+    assert len(check(with_odd(ranks(3), 1, seconds={**SECONDS, COPY: float("nan")}))) >= 1
+
+
+def test_a_rank_knows_its_versions_and_times() -> None:
+    probe = probe_rank(RankContext())
+    assert probe.versions["python"] == platform.python_version()
+    assert probe.versions["torch"] == str(torch.__version__)
+    assert (probe.rank, probe.num_threads) == (0, torch.get_num_threads())
+    assert set(probe.seconds) == {PRODUCT, COPY}
+    assert all(0 < seconds < 60 for seconds in probe.seconds.values())
+
+
+def test_a_group_passes_or_tells_everything_at_once() -> None:
+    group = WorkerGroup(WorkerBase, LocalBackend("policy", WorkerBase))
+    preflight(group)
+    group.close()
+
+    class Odd:
+        def probe_rank(self) -> list[RankProbe]:
+            return with_odd(ranks(2), 1, versions={"python": "3.12.1", "torch": "2.12.0"})
+
+    with pytest.raises(HybridRLError, match=r"do not fit together:\n - python is 3.12.1 .*\n - torch is 2.12.0"):
+        preflight(Odd())  # type: ignore[arg-type]
