@@ -87,7 +87,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
 	@# Without isolation, so that the extension is compiled against the torch that it will run with.
 	@# A library of an earlier installation must not outlive a build that fails.
 	@rm -f $(NATIVE)
-	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev]"
+	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,ray]"
 	@if [ -e $(NATIVE) ]; then echo "compiled extension: built"; \
 	else echo "compiled extension: not built (no working C++ compiler); PyTorch stands in, with the same results"; fi
 	@if ! $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation reasoning-gym 2>$(VENV)/reasoning-gym.log; then \

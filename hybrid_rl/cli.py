@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import platform
 import shutil
@@ -23,13 +22,12 @@ from rich.table import Table
 
 import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
-from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh, WorkerGroup
+from hybrid_rl.controller import LocalBackend, WorkerGroup
 from hybrid_rl.controller.processes import own_cores
-from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
 
 if TYPE_CHECKING:
-    from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.preflight import RankProbe
 
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
@@ -141,44 +139,21 @@ def _gib(num_bytes: int) -> str:
 
 def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run, without a model, ask them, and end them."""
+    from hybrid_rl.launch import RayRanks
+    from hybrid_rl.workers.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
 
     with contextlib.ExitStack() as closing:
-        backend: Backend
         if isinstance(config.controller, RayControllerConfig):
-            backend = _ray_backend(config.num_ranks, config.controller, WorkerBase, closing)
+            folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
+            ray = RayRanks(config.num_ranks, config.controller, Path(folder), closing)
+            splitter = functools.partial(split_over_ranks, pair_cost=0.0)
+            group = ray.start("doctor", WorkerBase, WorkerBase, config.num_ranks, splitter)
         else:
-            backend = LocalBackend("doctor", WorkerBase)
-        group = WorkerGroup(WorkerBase, backend)
-        closing.callback(group.close)
+            group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase))
+            closing.callback(group.close)
         probes: list[RankProbe] = group.probe_rank()
         return probes
-
-
-def _ray_backend(
-    num_ranks: int,
-    controller: RayControllerConfig,
-    make_worker: Callable[[RankContext], WorkerBase],
-    closing: contextlib.ExitStack,
-) -> Backend:
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"num_ranks={num_ranks} needs Ray, which is not installed: pip install ray")
-    from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
-    from hybrid_rl.launch import ray_options
-    from hybrid_rl.workers.balance import split_over_ranks
-
-    folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
-    cluster = RayCluster(controller.address)
-    closing.callback(cluster.close)
-    return RayBackend(
-        "doctor",
-        make_worker,
-        mesh=RankMesh({"dp_shard": num_ranks}),
-        splitter=functools.partial(split_over_ranks, pair_cost=0.0),
-        cluster=cluster,
-        options=ray_options(controller),
-        log_folder=Path(folder),
-    )
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:
@@ -189,7 +164,8 @@ def run_recipe(run: Callable[[list[str]], None]) -> None:
     try:
         run(sys.argv[1:])
     except HybridRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # What other ranks add to an error stands in its notes.
+        print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

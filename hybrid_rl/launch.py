@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +14,16 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.assembly import Run
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.config import RayControllerConfig
-from hybrid_rl.controller import LocalBackend, RankMesh, WorkerGroup
+from hybrid_rl.config import FSDPConfig, RayControllerConfig
+from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup
+from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.models.weights.sources import blocks_of
 from hybrid_rl.workers import HybridWorker, ReferenceWorker, WorkerSetup
 from hybrid_rl.workers.balance import attention_pair_cost, split_over_ranks
+from hybrid_rl.workers.preflight import preflight
 
 
 class Workers(NamedTuple):
@@ -59,44 +63,71 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
 
 
 def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
-    try:
-        from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            f"num_ranks={run.config.num_ranks} and controller.backend=ray need Ray, which is not installed: "
-            f"pip install ray"
-        ) from error
     config, controller = run.config, run.config.controller
     assert isinstance(controller, RayControllerConfig)
-    cluster = RayCluster(controller.address)
-    closing.callback(cluster.close)
+    ray = RayRanks(config.num_ranks, controller, log_folder / "logs", closing)
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
-        source = blocks_of(setup.model, cluster.put)
+        source = blocks_of(setup.model, ray.cluster.put)
         setup = replace(setup, model=ModelRecipe.of_module(setup.model, source))
-
-    def start(role: str, worker: Any, num_ranks: int, dp_replicate: int) -> WorkerGroup:
-        backend = RayBackend(
-            role,
-            partial(worker, setup),
-            mesh=RankMesh({"dp_replicate": dp_replicate, "dp_shard": num_ranks // dp_replicate}),
-            splitter=partial(split_over_ranks, pair_cost=attention_cost(run.skeleton)),
-            cluster=cluster,
-            options=options,
-            log_folder=log_folder / "logs",
-        )
-        group = WorkerGroup(worker, backend)
-        closing.callback(group.close)
-        return group
-
-    options = ray_options(controller)
-    policy = start("policy", HybridWorker, config.num_ranks, config.fsdp.dp_replicate)
+    splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
+    policy = ray.start("policy", HybridWorker, partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)
     reference = None
     if setup.needs_reference and controller.reference_ranks:
-        reference = start("reference", ReferenceWorker, controller.reference_ranks, 1)
+        make_worker = partial(ReferenceWorker, setup)
+        reference = ray.start("reference", ReferenceWorker, make_worker, controller.reference_ranks, splitter)
+    for group in (policy, reference):
+        if group is not None and group.num_ranks > 1:
+            preflight(group)
     return Workers(policy, reference)
+
+
+class RayRanks:
+    """Starts worker groups on Ray, all on one cluster. log_folder: of their logs; closing: gets what ends them.
+
+    Raises ConfigError where Ray is not installed or the cluster cannot be reached.
+    """
+
+    def __init__(
+        self, num_ranks: int, controller: RayControllerConfig, log_folder: Path, closing: contextlib.ExitStack
+    ) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(
+                f"num_ranks={num_ranks} and controller.backend=ray need Ray, which is not installed: pip install ray"
+            )
+        from hybrid_rl.controller.ray_backend import RayCluster
+
+        self._options = ray_options(controller)
+        self._log_folder = log_folder
+        self._closing = closing
+        self.cluster = RayCluster(controller.address)
+        closing.callback(self.cluster.close)
+
+    def start(
+        self,
+        role: str,
+        worker: type,
+        make_worker: Callable[[RankContext], Any],
+        num_ranks: int,
+        splitter: Splitter,
+        fsdp: FSDPConfig | None = None,
+    ) -> WorkerGroup:
+        """A group of so many ranks. fsdp: of a sharded model; without it all ranks are shards of one copy."""
+        from hybrid_rl.controller.ray_backend import RayBackend
+
+        dp_replicate = fsdp.dp_replicate if fsdp else 1
+        backend = RayBackend(
+            role,
+            make_worker,
+            mesh=RankMesh({"dp_replicate": dp_replicate, "dp_shard": num_ranks // dp_replicate}),
+            splitter=splitter,
+            cluster=self.cluster,
+            options=self._options,
+            log_folder=self._log_folder,
+        )
+        group = WorkerGroup(worker, backend)
+        self._closing.callback(group.close)
+        return group
 
 
 def ray_options(controller: RayControllerConfig) -> RayOptions:
@@ -117,7 +148,8 @@ def attention_cost(skeleton: PreTrainedModel) -> float:
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    embedding, head = skeleton.get_input_embeddings().weight, skeleton.get_output_embeddings().weight
-    if embedding is not head:
-        num_parameters -= embedding.numel()
+    embedding: Any = skeleton.get_input_embeddings()
+    head: Any = skeleton.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        num_parameters -= embedding.weight.numel()
     return attention_pair_cost(config.num_hidden_layers, config.num_attention_heads * head_dim, num_parameters)

@@ -83,10 +83,11 @@ class RunLog:
         """End the trackers; idempotent. The folder of a run that never began goes, unless something else lies in it."""
         if self._trackers is not None:
             self._trackers.close()
-        elif not self._run.is_continued:
-            with contextlib.suppress(OSError):
+            return
+        with contextlib.suppress(OSError):
+            if not self._run.is_continued:
                 (self._run.path / "config.yaml").unlink(missing_ok=True)
-                self._run.path.rmdir()
+            self._run.path.rmdir()  # an empty folder, or none
 
 
 def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> dict[str, float]:

@@ -4,6 +4,7 @@ from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_l
 from hybrid_rl.config.schema import (
     AlgorithmConfig,
     EvalConfig,
+    FSDPConfig,
     GRPOConfig,
     InPlaceConfig,
     ModelConfig,
@@ -17,6 +18,7 @@ from hybrid_rl.config.validate import num_training_steps, optimizer_steps_per_tr
 __all__ = [
     "AlgorithmConfig",
     "EvalConfig",
+    "FSDPConfig",
     "GRPOConfig",
     "InPlaceConfig",
     "Leaf",

@@ -19,25 +19,16 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybrid_rl.controller import placement, session
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.failures import Failure, process_ended
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
-from hybrid_rl.controller.placement import (
-    LOOPBACK,
-    Node,
-    Place,
-    RayOptions,
-    check_room,
-    rank_environment,
-    rank_order,
-    ranks_per_node,
-)
+from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
 from hybrid_rl.controller.processes import describe_process, end_processes, own_cores
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.controller.server import Call, Health, Outcome, RankServer, Seat, identity
-from hybrid_rl.controller.session import alive_thread, environment, nothing, replaced, temporary_folder
 from hybrid_rl.errors import ConfigError, WorkerError
 
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.
@@ -70,7 +61,7 @@ class RayCluster:
                 f"one cluster at a time; close the other Trainer first"
             )
         RayCluster._num_users += 1
-        self._is_open = True
+        self._end = session.at_end(self, RayCluster._let_go)
         self.is_local = connection.is_loopback
 
     def hold(self) -> RayCluster:
@@ -93,9 +84,10 @@ class RayCluster:
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        self._end()
+
+    @staticmethod
+    def _let_go() -> None:
         RayCluster._num_users -= 1
         if RayCluster._num_users == 0:
             connection, RayCluster._connection = RayCluster._connection, None
@@ -121,6 +113,8 @@ class _Connection:
             if connection.address is None:
                 connection._start(object_store_memory_bytes)
             else:
+                # Ray itself would try for minutes.
+                session.check_reachable(connection.address)
                 with _quiet_ray():
                     ray.init(address=connection.address, log_to_driver=False, configure_logging=False)
         except Exception as error:
@@ -140,7 +134,7 @@ class _Connection:
         return cls(address, is_ours=False)
 
     def _start(self, object_store_memory_bytes: int | None) -> None:
-        folder = self.resources.enter_context(temporary_folder("hrl-ray-"))
+        folder = self.resources.enter_context(session.temporary_folder("hrl-ray-"))
 
         def start() -> None:
             with _quiet_ray(), _small_and_loopback_only():
@@ -156,7 +150,7 @@ class _Connection:
                 )
 
         # The kernel ends Ray's processes together with the thread that started them.
-        self.resources.enter_context(alive_thread(start))
+        self.resources.enter_context(session.alive_thread(start))
         self.is_loopback = ray.util.get_node_ip_address() == LOOPBACK
         if not self.is_loopback:
             raise RuntimeError(
@@ -178,7 +172,7 @@ def _quiet_ray() -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with replaced((ray._private.worker, "listen_error_messages", nothing)):
+        with session.replaced((ray._private.worker, "listen_error_messages", session.nothing)):
             yield
     finally:
         logger.setLevel(before)
@@ -191,14 +185,14 @@ def _small_and_loopback_only() -> Iterator[None]:
     node = ray._private.node.Node
     # Children of a rank that was killed end with its process group.
     with (
-        environment(
+        session.environment(
             RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0", RAY_process_group_cleanup_enabled="1"
         ),
-        replaced(
+        session.replaced(
             (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
-            (node, "start_monitor", nothing),
-            (node, "start_log_monitor", nothing),
-            (node, "start_api_server", nothing),
+            (node, "start_monitor", session.nothing),
+            (node, "start_log_monitor", session.nothing),
+            (node, "start_api_server", session.nothing),
         ),
     ):
         yield
@@ -280,7 +274,7 @@ class _Ranks:
         if gpus is None:
             gpus = int(any(node.resources.get("GPU", 0) for node in nodes))
         bundle = {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
-        check_room(num_ranks, bundle, nodes)
+        placement.check_room(num_ranks, bundle, nodes)
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
             raise ConfigError(
@@ -288,14 +282,14 @@ class _Ranks:
                 f"used by others; free {ray.available_resources()} is left"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        counts, by_id = ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
+        counts, by_id = placement.ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
         remote: Any = ray.remote
         actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(_RankActor)
         started = []
         for index in range(num_ranks):
             node = by_id[node_of[index]]
             cores = own_cores() if self._cluster.is_local else int(node.resources.get("CPU", 1))
-            env = rank_environment(options, cores, counts[node.id], loopback=self._cluster.is_local)
+            env = placement.rank_environment(options, cores, counts[node.id], loopback=self._cluster.is_local)
             started.append(
                 actor.options(
                     num_cpus=options.cpus_per_rank,
@@ -310,7 +304,7 @@ class _Ranks:
             Place(index, node_of[index], by_id[node_of[index]].address, host, pid, devices)
             for index, (host, pid, devices) in enumerate(found)
         ]
-        self._places = rank_order(places)
+        self._places = placement.rank_order(places)
         self._actors = [started[place.bundle] for place in self._places]
 
     def put(self, value: Any) -> Any:

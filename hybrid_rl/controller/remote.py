@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.server import Call, Seat
+from hybrid_rl.controller.session import at_end
 from hybrid_rl.controller.supervise import Transport, supervise
 from hybrid_rl.controller.travel import pack
 from hybrid_rl.errors import WorkerError
@@ -78,8 +79,7 @@ class RemoteBackend:
         self._ids = itertools.count(1)
         logs = {rank: log_folder.resolve() / f"{role}-rank{rank}.log" for rank in range(mesh.num_ranks)}
         self._site = Site(role, mesh.num_ranks, logs)
-        # Also where the backend is dropped, or the program ends, without close().
-        self._finalizer = weakref.finalize(self, _close, ranks, self._ids)
+        self._end = at_end(self, _close, ranks, self._ids)
         try:
             data, handles = pack(make_worker, ranks.is_handle, "make_worker")
             timeout = timedelta(seconds=options.collective_seconds)
@@ -88,7 +88,9 @@ class RemoteBackend:
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout) for rank in range(self.num_ranks)]
             shared = self._share(data)
             ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
-            supervise(ranks, self._site, call_id, "the start of its worker", options)
+            # Imports and weights take their time: the limit for starting holds, where it is the longer one.
+            patient = replace(options, watchdog_seconds=max(options.watchdog_seconds, options.start_seconds))
+            supervise(ranks, self._site, call_id, "the start of its worker", patient)
         except BaseException:
             self.close()
             raise
@@ -98,7 +100,7 @@ class RemoteBackend:
 
         Raises the error of the rank that failed first: ours with a note, every other one as WorkerError.
         """
-        if not self._finalizer.alive:
+        if not self._end.alive:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         if self._ranks.is_dead:
             raise WorkerError(
@@ -120,7 +122,7 @@ class RemoteBackend:
 
     def close(self) -> None:
         """Close the workers and end their processes; a second call does nothing."""
-        self._finalizer()
+        self._end()
 
     def _pack(self, name: str, parts: Sequence[Arguments]) -> list[tuple[Any, list[Any]]]:
         """The arguments of each part as bytes and handles; what all parts have in common is packed once."""

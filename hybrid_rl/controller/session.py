@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 LOCK = "lock"
 # Sockets lie 60 characters below, and a socket's path may have 107.
 MAX_PARENT_LENGTH = 40
+CONNECT_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -71,6 +75,23 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         is_over.set()
+
+
+def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finalize:
+    """Call `end` when the owner is dropped, or at the end of the program before the libraries imported so far take
+    themselves down; the result ends it at once. Whatever comes first; once."""
+    finalizer = weakref.finalize(owner, end, *args)
+    # weakref's own hook may run after that of a library which `end` needs.
+    finalizer.atexit = False
+    atexit.register(finalizer)
+    return finalizer
+
+
+def check_reachable(address: str) -> None:
+    """Raises OSError where nobody listens at "host:port"; other ways to name a cluster are not looked at."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in address:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @contextlib.contextmanager

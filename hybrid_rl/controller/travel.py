@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -85,14 +87,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{place}]", part) for place, part in enumerate(value))
-    elif callable(value) and hasattr(value, "__code__"):
-        names = value.__code__.co_freevars
-        for name, cell in zip(names, value.__closure__ or (), strict=True):
-            yield f" -> {name}", cell.cell_contents
-        for name in value.__code__.co_names:
-            if name in value.__globals__:
-                yield f" -> {name}", value.__globals__[name]
-    elif callable(value) and hasattr(value, "__self__"):
+    elif inspect.ismethod(value):
         yield ".__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif inspect.isfunction(value):
+        closure = inspect.getclosurevars(value)
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(value).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        used = {**defaults, **closure.globals, **closure.nonlocals}
+        yield from ((f" -> {name}", part) for name, part in used.items())
     else:
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
@@ -17,11 +16,11 @@ from hybrid_rl.models.attention import (
     NAME,
     AttentionContext,
     attention_configs,
-    attention_forward,
     attention_functions,
     checkpoint_contexts,
 )
 from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
+from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
@@ -33,19 +32,15 @@ VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 # The row that a model is verified on: two samples that share a prompt, and one on its own.
 VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
-# A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
-APART = f"{NAME}_apart"
-AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
-
 
 class CausalLM:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
     twice.
 
-    attention: what training and scoring run on, a name of backends.py or auto. compile: run transformer blocks through
-    torch.compile, but for their attention. activation_offload: keep what the backward pass needs in host memory.
-    Raises ConfigError where the attention cannot run here, ModelError for a module that is no causal LM or has float16
-    parameters.
+    attention: what training and scoring run on, a name of backends.py or auto. compile: training and scoring run
+    transformer blocks through torch.compile, but for their attention. activation_offload: keep what the backward pass
+    needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for a module that is no
+    causal LM or has float16 parameters.
     """
 
     def __init__(
@@ -59,7 +54,6 @@ class CausalLM:
         self.module = module
         module.eval()
         self._configs = attention_configs(module)
-        self._attention_function = APART if compile else NAME
         self._activation_offload = activation_offload
         _switch_off_noise(module)
         head = module.get_output_embeddings()
@@ -71,11 +65,8 @@ class CausalLM:
         self._head = head
         self._options = _head_options(module)
         check_dtype(self.device, self.dtype)
-        # Inductor has products of its own, and none for this operator.
-        self._linears = Linears(nn.Module() if compile or self.dtype != torch.float32 else module)
-        if compile:
-            for block in transformer_blocks(module):
-                block.compile(dynamic=True)
+        self._linears = Linears(module if self.dtype == torch.float32 else nn.Module())
+        self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
 
     @property
@@ -122,14 +113,19 @@ class CausalLM:
             raise ModelError(
                 f"{type(self.module).__name__} cannot recompute activations; set gradient_checkpointing=false"
             )
-        contexts = partial(checkpoint_contexts, self._configs, self._linears)
-        self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        settings = {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
+        self.module.gradient_checkpointing_enable(settings)
         self.module.train()  # transformers checkpoints in training mode only; dropout is off in any mode
+
+    def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        first, again = checkpoint_contexts(self._configs, self._linears)
+        return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
-        functions = [self._attention_function] * len(self._configs)
-        with attention_functions(self._configs, functions), self._linears.fast(token_ids.shape[0]):
+        functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
+        num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
+        with attention_functions(self._configs, functions), self._linears.fast(num_rows):
             output = self.module.base_model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
             )
@@ -150,7 +146,7 @@ class CausalLM:
         Returns two float32 tensors [M], in the order of the labels; differentiable.
         """
         attention = self.attention.context(row.layout, self.device)
-        with activations_on_host() if self._activation_offload else nullcontext():
+        with activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active():
             hidden = self.hidden_states(row.token_ids, row.positions, attention)
             return self.token_logprobs(hidden[row.sources], row.labels, temperature)
 
@@ -209,25 +205,10 @@ class CausalLM:
         return logits
 
 
-def transformer_blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers of a model that repeat, in order. Raises ModelError where there are none.
-
-    They are what transformers will not split over devices; nothing else shares parameters with them.
-    """
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    found = [block for blocks in lists for block in blocks if _class_names(block) & names]
-    if not found:
-        raise ModelError(
-            f"{type(module).__name__} names no transformer blocks (_no_split_modules={sorted(names)}); it cannot be "
-            f"sharded or compiled block by block"
-        )
-    return found
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    # Sharding puts a class of its own in front of a module's.
-    return {kind.__name__ for kind in type(module).__mro__}
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _switch_off_noise(module: nn.Module) -> None:

@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
-from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, transformer_blocks
+from hybrid_rl.models.blocks import transformer_blocks
+from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE
 from hybrid_rl.workers.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -88,6 +89,11 @@ class Shards:
     mesh: DeviceMesh
     options: ShardOptions
 
+    @property
+    def device(self) -> torch.device:
+        """Where the shards lie: load weights to it."""
+        return torch.device("cpu") if self.options.cpu_offload else _local_device(self.mesh)
+
 
 def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> Shards:
     """Shard a model in place: one unit per transformer block, one for the rest.
@@ -131,6 +137,8 @@ class ShardedCausalLM(CausalLM):
         self._device = _local_device(shards.mesh)
         self._root: Any = shards.module
         self._is_gathered = False
+        for module in self._root.modules():  # which cpu_offload leaves beside the shards
+            module._buffers |= {name: b.to(self._device) for name, b in module._buffers.items() if b is not None}
         super().__init__(shards.module, attention, compile=compile, activation_offload=activation_offload)
         # Embedding and head are gathered by the root's hooks, which run around its forward method and this one.
         vars(self._root)[CALL] = _call
@@ -169,7 +177,7 @@ class ShardedCausalLM(CausalLM):
             result: Result = getattr(self._root, CALL)(call)
         except BaseException:
             self.twin.release()
-            self._root.reset_iter_state()
+            self._reset()
             raise
         finally:
             self._is_gathered = False
@@ -189,7 +197,7 @@ class ShardedCausalLM(CausalLM):
 
     def discard_gradients(self) -> None:
         """Forget accumulated gradients, and what a forward or backward pass left behind that was broken off."""
-        self._root.reset_iter_state()
+        self._reset()
         for unit in _units(self._root):
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -198,6 +206,12 @@ class ShardedCausalLM(CausalLM):
                         parameter._unsharded_param.grad = None
         for parameter in self._root.parameters():
             parameter.grad = None
+
+    def _reset(self) -> None:
+        """Shards again, whatever was under way on this rank."""
+        # FSDP makes what it resets in the first forward pass.
+        if hasattr(self._root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+            self._root.reset_iter_state()
 
     @torch.no_grad()
     def verify(self) -> float:

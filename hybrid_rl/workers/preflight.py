@@ -64,14 +64,11 @@ def probe_rank(context: RankContext) -> RankProbe:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, device_id = f"cuda {properties.name}", str(properties.uuid)
+    seconds = _measure_seconds(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # whoever sizes a cache later asks the device what is free
     return RankProbe(
-        context.rank,
-        socket.gethostname(),
-        name,
-        device_id,
-        torch.get_num_threads(),
-        versions(),
-        _measure_seconds(device),
+        context.rank, socket.gethostname(), name, device_id, torch.get_num_threads(), versions(), seconds
     )
 
 

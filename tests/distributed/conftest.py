@@ -97,6 +97,7 @@ def start_script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[st
             subprocess.Popen(
                 [sys.executable, str(path), str(tmp_path)],
                 env={**psutil.Process().environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -108,7 +109,8 @@ def start_script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[st
     for process in started:
         process.kill()
         process.wait()
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
         process.stdout.close()
 
 

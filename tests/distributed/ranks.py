@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 DEADLINE_SECONDS = 180.0
+GRACE_SECONDS = 3.0
 
 
 class RankError(RuntimeError):
@@ -30,7 +31,7 @@ def run_ranks(
     """`function(rank, num_ranks, *args)` on every rank, with the default process group set up; results by rank.
 
     The function is one of a module (processes are spawned and import it); arguments and results are pickled. Raises
-    RankError with the traceback of the first rank that fails, or where not all are done by the deadline. No process is
+    RankError with the tracebacks of the ranks that fail, or where not all are done by the deadline. No process is
     left behind in any case.
     """
     spawn = multiprocessing.get_context("spawn")
@@ -59,22 +60,29 @@ def run_ranks(
 
 def _collect(connections: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        pending = [c for rank, c in enumerate(connections) if rank not in results]
-        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+    failures: dict[int, str] = {}
+    while len(results) + len(failures) < len(connections):
+        pending = {c: rank for rank, c in enumerate(connections) if rank not in {*results, *failures}}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and not failures:
+            raise RankError(f"ranks {sorted(pending.values())} were not done by the deadline")
         if not ready:
-            missing = sorted(set(range(len(connections))) - results.keys())
-            raise RankError(f"ranks {missing} were not done by the deadline")
+            break
         for connection in ready:
             assert isinstance(connection, Connection)
-            rank = connections.index(connection)
+            rank = pending[connection]
             try:
                 succeeded, value = pickle.loads(connection.recv_bytes())
             except EOFError:
-                raise RankError(f"rank {rank} died without a word") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} raised:\n{value}")
-            results[rank] = value
+                succeeded, value = False, "it died without a word"
+            if succeeded:
+                results[rank] = value
+                continue
+            failures[rank] = value
+            # Others fail because this one did, or wait for it in vain: a moment for theirs, which may be the cause.
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    if failures:
+        raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(connections))]
 
 

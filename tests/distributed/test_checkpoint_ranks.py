@@ -140,7 +140,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path)
     (tmp_path / "thesis" / "chapter").write_text("1")
     write_checkpoint(tmp_path / "checkpoint-4", lambda folder: None, state_of(None, filled=True), {"global_step": 1})
     leader, other = run_ranks(fail_somewhere, 2, tmp_path)
-    assert "rank 1: OSError: No space left" in leader[0] and "No space left" in other[0] and "rank" not in other[0]
+    assert "rank 1: OSError: No space left" in leader[0] and "No space left" in other[0] and "rank 1:" not in other[0]
     assert "No space left" in leader[1] and "rank 0: OSError: No space left" in other[1]
     assert "rank 1: OSError: Input/output error" in leader[2] and "Input/output error" in other[2]
     assert "rank 0" in other[3] and "JSON" in other[3]

@@ -112,9 +112,8 @@ def test_updates_norm_and_state_are_those_of_one_process(num_ranks: int, dp_repl
     for step in range(STEPS):
         give_gradients(module, step)
         norms.append(optimizer.step()[0])
-    squares = sum(
-        gradient_of(name, p.shape, 0).double().square().sum() for name, p in module.named_parameters() if p.requires_grad
-    )
+    trained = [(name, p.shape) for name, p in module.named_parameters() if p.requires_grad]
+    squares = sum(gradient_of(name, shape, 0).double().square().sum() for name, shape in trained)
     assert norms[0] == pytest.approx(math.sqrt(squares), rel=1e-6)
     expected = optimizer.state_dict()
     results = run_ranks(update_on_ranks, num_ranks, dp_replicate)

@@ -8,8 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory import Leases, Resident
+from hybrid_rl.memory import Leases, Region, Resident
+from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS, EngineState
+from hybrid_rl.rollout.faults import Fault
 from tests.distributed.ranks import run_ranks
+from tests.unit.rollout.engines import contract
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +95,34 @@ def one_order(mine: Rank) -> Any:
     return [mine.attempt(leases, "cache", "weights", "adapter"), mine.attempt(leases)], mine.log
 
 
-SCENARIOS = (agreement, other_wishes, unknown_tag, other_residents, broken_rank, one_order)
+def engines(mine: Rank) -> Any:
+    """Engines that really sleep: what each rank's memory holds after every lease. Rank 1's second wake fails."""
+    rig = contract(faults=[Fault("wake", "raise", 3)] if mine.rank == 1 else ())
+    engine = rig.engine
+
+    def resident(tag: str, region: Region, *after: str) -> Resident:
+        return Resident(
+            tag,
+            lambda: region.num_bytes,
+            "discard",
+            lambda: engine.sleep({tag}),
+            lambda: engine.wake({tag}),
+            after,
+        )
+
+    residents = [resident(KV_CACHE, engine.kv_region, WEIGHTS), resident(WEIGHTS, engine.weights_region)]
+    leases = Leases(residents, mine.gather)
+    said = []
+    for version, tags in enumerate(((WEIGHTS, KV_CACHE), (), (WEIGHTS, KV_CACHE), ())):
+        said.append(mine.attempt(leases, *tags))
+        if engine.state is EngineState.READY and tags:
+            rig.publish(version)
+        occupied = engine.weights_region.occupied_bytes + engine.kv_region.occupied_bytes
+        said.append((sorted(leases.awake), engine.state.value, occupied > 0))
+    return said
+
+
+SCENARIOS = (engines, agreement, other_wishes, unknown_tag, other_residents, broken_rank, one_order)
 
 
 def run_all(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -161,3 +191,13 @@ def test_all_ranks_walk_in_one_order(ranks) -> None:
         "sleep weights",
         "sleep adapter",
     ]
+
+
+def test_engines_of_all_ranks_sleep_and_wake_together_or_not_at_all(ranks) -> None:
+    well, sick = (rank["engines"] for rank in ranks)
+    night, day = ([], "asleep", False), (["kv_cache", "weights"], "ready", True)
+    assert well[:4] == sick[:4] == ["held", day, "held", night]
+    assert well[4:6] == ["held", day] and sick[4:6] == ["InjectedFault: wake number 3 was asked to fail", night]
+    refusal = "MemoryStateError: nothing was moved in memory on any rank, because of rank 1: memory is in an unknown"
+    assert well[6].startswith(refusal) and sick[6].startswith(refusal)
+    assert (well[7], sick[7]) == (day, night)

@@ -1,6 +1,7 @@
 """The Trainer's verbs on the tiny model: fit, step, steps, generate, evaluate, save, close."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,7 +131,9 @@ def test_generate(make_trainer) -> None:
             assert token == logits.argmax()
             ids.append(token)
         assert len(found.completion_ids) == len(found.logprobs) <= 6
-    assert trainer.generate("1+2=", temperature=0.0)[0] == greedy[0]
+    alone = trainer.generate("1+2=", temperature=0.0)[0]
+    assert replace(alone, logprobs=greedy[0].logprobs) == greedy[0]
+    assert alone.logprobs == pytest.approx(greedy[0].logprobs, abs=1e-5)  # last bits depend on the shapes of products
     sampled = trainer.generate(["1+2="], num_generations=5, seed=3)
     assert len({tuple(found.completion_ids) for found in sampled}) > 1
     assert sampled == trainer.generate(["1+2="], num_generations=5, seed=3)

@@ -80,6 +80,13 @@ def test_tracker_that_is_not_installed(refused, monkeypatch, name: str) -> None:
     refused(ConfigError, f"pip install {name}", report_to=[name])
 
 
+def test_many_ranks_without_ray(refused, monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray" or name.endswith(".ray_backend")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused(ConfigError, "num_ranks=2 and controller.backend=ray need Ray, .* pip install", may_load=True, num_ranks=2)
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.tiny import build_model, spread, sums
 pytestmark = pytest.mark.slow  # the file as a whole
 
 ROOT = Path(__file__).parents[2]
+LIMIT_SECONDS = 60.0  # for what takes moments
 KEYS = {
     "prompts_per_step": 4,
     "num_generations": 2,
@@ -25,29 +27,33 @@ KEYS = {
     "run_name": "run",
     "save_steps": 2,
 }
-# Sends itself SIGINT once, at a given call of a method of the worker: in the main thread, where Ctrl-C arrives.
+# Sends itself SIGINT once, in the main thread, where Ctrl-C arrives: at a given call of a method of the worker, or step
+# of its engine in a rollout (the probe of a handoff is one request).
 PROGRAM = """
 import os, signal, sys, json
 import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
+from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.workers import HybridWorker
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 where, when, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 calls = {"num": 0}
-original = getattr(HybridWorker, where)
+owner = InPlaceEngine if where == "step" else HybridWorker
+original = getattr(owner, where)
 
 
 def interrupted(self, *args, **kwargs):
-    calls["num"] += 1
+    calls["num"] += where != "step" or self.num_unfinished > 1
     if calls["num"] == when:
+        calls["num"] += 1000
         os.kill(os.getpid(), signal.SIGINT)
     return original(self, *args, **kwargs)
 
 
 interrupted.__dict__.update(original.__dict__)
-setattr(HybridWorker, where, interrupted)
+setattr(owner, where, interrupted)
 with Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
     trainer.fit()
 """
@@ -98,17 +104,22 @@ def assert_same_run(records, first: Trainer, second: Trainer) -> None:
 
 
 def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> None:
-    """SIGINT to this process at the given call of a worker method."""
+    """SIGINT to this process at the given call of a method of the worker, or of its engine in a rollout (the probe of a
+    handoff is one request)."""
     worker = trainer.policy._backend._worker
-    original, calls = getattr(worker, method), []
+    engine, calls = worker._engine, []
+    owner = engine if method in ("submit", "step") else worker
+    original = getattr(owner, method)
 
     def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == when:
-            signal.raise_signal(signal.SIGINT)
+        num_requests = {"submit": lambda: len(args[0]), "step": lambda: engine.num_unfinished}.get(method, lambda: 2)()
+        if num_requests > 1:
+            calls.append(1)
+            if len(calls) == when:
+                signal.raise_signal(signal.SIGINT)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(worker, method, interrupted)
+    monkeypatch.setattr(owner, method, interrupted)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +134,42 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.global_step == step
+    assert trainer.policy.engine_stats().num_running == trainer.policy.engine_stats().num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
+    for one in (trainer, straight):
+        one.fit()
+    assert_same_run(records, trainer, straight)
+
+
+class Slow:
+    """`spread`, which waits for `released` once; `begun` says that it does."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, completion_ids, **_):
+        self.begun.set()
+        self.released.wait(LIMIT_SECONDS)
+        return spread(completion_ids)
+
+
+def test_ctrl_c_while_a_reward_takes_long(make_trainer, records) -> None:
+    """Everything is generated and the step waits for its rewards: it ends at once, and can be made again."""
+    slow, fast = Slow(), Slow()
+    fast.released.set()
+    trainer, straight = make_trainer(reward_funcs=slow), make_trainer(reward_funcs=fast)
+
+    def interrupt() -> None:
+        slow.begun.wait(LIMIT_SECONDS)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert slow.begun.is_set() and not slow.released.is_set()
+    assert trainer.global_step == 0
+    slow.released.set()
     for one in (trainer, straight):
         one.fit()
     assert_same_run(records, trainer, straight)
@@ -209,6 +254,9 @@ def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(tmp_path, 
     resumed.fit()
 
 
+WRITER = "hybrid_rl.checkpoint.write_shards"  # of the optimizer's state, behind the weights
+
+
 def full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -217,7 +265,7 @@ def test_checkpoint_is_tried_again_after_the_next_step(make_trainer, monkeypatch
     trainer = make_trainer(max_steps=4, save_steps=2)
     trainer.step()
     with monkeypatch.context() as patch:
-        patch.setattr("torch.save", full)
+        patch.setattr(WRITER, full)
         trainer.step()
         assert not list(trainer.run_folder.glob("*checkpoint*"))
     trainer.step()
@@ -226,7 +274,7 @@ def test_checkpoint_is_tried_again_after_the_next_step(make_trainer, monkeypatch
 
 def test_last_checkpoint_that_cannot_be_written_is_an_error(make_trainer, monkeypatch) -> None:
     trainer = make_trainer(save_steps=2)
-    monkeypatch.setattr("torch.save", full)
+    monkeypatch.setattr(WRITER, full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         trainer.fit()
     assert trainer.generate("1+2=")  # the model in memory is whole: it can be saved elsewhere
@@ -237,12 +285,17 @@ def test_last_checkpoint_that_cannot_be_written_is_an_error(make_trainer, monkey
 def test_a_failed_save_keeps_the_checkpoint_it_would_replace(make_trainer, monkeypatch) -> None:
     trainer = make_trainer()
     trainer.step()
-    before = sorted((path.name, path.read_bytes()) for path in trainer.save().iterdir())
+    before = files_of(trainer.save())
+    assert len(before) > 4
     with monkeypatch.context() as patch:
-        patch.setattr("torch.save", full)
+        patch.setattr(WRITER, full)
         with pytest.raises(CheckpointError):
             trainer.save()
-    assert sorted((path.name, path.read_bytes()) for path in (trainer.run_folder / "checkpoint-1").iterdir()) == before
+    assert files_of(trainer.run_folder / "checkpoint-1") == before
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_overwritten(make_trainer, tmp_path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.controller import mark_progress
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.weights.lazy import LazyTensor
 from hybrid_rl.models.weights.names import Match, match, own_classes
@@ -20,17 +21,19 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
     """Fill a module from a source, in the dtypes that its parameters have.
 
     Parameters may be on meta (they get memory on `device`; do not call to_empty before: it would forget the buffers)
-    or have memory already; plain, or sharded by fully_shard. Of a sharded parameter only this rank's box is read, and
-    nothing is communicated. Peak memory beside the module: one local parameter; for a conversion that has no lazy form
-    one whole parameter.
+    or have memory already, into which they are read; plain, or sharded by fully_shard. Of a sharded parameter only this
+    rank's box is read, and nothing is communicated. Peak memory beside the module: one local parameter; for a
+    conversion that has no lazy form one whole parameter.
     Raises ModelError, before anything is overwritten, where tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
         found = match(module, source)
         tensors = _checked(module, found, source)
-    _materialise(module, torch.device(device))
+    if any(parameter.is_meta for parameter in module.parameters()):
+        _materialise(module, torch.device(device))
     state = module.state_dict(keep_vars=True)
     for name, lazy in tensors.items():
+        mark_progress()
         target = local_tensor(state[name])
         if target.numel():
             target.copy_(lazy.read(local_box(state[name])))

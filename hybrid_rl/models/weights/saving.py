@@ -48,12 +48,12 @@ def save_weights(
         failure: Exception | None = None
         for conversion in conversions:
             gathered = {name: _whole(*tensors[name], keep=writer is not None) for _, name in conversion.parts}
-            if writer is None:
-                continue
             try:
-                writer.add(conversion.run(module, gathered.__getitem__))
+                if writer is not None:
+                    writer.add(conversion.run(module, gathered.__getitem__))
             except Exception as error:  # a full disk, no permission, a conversion
                 failure, writer = error, None
+            del gathered  # before the next is gathered
         if failure is not None:
             raise failure
         if is_writer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rl.controller import AXES, Dispatch, dispatch
+from hybrid_rl.controller import Dispatch, dispatch
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.errors import ConfigError
 
@@ -30,10 +30,6 @@ class Child(Worker):
 
     def declared(self) -> int:
         return 42
-
-
-def test_axis_names_are_fixed() -> None:
-    assert AXES == ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 def test_what_was_declared() -> None:
@@ -69,3 +65,17 @@ def test_what_is_not_declared_cannot_be_called(name: str) -> None:
 def test_axes_that_do_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"mesh axes \['pp'\] do not exist; there are dp_replicate"):
         dispatch(axes=("tp", "pp"))
+
+
+def test_ways_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"split='samples', collect='leader': use \('replicate', 'groups', 'items'\)"):
+        dispatch(split="samples")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"collect='sum': use .*\('concat', 'leader', 'all'\)"):
+        dispatch(collect="sum")  # type: ignore[arg-type]
+
+
+def test_objects_stay_where_they_are_unless_asked_for() -> None:
+    @dispatch(objects=True)
+    def method() -> None: ...
+
+    assert method.__dispatch__.objects and not dispatch_of(Worker, "plain").objects

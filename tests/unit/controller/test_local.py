@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
-from hybrid_rl.controller import LocalBackend, WorkerGroup, dispatch
+from hybrid_rl.batch import Batch
+from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup, dispatch
 
 
 class Worker:
@@ -54,6 +56,18 @@ class Worker:
     def failing(self, error: BaseException) -> None:
         raise error
 
+    @dispatch(split="items", collect="concat")
+    def joined(self, tasks: list[int]) -> tuple[Batch, int]:
+        return Batch({"group": torch.tensor(tasks)}), len(tasks)
+
+    @dispatch(split="groups", collect="concat")
+    def same(self, batch: Batch) -> Batch:
+        return batch
+
+    @dispatch(split="groups", collect="concat")
+    def wrong(self, batch: Batch) -> int:
+        return 1
+
     def undeclared(self) -> None: ...
 
 
@@ -82,6 +96,32 @@ def test_memory_is_left_alone_only_without_needs(group: WorkerGroup, worker: Wor
 def test_one_rank_collects(group: WorkerGroup) -> None:
     assert group.num_ranks == 1
     assert group.free() == "answer" and group.everyone() == ["answer"]
+
+
+def test_answers_have_the_form_that_many_ranks_give(group: WorkerGroup) -> None:
+    batch, extras = group.joined([3, 1])
+    assert batch["group"].tolist() == [3, 1] and extras == [2]
+    assert group.same(batch) is batch, "nothing is copied"
+    with pytest.raises(TypeError, match=r"wrong\(\) is collected by concat: it must return a batch.*\['int'\]"):
+        group.wrong(batch)
+
+
+def test_the_worker_learns_that_it_is_alone() -> None:
+    seen: list[RankContext] = []
+    worker = Worker()
+    backend = LocalBackend("critic", lambda context: (seen.append(context), worker)[1])
+    (context,) = seen
+    assert (context.role, context.rank, context.num_ranks) == ("critic", 0, 1)
+    value = object()
+    assert context.gather(value) == [value] and context.get(context.put(value)) is value
+    backend.close()
+
+
+def test_a_note_says_what_the_driver_was_doing(group: WorkerGroup) -> None:
+    group.label = "training step 3"
+    with pytest.raises(ValueError) as caught:
+        group.failing(ValueError())
+    assert caught.value.__notes__ == ["in policy.failing() on rank 0 of 1, training step 3"]
 
 
 def test_an_exception_comes_as_it_is_with_a_note(group: WorkerGroup) -> None:

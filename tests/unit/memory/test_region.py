@@ -54,6 +54,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(MemoryStateError, match=r"'kv' holds 64 of 8192 bytes; a tensor \(2048,\) of torch.float32"):
         region.allocate((2048,), torch.float32)
     assert region.allocate((2048 - 16,), torch.float32).numel() == 2032 and region.num_bytes == 8192
+    with pytest.raises(MemoryStateError, match=r"holds 8192 of 8192 bytes; a tensor \(1,\) of torch.uint8"):
+        region.allocate((1,), torch.uint8)
 
 
 def test_an_unused_region_costs_nothing() -> None:

@@ -155,3 +155,27 @@ def test_weights_are_neither_copied_nor_changed():
         pointer, values = before[name]
         assert parameter.data_ptr() == pointer
         torch.testing.assert_close(parameter.detach(), values, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the compiler takes its time, on a busy machine many times longer
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(name):
+    plain, compiled = CausalLM(build(name)), CausalLM(build(name), compile=True)
+    prompt = torch.arange(5)[None]
+    own = plain.module(input_ids=prompt).logits
+    for lengths in (LENGTHS, [4, 20], [7, 6, 5, 12]):
+        token_ids = torch.randint(0, VOCABULARY, (sum(lengths),))
+        targets = torch.tensor([1, 2, 3, 5, 6])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            mine = compiled.packed_logprobs(token_ids, lengths, targets, 0.7)
+            expected = plain.packed_logprobs(token_ids, lengths, targets, 0.7)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+        theirs = gradients(plain.module, expected)
+        scale = max(float(gradient.abs().max()) for gradient in theirs.values())
+        for key, gradient in gradients(compiled.module, mine).items():
+            torch.testing.assert_close(gradient, theirs[key], rtol=0, atol=1e-5 * scale)
+    # Neither the user's own call of the module nor an engine's runs, or compiles, anything but the module.
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.inference_mode():
+        assert torch.equal(compiled.module(input_ids=prompt).logits, own)
+        compiled.hidden_states(prompt[0, :1], prompt[0, :1], PackedAttention([1]))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models.causal_lm import transformer_blocks
+from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.workers.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.workers.twin import Twin
 from tests.unit.models.families import SUPPORTED, build

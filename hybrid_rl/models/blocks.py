@@ -1,0 +1,70 @@
+"""The layers of a model that repeat: found, and run through torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.attention import NAME, attention_forward
+
+# A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
+APART = f"{NAME}_apart"
+AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
+
+
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of a model, in order: what transformers will not split over devices.
+
+    Raises ModelError where there are none.
+    """
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    found = [block for blocks in lists for block in blocks if _class_names(block) & names]
+    if not found:
+        raise ModelError(
+            f"{type(module).__name__} names no transformer blocks (_no_split_modules={sorted(names)}); it cannot be "
+            f"sharded or compiled block by block"
+        )
+    return found
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    # Sharding puts a class of its own in front of a module's.
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+class CompiledBlocks:
+    """Transformer blocks that `active` switches over to their compiled forms and back.
+
+    Engines and users that call the module run it as it is: their rows have other sizes and other modes of autograd, and
+    each would be another compilation.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._calls: list[Any] = [torch.compile(block._call_impl, dynamic=True) for block in blocks]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the blocks are switched over now."""
+        return any(block._compiled_call_impl is not None for block in self._blocks[:1])
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block the transformer blocks run compiled."""
+        if self.is_active:
+            yield
+            return
+        for block, call in zip(self._blocks, self._calls, strict=True):
+            block._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block._compiled_call_impl = None

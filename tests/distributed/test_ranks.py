@@ -1,0 +1,48 @@
+"""The harness itself: results by rank, and no test that hangs or hides what went wrong."""
+
+import os
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def misbehave(rank: int, num_ranks: int, how: str) -> list[float]:
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    if how == "results":
+        return [*total.tolist(), float(num_ranks)]
+    if rank == 1 and how == "raises":
+        raise ValueError("the second rank is unwell")
+    if rank == 1 and how == "dies":
+        os._exit(3)
+    if how == "hangs":
+        time.sleep(600)
+    dist.all_reduce(total)  # for which nobody comes
+    return total.tolist()
+
+
+def test_results_come_by_rank() -> None:
+    assert run_ranks(misbehave, 2, "results") == [[1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "ValueError: the second rank is unwell"),
+        ("dies", "rank 1:\nit died without a word"),
+        ("hangs", r"ranks \[0, 1\] were not done"),
+    ],
+)
+def test_failures_are_told_and_leave_no_process(how: str, message: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(RankError, match=message):
+        run_ranks(misbehave, 2, how, deadline_seconds=60 if how == "hangs" else 180)
+    left = [p for p in set(psutil.Process().children(recursive=True)) - before if "spawn_main" in " ".join(p.cmdline())]
+    assert not left

@@ -1,0 +1,153 @@
+"""A Trainer whose ranks fail in the middle of a step: one error that says where, and nothing left running."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import RewardError, WorkerError
+from hybrid_rl.report import read_jsonl
+from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def make(tmp_path: Path, cluster, monkeypatch):
+    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    made = []
+
+    def trainer(reward, **keys) -> Trainer:
+        keys = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 3, **keys}
+        keys = {"output_dir": str(tmp_path / "runs"), "num_ranks": 2, **keys}
+        made.append(Trainer(build_model(), reward, sums(12), tokenizer=build_tokenizer(), **keys))
+        return made[-1]
+
+    yield trainer
+    for one in made:
+        one.close()
+
+
+def rank_pids() -> list[int]:
+    """Processes of ranks below this one."""
+    return [
+        p.pid
+        for p in psutil.Process().children(recursive=True)
+        if is_running(p.pid) and any("RankActor" in part for part in p.cmdline()[:1])
+    ]
+
+
+def sabotage(how: str):
+    """A reward that, on rank 1 in step 2, replaces the actor's update by one that fails. Rewards run on the ranks."""
+
+    def reward(completion_ids, trainer_state, **columns):
+        import torch.distributed as dist
+
+        from hybrid_rl.workers.actor import Actor
+
+        def raises(self, batch, plan):
+            raise ZeroDivisionError("sabotaged update")
+
+        def dies(self, batch, plan):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def hangs(self, batch, plan):
+            time.sleep(3600)
+
+        def exhausts(self, batch, plan):
+            import torch
+
+            return torch.empty(1 << 60)
+
+        if trainer_state.global_step == 2 and dist.get_rank() == 1:
+            Actor.update = {"raises": raises, "dies": dies, "hangs": hangs, "exhausts": exhausts}[how]
+        return spread(completion_ids)
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", ["ZeroDivisionError: sabotaged update", 'raise ZeroDivisionError("sabotaged update")']),
+        ("dies", ["process ended", "is gone"]),
+        ("hangs", ["watchdog_seconds", "time.sleep(3600)"]),
+        ("exhausts", ["memory"]),
+    ],
+)
+def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str, says: list[str]):
+    trainer = make(sabotage(how), watchdog_seconds=10.0 if how == "hangs" else 600.0)
+    with pytest.raises(WorkerError) as raised:
+        for _ in trainer.steps():
+            begin = time.monotonic()
+    assert time.monotonic() - begin < DEADLINE_SECONDS
+    message = str(raised.value)
+    for part in ("policy rank 1 of 2", "update()", "training step 2", "policy-rank1.log", *says):
+        assert part in message, message
+    # The weights may lie between two steps: nothing goes on from there.
+    with pytest.raises(Exception, match="make a new Trainer"):
+        trainer.step()
+    assert [line["step"] for line in read_jsonl(trainer.run_folder / "metrics.jsonl")] == [1]
+    trainer.close()
+    wait_until(lambda: not rank_pids(), "ranks are left")
+
+
+def test_a_reward_that_fails_on_one_rank_ends_the_step_and_not_the_trainer(make, tmp_path):
+    def reward(completion_ids, trainer_state, log_metric, **columns):
+        import torch.distributed as dist
+
+        log_metric("rank", dist.get_rank())
+        if dist.get_rank() == 1 and Path(os.environ["CLOSED"]).exists():
+            raise LookupError("no verifier today")
+        return spread(completion_ids)
+
+    closed = tmp_path / "closed"
+    trainer = make(reward, env_vars={"CLOSED": str(closed)})
+    assert trainer.step().metrics["rank"] == 0.5  # the mean over both ranks
+    closed.touch()
+    with pytest.raises(RewardError, match="4 of 8 samples .* have no reward") as raised:
+        trainer.step()
+    assert "no verifier today" in str(raised.value)
+    closed.unlink()
+    assert trainer.step().metrics["rewards/num_failed"] == 0 and trainer.global_step == 2
+
+
+def test_ctrl_c_in_a_rollout_takes_the_step_back_and_fit_goes_on(make, tmp_path):
+    """Sent while rank 1 waits for a slow reward."""
+
+    def reward(completion_ids, trainer_state, **columns):
+        import torch.distributed as dist
+
+        slow = Path(os.environ["SLOW"])
+        if dist.get_rank() == 1 and trainer_state.global_step == 2 and slow.exists():
+            slow.unlink()
+            time.sleep(15)
+        return spread(completion_ids)
+
+    slow = tmp_path / "slow"
+    slow.touch()
+    undisturbed = make(spread).fit()
+    trainer = make(reward, env_vars={"SLOW": str(slow)})
+
+    def press() -> None:
+        wait_until(lambda: not slow.exists(), "the slow reward is never called")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    thread.join()
+    assert time.monotonic() - begin < DEADLINE_SECONDS
+    assert trainer.global_step == 1
+    resumed = trainer.fit()
+    for name in ("loss", "grad_norm", "reward"):
+        assert resumed[name] == pytest.approx(undisturbed[name], rel=1e-6, abs=1e-9)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.controller import session
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Short, as sockets want it."""
+    with tempfile.TemporaryDirectory(prefix="p") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_the_folder_goes_with_the_block(parent: Path) -> None:
+    with pytest.raises(KeyError), session.temporary_folder("mine-") as folder:
+        assert folder.parent == parent and folder.name.startswith("mine-")
+        (folder / "inside").mkdir()
+        raise KeyError
+    assert list(parent.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(parent: Path) -> None:
+    """Folders in use stay, as do those of others."""
+    code = (
+        "import tempfile, time; from hybrid_rl.controller.session import temporary_folder\n"
+        f"tempfile.tempdir = {str(parent)!r}\n"
+        "with temporary_folder('mine-'): print('made', flush=True); time.sleep(3600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "made\n"
+        (left,) = parent.iterdir()
+        (parent / "mine-not").mkdir()
+        with session.temporary_folder("mine-"):
+            assert left.exists()
+        process.kill()
+        process.wait()
+    with session.temporary_folder("mine-"):
+        assert not left.exists() and (parent / "mine-not").exists()
+
+
+def test_a_long_path_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 50)))
+    with session.temporary_folder("mine-") as folder:
+        assert len(str(folder)) < 40
+
+
+def test_the_thread_lives_as_long_as_the_block() -> None:
+    seen: list[threading.Thread] = []
+
+    def use() -> None:
+        with session.alive_thread(lambda: seen.append(threading.current_thread())):
+            assert seen[0] is not threading.current_thread() and seen[0].is_alive()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    seen[0].join(60)
+    assert not seen[0].is_alive()
+    with session.alive_thread(lambda: seen.append(threading.current_thread())):
+        assert seen[1] is threading.main_thread()
+
+
+def test_what_the_thread_raises_is_raised() -> None:
+    caught: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            with session.alive_thread(lambda: [][0]):
+                raise AssertionError("not reached")
+        except IndexError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    with session.environment(KEPT="inside", NEW="1"):
+        os.environ["LATER"] = "by a library"
+        assert os.environ["KEPT"] == "inside" and os.environ["NEW"] == "1"
+    assert os.environ["KEPT"] == "before" and "NEW" not in os.environ and "LATER" not in os.environ
+
+
+def test_attributes_are_put_back() -> None:
+    class Owner:
+        value = 1
+
+    with pytest.raises(KeyError), session.replaced((Owner, "value", 2), (Owner, "unknown", 3)):
+        assert Owner.value == 2 and not hasattr(Owner, "unknown")
+        raise KeyError
+    assert Owner.value == 1
+
+
+def test_the_end_comes_once() -> None:
+    class Owner:
+        pass
+
+    ended: list[str] = []
+    owner = Owner()
+    end = session.at_end(owner, ended.append, "x")
+    end()
+    end()
+    del owner
+    gc.collect()
+    assert ended == ["x"]
+    owner = Owner()
+    session.at_end(owner, ended.append, "dropped")
+    del owner
+    gc.collect()
+    assert ended == ["x", "dropped"]
+
+
+def test_the_end_of_the_program_comes_before_that_of_libraries() -> None:
+    code = (
+        "import atexit, weakref\n"
+        "class Owner: pass\n"
+        "early = Owner(); weakref.finalize(early, print, 'weakref')\n"
+        "atexit.register(print, 'library')\n"
+        "from hybrid_rl.controller.session import at_end\n"
+        "owner = Owner(); at_end(owner, print, 'ours')"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["ours", "library", "weakref"]
+
+
+def test_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        session.check_reachable(f"127.0.0.1:{listener.getsockname()[1]}")
+        free = listener.getsockname()[1]
+    with pytest.raises(OSError):
+        session.check_reachable(f"127.0.0.1:{free}")
+    session.check_reachable("auto")
+    session.check_reachable("ray://somewhere:1")

@@ -1,0 +1,180 @@
+"""What a run tells: nothing before it begins, everything after; and what a step cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl import runlog
+from hybrid_rl.batch import Batch, store
+from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.metrics import Timings
+from hybrid_rl.report import read_jsonl
+from hybrid_rl.runlog import RunLog, cost_metrics
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+
+
+def config(folder: Path, **keys: Any) -> TrainerConfig:
+    return resolve(*load_config({"output_dir": str(folder), "run_name": "run", "max_steps": 5, **keys}))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_until(folder: Path, step: int) -> Path:
+    """A run with records of steps 0 to `step` and a checkpoint of step 2."""
+    log = RunLog(config(folder, seed=1), 5, None)
+    log.begin(0)
+    for number in range(step + 1):
+        log.metrics(number, {"reward": float(number)})
+    (log.path / "samples-rank1.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(step + 1)))
+    (log.path / "checkpoint-2").mkdir()
+    log.stop()
+    log.close()
+    return log.path
+
+
+# ------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), 5, None)
+    assert set(files(log.path)) == {"config.yaml"}  # so that nobody else takes the name meanwhile
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+    log.close()
+
+
+def test_what_ranks_wrote_before_the_start_failed_stays(tmp_path: Path) -> None:
+    """Their logs say why."""
+    log = RunLog(config(tmp_path), 5, None)
+    (log.path / "logs").mkdir()
+    (log.path / "logs" / "policy-rank0.log").write_text("no such device")
+    log.close()
+    assert set(files(log.path)) == {"logs/policy-rank0.log"}
+
+
+def test_a_run_that_began_keeps_its_folder(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path, seed=7), 5, None)
+    log.begin(0)
+    log.close()
+    again, given = load_config(log.path / "config.yaml")
+    assert again == config(tmp_path, seed=7) and "seed" in given
+
+
+@pytest.mark.parametrize("resume", ["a folder", "auto"])
+def test_a_resumed_run_that_cannot_start_changes_nothing(tmp_path: Path, resume: str) -> None:
+    folder = run_until(tmp_path, 4)
+    before = files(folder)
+    resume = "auto" if resume == "auto" else str(folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, seed=2, resume=resume), 5, folder / "checkpoint-2")
+    assert log.path == folder
+    log.close()
+    assert files(folder) == before
+
+
+def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path) -> None:
+    folder = run_until(tmp_path, 4)
+    log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, folder / "checkpoint-2")
+    log.begin(2)
+    log.metrics(3, {"reward": 9.0})
+    log.close()
+    assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_jsonl(folder / "samples-rank1.jsonl")] == [0, 1, 2]
+    assert load_config(folder / "config.yaml")[0].seed == 2
+
+
+def test_auto_without_a_checkpoint_takes_the_folder_of_its_name(tmp_path: Path) -> None:
+    """A job that died before its first checkpoint begins anew under the same name; if it cannot, what was there stays,
+    and where nothing was nothing is left."""
+    log = RunLog(config(tmp_path, resume="auto"), 5, None)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+    folder = run_until(tmp_path, 1)
+    before = files(folder)
+    RunLog(config(tmp_path, resume="auto"), 5, None).close()
+    assert files(folder) == before
+    log = RunLog(config(tmp_path, resume="auto"), 5, None)
+    log.begin(0)
+    log.close()
+    assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [0]
+
+
+def test_a_checkpoint_elsewhere_begins_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Beside it lies no run that could go on."""
+    kept = tmp_path / "kept" / "checkpoint-2"
+    kept.mkdir(parents=True)
+    log = RunLog(config(tmp_path / "runs", resume=str(kept)), 5, kept)
+    assert log.path == tmp_path / "runs" / "run"
+    log.close()
+    assert files(tmp_path / "kept") == {} and list((tmp_path / "runs").iterdir()) == []
+
+
+# --------------------------------------------------------------------------------------------------------- the records
+
+
+def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Tracker:
+        def __init__(self, names: list[str], folder: Path, config: dict[str, Any]) -> None:
+            calls.append((names, folder.name, config["seed"]))
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            calls.append((step, metrics))
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    monkeypatch.setattr(runlog, "Trackers", Tracker)
+    log = RunLog(config(tmp_path, report_to=["none"], seed=3), 5, None)
+    assert calls == []
+    log.begin(0)
+    log.metrics(1, {"reward": 1.0})
+    log.close()
+    assert calls == [(["none"], "run", 3), (1, {"reward": 1.0}), "closed"]
+
+
+def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(config(tmp_path), 5, None)
+    log.start(0)
+    rewards = torch.tensor([0.5, float("nan")], dtype=torch.float64)
+    batch = Batch({"prompt": ["1+1=", [{"role": "user"}]], "completion": ["two", "three"], "rewards": rewards})
+    log.completions(1, batch)
+    log.completions(2, batch.select([]))
+    log.stop()
+    shown = capsys.readouterr().err
+    for part in ("1+1=", "two", "three", "0.5"):
+        assert part in shown
+    assert "step 2" not in shown
+
+
+# -------------------------------------------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_a_step_cost(is_kept: bool) -> None:
+    """From [N]-sized columns, wherever the samples lie."""
+    lengths = {"prompt_length": torch.tensor([3, 5]), "completion_length": torch.tensor([10, 2])}
+    batch = Batch({**lengths, "prompt": ["a", "b"]})
+    timings = Timings()
+    timings.add("rollout", 2.0)
+    timings.add("update", 1.0)
+    assert cost_metrics(store(batch, lambda block: block) if is_kept else batch, timings, 4.0) == {
+        "timing/rollout": 2.0,
+        "timing/update": 1.0,
+        "timing/step": 4.0,
+        "step_time": 4.0,
+        "perf/rollout_tokens_per_second": 6.0,
+        "perf/tokens_per_second": 5.0,
+        "perf/samples_per_second": 0.5,
+    }

@@ -1,0 +1,225 @@
+"""Parts of a run by themselves: rollouts without training, training on saved rollouts; and starts that fail."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.batch.files import load_rollout, rollout_steps
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HandoffError
+from hybrid_rl.rewards import RewardRunner
+from tests.tiny import build_model, spread, sums
+
+# What training on a saved rollout cannot know: each function's own rewards and what it logged.
+OF_SCORING = ("rewards/spread/",)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ------------------------------------------------------------------------------------------------------------- rollout
+
+
+def test_rollout_mode_saves_rollouts_and_trains_nothing(make_trainer, records) -> None:
+    model = build_model()
+    before = weights(model)
+    trainer = make_trainer(model, mode="rollout", max_steps=3, log_completions=1)
+    batches = [batch for batch, _ in trainer.steps()]
+    trainer.fit()
+    assert same_weights(weights(model), before)
+    folder = trainer.run_folder / "rollouts"
+    assert rollout_steps(folder) == [1, 2, 3]
+    for step, batch in enumerate(batches, 1):
+        saved = load_rollout(folder, step)
+        assert set(saved) == set(batch)
+        assert torch.equal(saved["completion_ids"].values, batch["completion_ids"].values)
+        assert torch.equal(saved["rewards"], batch["rewards"])
+        assert saved["policy_version"].values.unique().tolist() == [0]  # nothing was published
+    lines = records(trainer)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert {"reward", "completions/mean_length", "num_tokens", "epoch", "step_time"} <= line.keys()
+        assert not {"loss", "grad_norm", "learning_rate", "timing/update", "timing/logprobs"} & line.keys()
+    assert len(records(trainer, name="samples.jsonl")) == 24
+
+
+def test_rollout_mode_makes_the_first_rollout_of_a_full_run(make_trainer) -> None:
+    full, only = make_trainer(save_rollouts=True), make_trainer(mode="rollout")
+    full.step()
+    only.step()
+    first, second = (load_rollout(trainer.run_folder / "rollouts", 1) for trainer in (full, only))
+    assert set(first) == set(second)
+    assert torch.equal(first["completion_ids"].values, second["completion_ids"].values)
+    assert torch.equal(first["rollout_logprobs"].values, second["rollout_logprobs"].values)
+    assert first["completion"] == second["completion"]
+
+
+def test_rollouts_are_not_saved_unless_asked_for(make_trainer) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    assert not (trainer.run_folder / "rollouts").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- train
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"num_iterations": 2, "prompts_per_mini_batch": 2, "lr_scheduler_type": "linear"},
+        {"old_logprobs": "rollout", "beta": 0.1},
+        {"num_train_epochs": 1.0, "train_dataset": sums(12)},
+    ],
+    ids=["plain", "mini-batches", "reference", "epoch"],
+)
+def test_training_on_saved_rollouts_is_the_run_that_saved_them(make_trainer, records, keys: dict) -> None:
+    """Bit for bit: losses, gradient norms, every other metric and the weights."""
+    keys = {"num_train_epochs": 1.0} if "num_train_epochs" in keys else {"max_steps": 3} | keys
+    recorded_model, replayed_model = build_model(), build_model()
+    initial = weights(recorded_model)
+    recorded = make_trainer(recorded_model, save_rollouts=True, **keys)
+    recorded.fit()
+    assert recorded.max_steps == 3
+    folder = recorded.run_folder / "rollouts"
+    before = files(folder)
+    replayed = make_trainer(replayed_model, mode="train", rollouts_path=str(folder), **keys)
+    replayed.fit()
+    mine, theirs = records(replayed, comparable=True), records(recorded, comparable=True)
+    for line in theirs:
+        for name in [name for name in line if name.startswith(OF_SCORING)]:
+            del line[name]
+    assert mine == theirs
+    assert {"loss", "grad_norm", "entropy", "reward", "num_tokens", "epoch"} <= mine[-1].keys()
+    assert same_weights(weights(replayed_model), weights(recorded_model))
+    assert not same_weights(weights(replayed_model), initial)
+    assert records(replayed, name="samples.jsonl") == records(recorded, name="samples.jsonl")
+    assert files(folder) == before and not (replayed.run_folder / "rollouts").exists()
+
+
+def test_training_mode_generates_nothing_but_probes(make_trainer, monkeypatch) -> None:
+    recorded = make_trainer(save_rollouts=True)
+    recorded.fit()
+    path = str(recorded.run_folder / "rollouts")
+
+    def refuses(completion_ids, **_):
+        raise AssertionError("a saved rollout was scored anew")
+
+    replayed = make_trainer(reward_funcs=refuses, mode="train", rollouts_path=path)
+    monkeypatch.setattr(replayed.collector, "rollout", refuses)
+    replayed.fit()
+    assert replayed.global_step == 2
+
+
+def test_saved_rollouts_train_with_other_settings(make_trainer, records) -> None:
+    """What they are for: one change, on the same samples."""
+    recorded = make_trainer(save_rollouts=True)
+    recorded.fit()
+    path = str(recorded.run_folder / "rollouts")
+    changed = make_trainer(mode="train", rollouts_path=path, learning_rate=1e-3, loss_type="grpo")
+    changed.fit()
+    mine, theirs = records(changed), records(recorded)
+    assert [line["reward"] for line in mine[1:]] == [line["reward"] for line in theirs[1:]]
+    assert mine[1]["loss"] != theirs[1]["loss"]
+
+
+def test_a_rollout_of_other_size_or_a_missing_one_is_refused(make_trainer) -> None:
+    recorded = make_trainer(save_rollouts=True)
+    recorded.fit()
+    path = recorded.run_folder / "rollouts"
+    with pytest.raises(DataError, match="the rollout of step 1 has 4 prompts, but prompts_per_step=2; set it to 4"):
+        make_trainer(mode="train", rollouts_path=str(path), prompts_per_step=2).fit()
+    longer = make_trainer(mode="train", rollouts_path=str(path), max_steps=3)
+    with pytest.raises(DataError, match=r"holds no rollout of step 3; it holds steps \[1, 2\]"):
+        longer.fit()
+    assert longer.global_step == 2  # what was there was trained on
+    next(path.glob("step-000002-*")).unlink()
+    with pytest.raises(DataError, match=r"holds no rollout of step 2; it holds steps \[1\]"):
+        make_trainer(mode="train", rollouts_path=str(path)).fit()
+    with pytest.raises(DataError, match="the folder of rollouts .* does not exist"):
+        make_trainer(mode="train", rollouts_path=str(path / "nowhere")).fit()
+
+
+def test_a_column_that_no_file_can_hold_is_named(make_trainer) -> None:
+    data = [dict(row, tag=object()) for row in sums(8)]
+    trainer = make_trainer(train_dataset=data, save_rollouts=True)
+    with pytest.raises(DataError, match=r"column 'row', sample 0\['tag'\] is of type object"):
+        trainer.step()
+    assert trainer.global_step == 0
+
+
+# ------------------------------------------------------------------------------------------------- starts that fail
+
+TOO_SMALL = {"kv_cache_memory_bytes": 4096, "max_completion_length": 50}
+
+
+def no_gradients() -> torch.nn.Module:
+    return build_model().requires_grad_(False)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [(build_model, TOO_SMALL, "kv_cache_memory_bytes=4096"), (no_gradients, {}, "nothing to train")],
+    ids=["cache", "frozen"],
+)
+def test_a_start_that_fails_leaves_no_run_folder(
+    make_trainer, tmp_path, resume, model, keys: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(model(), run_name="run", resume=resume, **keys)
+    assert list((tmp_path / "runs").iterdir()) == []
+    make_trainer(run_name="run").step()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+def test_a_handoff_that_fails_at_the_start_leaves_no_run_folder(make_trainer, tmp_path) -> None:
+    model = build_model()
+    with pytest.raises(HandoffError, match="policy version 0"):
+        make_trainer(model, probe_tolerance=1e-30)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", ["keys", "optimizer"])
+def test_a_resumed_start_that_fails_leaves_the_records_untouched(make_trainer, records, failure: str) -> None:
+    """The records of steps after the checkpoint go when the run really goes on, and no sooner."""
+    keys = {"run_name": "run", "max_steps": 4, "save_steps": 2}
+    first = make_trainer(**keys)
+    for _ in range(3):
+        first.step()
+    first.close()
+    optimizer = next((first.run_folder / "checkpoint-2").rglob("optimizer*/*.safetensors"))
+    whole = optimizer.read_bytes()
+    if failure == "optimizer":
+        optimizer.write_bytes(whole[:100])
+    before = files(first.run_folder)
+    error, changed = (ConfigError, TOO_SMALL) if failure == "keys" else (CheckpointError, {})
+    for resume in ("auto", str(first.run_folder / "checkpoint-2")):
+        with pytest.raises(error):
+            make_trainer(resume=resume, **keys | changed)
+        assert files(first.run_folder) == before
+    optimizer.write_bytes(whole)
+    resumed = make_trainer(resume="auto", **keys)
+    assert [line["step"] for line in records(resumed)] == [1, 2]
+    resumed.fit()
+    assert [line["step"] for line in records(resumed)] == [1, 2, 3, 4]
+    assert {line["step"] for line in records(resumed, name="samples.jsonl")} == {1, 2, 3, 4}
+
+
+def test_a_failed_start_closes_what_it_opened(make_trainer, monkeypatch) -> None:
+    """Reward threads and processes end with the start that failed."""
+    closed = []
+    close = RewardRunner.close
+    monkeypatch.setattr(RewardRunner, "close", lambda runner: (closed.append(runner), close(runner)))
+    with pytest.raises(HandoffError, match="policy version 0"):
+        make_trainer(reward_funcs=spread, probe_tolerance=1e-30)
+    assert len(closed) >= 2  # the one of the checks, and the worker's
