@@ -60,6 +60,9 @@ def load_config(
     name), a value of the wrong type or out of range, and NotYetSupportedError for what is planned but not there.
     """
     layers = [_as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
+    if _num_ranks(layers[1:]) > 1 and layers[0].get("controller") == {"backend": "local"}:
+        # What a run of one rank saved: another number is all that is needed for more.
+        layers[0] = {name: value for name, value in layers[0].items() if name != "controller"}
     flat: dict[str, Any] = {}
     tags = _tags(layers)
     leaves = visible_leaves(tags)

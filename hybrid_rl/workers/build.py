@@ -43,7 +43,11 @@ def build_model(
         return CausalLM(module, config.model.attention, **options)
     sharding = shard_options(config, context.mesh)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    load_weights(module, model.source, context.device)
+    load_weights(module, model.source, "cpu" if sharding.cpu_offload else context.device)
+    if sharding.cpu_offload:
+        # Shards stay in host memory; what is computed with on the device is there.
+        for child in module.modules():
+            child._buffers.update({n: b if b is None else b.to(context.device) for n, b in child._buffers.items()})
     model.source.close()
     return ShardedCausalLM(shards, config.model.attention, **options)
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import batch as batch_module
 from hybrid_rl.batch import FIELDS, Batch, Field, Jagged, lengths_to_offsets
+from hybrid_rl.batch import batch as batch_module
 from hybrid_rl.errors import DataError
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)

@@ -408,3 +408,13 @@ def test_a_key_of_a_mapping_is_set_by_its_path() -> None:
 def test_a_key_given_by_leaf_and_by_path_in_one_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer.learning_rate is given twice"):
         load_config(None, {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-4}})
+
+
+def test_the_saved_config_of_one_rank_takes_another_number_of_ranks(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(to_yaml(load_config()[0]))
+    assert load_config(saved, {"num_ranks": 2})[0].controller.backend == "ray"
+    assert load_config(saved, arguments=["num_ranks=2"])[0].controller.backend == "ray"
+    assert load_config(saved, {"num_ranks": 1})[0].controller.backend == "local"
+    # Whoever asks for it gets it, and is told so when the values are checked together.
+    assert load_config(saved, {"num_ranks": 2, "backend": "local"})[0].controller.backend == "local"
