@@ -43,7 +43,7 @@ def build_model(
         return CausalLM(module, config.model.attention, **options)
     sharding = shard_options(config, context.mesh)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    load_weights(module, model.source, "cpu" if sharding.cpu_offload else context.device)
+    load_weights(module, model.source, shards.device)
     if sharding.cpu_offload:
         # Shards stay in host memory; what is computed with on the device is there.
         for child in module.modules():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.controller import InProcessRanks
+from benchmarks.controller import Counted, InProcessRanks, NoWork, train_step
 from hybrid_rl.batch import Batch, BatchRef, Jagged
 from hybrid_rl.controller import AXES, RankContext, RankMesh, WorkerGroup, dispatch
 from hybrid_rl.controller.exchange import Splitter
@@ -126,10 +127,32 @@ def test_a_plain_batch_comes_back_as_a_reference() -> None:
 
 
 def test_answers() -> None:
-    group, _ = make({"dp_shard": 2, "tp": 2})
+    group, ranks = make({"dp_shard": 2, "tp": 2})
     assert group.everyone("x") == [(rank, "x") for rank in range(4)] and group.leader() == 0
+    assert not ranks.blocks
     large = "x" * 200_000
     assert [value == large for _, value in group.everyone(large)] == [True] * 4
+    assert [len(block) > 200_000 for block in ranks.blocks.values()] == [True], "what all get is stored once"
+
+
+def test_the_driver_moves_the_same_bytes_for_any_length() -> None:
+    """No token passes through it: a step of completions of 4096 tokens sends what one of 4 tokens does."""
+    moved = []
+    for length in (4, 4096):
+        ranks = Counted(InProcessRanks())
+        backend = RemoteBackend(
+            "policy",
+            partial(NoWork, length=length),
+            mesh=RankMesh({"dp_shard": 4}),
+            splitter=whole_groups,
+            ranks=ranks,
+            options=RayOptions(),
+            log_folder=Path(),
+        )
+        ranks.sent_bytes = ranks.received_bytes = 0
+        train_step(WorkerGroup(NoWork, backend))
+        moved.append((ranks.sent_bytes, ranks.received_bytes))
+    assert moved[0] == moved[1] and min(moved[0]) > 0
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2], []], [[0, 1, 2], [2, 3]], [[0, 1, 2, 3]]])
