@@ -27,14 +27,16 @@ from hybrid_rl.workers.preflight import preflight
 
 
 class Workers(NamedTuple):
-    """The worker groups of a run. reference: None where the policy's ranks hold the reference, or there is none."""
+    """The worker groups of a run. reference: None where the policy's ranks hold the reference, or there is none.
+    has_scores: whether the policy's ranks compute logprobs before the update."""
 
     policy: WorkerGroup
     reference: WorkerGroup | None
+    has_scores: bool
 
     def score(self, batch: Batch | BatchRef, step: int) -> Batch | BatchRef:
         """Add the logprobs that the algorithm needs."""
-        batch = self.policy.score(batch, step)
+        batch = self.policy.score(batch, step) if self.has_scores else batch
         return batch if self.reference is None else self.reference.score(batch, step)
 
 
@@ -59,7 +61,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     setup = replace(setup, model=run.choice.load(run.config))
     policy = WorkerGroup(HybridWorker, LocalBackend("policy", partial(HybridWorker, setup)))
     closing.callback(policy.close)
-    return Workers(policy, None)
+    return Workers(policy, None, setup.has_scores)
 
 
 def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
@@ -79,7 +81,7 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
     for group in (policy, reference):
         if group is not None and group.num_ranks > 1:
             preflight(group)
-    return Workers(policy, reference)
+    return Workers(policy, reference, setup.has_scores)
 
 
 class RayRanks:

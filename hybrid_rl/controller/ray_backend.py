@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.controller import placement, session
 from hybrid_rl.controller.exchange import Splitter
-from hybrid_rl.controller.failures import Failure, process_ended
+from hybrid_rl.controller.failures import failure_of, process_ended
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
@@ -202,7 +202,7 @@ class _RankActor:
     """The process of a rank. Calls run one at a time; the control methods answer meanwhile."""
 
     def __init__(self) -> None:
-        self._server = RankServer(ray.put, ray.get)
+        self._server = RankServer(ray.put, ray.get, _is_handle)
 
     def identity(self) -> tuple[str, int, str]:
         return identity()
@@ -317,7 +317,7 @@ class _Ranks:
 
     def is_handle(self, value: Any) -> bool:
         """See Ranks."""
-        return isinstance(value, ray.ObjectRef)
+        return _is_handle(value)
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """See Ranks."""
@@ -339,9 +339,8 @@ class _Ranks:
             outcome: Outcome = ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
             return Outcome(failure=process_ended(place.pid, place.host, str(error)))
-        except Exception as error:  # noqa: BLE001 - an answer that cannot be sent or read is this rank's failure
-            cause = getattr(error, "cause", None) or error
-            return Outcome(failure=Failure(type(cause).__name__, f"its answer cannot be sent to the driver: {cause}"))
+        except Exception as error:  # noqa: BLE001 - an outcome that cannot be read is this rank's failure
+            return Outcome(failure=failure_of(error))
         return outcome
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
@@ -385,6 +384,10 @@ class _Ranks:
         if group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
+
+
+def _is_handle(value: Any) -> bool:
+    return isinstance(value, ray.ObjectRef)
 
 
 def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:

@@ -19,7 +19,7 @@ from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.server import Call, Seat
 from hybrid_rl.controller.session import at_end
 from hybrid_rl.controller.supervise import Transport, supervise
-from hybrid_rl.controller.travel import pack
+from hybrid_rl.controller.travel import pack, unpack
 from hybrid_rl.errors import WorkerError
 
 SHARED_ARGUMENT_BYTES = 100_000
@@ -117,7 +117,8 @@ class RemoteBackend:
             ],
         )
         doing = f"{name}(){self.label and f' at {self.label}'}"
-        answers = supervise(self._ranks, self._site, call_id, doing, self._options)
+        values = supervise(self._ranks, self._site, call_id, doing, self._options)
+        answers = {rank: unpack(*values[rank]) for rank in answering_ranks}
         return collect(name, record, parts, self._mesh, answers, self._ranks.get)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from hybrid_rl.controller.ranks import (
     own_device,
     seconds_since_progress,
 )
-from hybrid_rl.controller.travel import unpack
+from hybrid_rl.controller.travel import pack, unpack
 from hybrid_rl.interrupts import clear_interrupt, request_interrupt
 
 logger = logging.getLogger("hybrid_rl")
@@ -64,7 +64,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on a rank. warnings: (level, message) of the library since the last outcome."""
+    """How a call ended on a rank. value: its answer as packed bytes and handles; warnings: (level, message) of the
+    library since the last outcome."""
 
     value: Any = None
     failure: Failure | None = None
@@ -85,10 +86,11 @@ class Health:
 @dataclass
 class RankServer:
     """Runs in the process of a rank. `start`, `call` and `close` come one at a time; `health` and `interrupt` at any
-    time, from another thread. put, get: of the object store."""
+    time, from another thread. put, get, is_handle: of the object store."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
+    is_handle: Callable[[Any], bool]
     _worker: Any = None
     _log: RankLog | None = None
     _store: dist.TCPStore | None = None
@@ -139,7 +141,9 @@ class RankServer:
             arguments = unpack(data, handles).map(resolve)
             with nullcontext() if record.needs is None else self._worker.lease(record.needs):
                 answer = getattr(self._worker, call.method)(*arguments.args, **arguments.kwargs)
-            return self._keep(answer, call.known) if call.wants_answer else None
+            if not call.wants_answer:
+                return None
+            return pack(self._keep(answer, call.known), self.is_handle, f"the answer of {call.method}()")
 
         return self._run(call.id, run)
 

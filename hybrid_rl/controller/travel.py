@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
+import torch
+from torch import Tensor
 
 from hybrid_rl.errors import ConfigError
 
 MAX_DEPTH = 6
+NUMPY_TYPES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64})
 
 
 def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes, list[Any]]:
@@ -53,6 +56,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._places[id(part)] = len(self.handles)
             self.handles.append(part)
         return self._places[id(part)]
+
+    def reducer_override(self, part: Any) -> Any:
+        # PyTorch's own way costs 100 us for a tensor of a few bytes, and takes a view's whole storage along.
+        if type(part) is Tensor and part.dtype in NUMPY_TYPES and _is_plain(part):
+            return torch.from_numpy, (part.numpy(),)
+        return super().reducer_override(part)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
 
 
 class _Unpickler(pickle.Unpickler):

@@ -56,6 +56,11 @@ class WorkerSetup:
         """Whether that is the policy's own ranks."""
         return self.needs_reference and not getattr(self.config.controller, "reference_ranks", 0)
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether the policy's own ranks compute logprobs before the update."""
+        return self.has_own_reference or self.config.algorithm.old_logprobs != "detach"
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -17,7 +17,7 @@ from hybrid_rl.controller import RankMesh, WorkerGroup
 from hybrid_rl.controller.placement import RayOptions
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 240.0
 SCRIPT_START = """
 import json, os, sys, time
 from pathlib import Path

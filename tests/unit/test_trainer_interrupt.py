@@ -129,7 +129,8 @@ def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> Non
 def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     make_trainer, records, monkeypatch, method: str, when: int, step: int
 ) -> None:
-    trainer, straight = make_trainer(max_steps=4), make_trainer(max_steps=4)
+    keys = {"max_steps": 4, "old_logprobs": "recompute"}  # with old logprobs to compute, so that `score` is called
+    trainer, straight = make_trainer(**keys), make_trainer(**keys)
     interrupt_once(trainer, method, when, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()

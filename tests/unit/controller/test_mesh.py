@@ -4,7 +4,7 @@ import itertools
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.controller import AXES, RankMesh
@@ -30,6 +30,7 @@ def test_places_by_hand() -> None:
     assert mesh.leaders(("dp_shard",)) == (0, 2) and mesh.leaders(()) == (0,)
 
 
+@settings(deadline=None, max_examples=60)
 @given(shapes)
 def test_every_place_has_one_rank(mesh: RankMesh) -> None:
     places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.num_ranks)]
@@ -37,11 +38,13 @@ def test_every_place_has_one_rank(mesh: RankMesh) -> None:
     assert places == list(itertools.product(*(range(size) for size in mesh.shape.values())))
 
 
+@settings(deadline=None, max_examples=60)
 @given(shapes, some_axes)
 def test_leaders_cover_every_part_once(mesh: RankMesh, axes: tuple[str, ...]) -> None:
     assert [mesh.shard_of(rank, axes) for rank in mesh.leaders(axes)] == list(range(mesh.num_shards(axes)))
 
 
+@settings(deadline=None, max_examples=60)
 @given(shapes, some_axes)
 def test_replicas_share_a_part(mesh: RankMesh, axes: tuple[str, ...]) -> None:
     """Two ranks have the same part exactly where they agree on the axes of the split."""
@@ -51,6 +54,7 @@ def test_replicas_share_a_part(mesh: RankMesh, axes: tuple[str, ...]) -> None:
         assert (mesh.shard_of(one, axes) == mesh.shard_of(other, axes)) is agree
 
 
+@settings(deadline=None, max_examples=60)
 @given(shapes)
 def test_travels(mesh: RankMesh) -> None:
     assert pickle.loads(pickle.dumps(mesh)).shape == mesh.shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.controller import Counted, InProcessRanks, NoWork, train_step
@@ -89,6 +89,7 @@ sizes = {axis: st.integers(1, 2) for axis in AXES} | {"dp_shard": st.integers(1,
 shapes = st.fixed_dictionaries({}, optional=sizes)
 
 
+@settings(deadline=None, max_examples=40)
 @given(shapes, st.permutations(range(12)), st.integers(0, 12))
 def test_batches_come_back_whole_and_in_order(shape: dict[str, int], ids: list[int], num: int) -> None:
     """Over any mesh, with any order of samples and fewer of them than ranks."""
@@ -107,6 +108,7 @@ def test_batches_come_back_whole_and_in_order(shape: dict[str, int], ids: list[i
     assert loaded["row"] == expected["row"]
 
 
+@settings(deadline=None, max_examples=40)
 @given(shapes, st.integers(1, 12))
 def test_every_sample_is_once_among_leaders_and_replicas_are_equal(shape: dict[str, int], num: int) -> None:
     group, _ = make(shape)

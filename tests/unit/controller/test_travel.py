@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_rl.controller.travel import pack, unpack
 from hybrid_rl.errors import ConfigError
@@ -37,6 +38,28 @@ def test_handles_travel_beside_the_bytes_once_each() -> None:
     data, handles = pack([one, {"two": (two, one)}], is_handle, "setup")
     assert handles == [one, two]
     assert unpack(data, ["a", "b"]) == ["a", {"two": ("b", "a")}]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3).T,
+        torch.tensor(2.5),
+        torch.zeros(0, dtype=torch.int32),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(2, requires_grad=True),
+    ],
+)
+def test_tensors_keep_what_they_are(tensor: torch.Tensor) -> None:
+    found = unpack(*pack([tensor], is_handle, "setup"))[0]
+    assert found.dtype == tensor.dtype and torch.equal(found, tensor) and found.requires_grad == tensor.requires_grad
+    with torch.no_grad():
+        found += 1
+        assert not found.numel() or not torch.equal(found, tensor), "writable, and its own"
+
+
+def test_a_view_leaves_its_storage_behind() -> None:
+    assert len(pack(torch.zeros(1_000_000)[:2], is_handle, "setup")[0]) < 1000
 
 
 GUARD = threading.Lock()
