@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.checkpoint import find_checkpoint
+from hybrid_rl.batch.files import rollout_steps
+from hybrid_rl.checkpoint import find_checkpoint, read_state
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -23,7 +24,7 @@ from hybrid_rl.config import (
     resolve,
 )
 from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
-from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, first_line
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
@@ -215,6 +216,18 @@ def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
     return assign_mini_batches(group, size, config.seed + step)
 
 
+def check_rollouts(config: TrainerConfig, max_steps: int, steps_done: int) -> None:
+    """Raise DataError where mode=train will want rollouts that were not saved."""
+    if config.rollouts_path is None:
+        return
+    missing = sorted(set(range(steps_done + 1, max_steps + 1)) - set(rollout_steps(Path(config.rollouts_path))))
+    if missing:
+        raise DataError(
+            f"rollouts_path={config.rollouts_path} lacks {len(missing)} of the steps {steps_done + 1} to {max_steps}, "
+            f"first of step {missing[0]}; lower max_steps, or give the folder that has them"
+        )
+
+
 @dataclass(frozen=True)
 class Run:
     """Everything that a run is made of, checked; no weights loaded yet."""
@@ -260,6 +273,7 @@ def prepare(
     choice = choose_model(model, tokenizer, resolved)
     data = load_data(train, evaluation, resolved, choice)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
+    check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     rewards, names = check_rewards(reward_funcs, resolved, data)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from rich.table import Table
 
 import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
+from hybrid_rl.config.schema import UNIONS
 from hybrid_rl.controller import LocalBackend, WorkerGroup
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
@@ -56,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_keys(word: str = "") -> int:
     """Print the configuration keys whose path or meaning contains `word`."""
-    found = [leaf for leaf in visible_leaves().values() if word in leaf.path or word in leaf.doc]
+    leaves = visible_leaves()
+    for section, union in UNIONS.items():
+        for member in union.members:
+            for path, leaf in visible_leaves({section: member}).items():
+                leaves.setdefault(path, replace(leaf, doc=f"{section}.{union.tag}={member}: {leaf.doc}"))
+    found = [leaf for leaf in leaves.values() if word in leaf.path or word in leaf.doc]
     if not found:
         print(f"no key contains {word!r}; `hybrid-rl keys` lists all", file=sys.stderr)
         return 1

@@ -17,6 +17,10 @@ class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 
 
+class StorageError(HybridRLError, OSError):
+    """A file cannot be written now: the disk is full, or the folder read-only."""
+
+
 class ModelError(HybridRLError, ValueError):
     """A model or tokenizer cannot be loaded or used."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.assembly import Run
@@ -18,12 +20,15 @@ from hybrid_rl.config import FSDPConfig, RayControllerConfig
 from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.errors import ConfigError
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.errors import ConfigError, StorageError, WorkerError
+from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
 from hybrid_rl.workers import HybridWorker, ReferenceWorker, WorkerSetup
 from hybrid_rl.workers.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.workers.preflight import preflight
+
+logger = logging.getLogger("hybrid_rl")
 
 
 class Workers(NamedTuple):
@@ -38,6 +43,22 @@ class Workers(NamedTuple):
         """Add the logprobs that the algorithm needs."""
         batch = self.policy.score(batch, step) if self.has_scores else batch
         return batch if self.reference is None else self.reference.score(batch, step)
+
+    def save_rollout(self, batch: Batch | BatchRef, step: int, folder: Path, *, must: bool) -> None:
+        """Save the samples of a step. A full disk is an error only where it `must` be done."""
+        try:
+            self.policy.save_rollout(batch, step, folder)
+        except StorageError as error:
+            if must:
+                raise
+            logger.warning("the rollout of step %d is not saved: %s", step, error)
+
+    def lost_samples(self) -> list[Path]:
+        """Sample files that ranks cannot write. Ranks that are gone are told of by what ended them."""
+        try:
+            return [path for path in self.policy.flush_samples() if path is not None]
+        except WorkerError:
+            return []
 
 
 def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
@@ -67,11 +88,16 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
 def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
     config, controller = run.config, run.config.controller
     assert isinstance(controller, RayControllerConfig)
+    on_cpu = controller.device == "cpu" or (controller.address is None and not torch.cuda.is_available())
+    if config.fsdp.cpu_offload and on_cpu:
+        raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")
     ray = RayRanks(config.num_ranks, controller, log_folder / "logs", closing)
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
-        source = blocks_of(setup.model, ray.cluster.put)
-        setup = replace(setup, model=ModelRecipe.of_module(setup.model, source))
+        module = setup.model
+        recipe = ModelRecipe.of_module(module, blocks_of(module, ray.cluster.put))
+        check_parameters(module, build_on_meta(recipe, module.dtype))
+        setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
     policy = ray.start("policy", HybridWorker, partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)
     reference = None

@@ -79,7 +79,8 @@ class RunFolder:
 
     def __init__(self, output_dir: str, name: str | None, default_name: str, *, keep: bool = False) -> None:
         self.is_continued = keep
-        self.path = _claim(Path(output_dir), name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}", keep)
+        name = name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = _claim(Path(output_dir).absolute(), name, keep)
         self.metrics = JsonLines(self.path / "metrics.jsonl")
 
     def write_text(self, name: str, text: str) -> None:
@@ -97,12 +98,14 @@ class RunFolder:
         """One JSON object for a step; NaN and infinities are left out."""
         self.metrics.write([{"step": step, **finite(metrics)}])
 
-    def keep_until(self, step: int) -> None:
-        """Drop the records of later steps: a resumed run makes them again."""
+    def keep_until(self, step: int) -> int:
+        """Drop the records of later steps: a resumed run makes them again. Returns how many steps' metrics went."""
+        metrics = list(_lines(self.metrics.path)) if self.metrics.path.exists() else []
         for path in (self.metrics.path, *self.path.glob("samples*.jsonl")):
             if path.exists():
                 lines = [line for line in _lines(path) if _step_of(line) <= step]
                 self.write_text(path.name, "".join(line.decode() + "\n" for line in lines))
+        return sum(_step_of(line) > step for line in metrics)
 
     def finish(self, lost: Iterable[Path] = ()) -> None:
         """Draw the curves and write what is pending. lost: files of others that could not be written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import platform
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,13 @@ import torch
 import transformers
 
 from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch.files import drop_rollouts
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.metrics import Timings
 from hybrid_rl.progress import ProgressDisplay
 from hybrid_rl.report import RunFolder, Trackers
+
+logger = logging.getLogger("hybrid_rl")
 
 
 class RunLog:
@@ -35,7 +39,10 @@ class RunLog:
     def begin(self, step: int) -> None:
         """Take the folder into use, from after this step on: a resumed run makes the records of later ones again."""
         if self._run.is_continued:
-            self._run.keep_until(step)
+            dropped = self._run.keep_until(step)
+            if dropped:
+                logger.warning("%s: the records of %d steps after step %d are dropped", self.path, dropped, step)
+            drop_rollouts(self.path / "rollouts", step)
         self._write_config()
         self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
 
@@ -105,11 +112,11 @@ def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> d
 
 
 def _open_folder(config: TrainerConfig, checkpoint: Path | None) -> RunFolder:
-    """A checkpoint inside a run folder continues that run, as does resume=auto where it found none, from the beginning:
-    a job that died before its first checkpoint finds the later ones under the same name. Anything else begins a new
-    run."""
-    if checkpoint is not None and (checkpoint.resolve().parent / "config.yaml").is_file():
-        folder = checkpoint.resolve().parent
+    """A checkpoint inside a run folder continues that run, unless another run_name is given; so does resume=auto where
+    it found none, from the beginning: a job that died before its first checkpoint finds the later ones under the same
+    name. Anything else begins a new run."""
+    folder = None if checkpoint is None else checkpoint.resolve().parent
+    if folder and (folder / "config.yaml").is_file() and config.run_name in (None, folder.name):
         return RunFolder(str(folder.parent), folder.name, "", keep=True)
     if config.resume == "auto" and checkpoint is None:
         return RunFolder(config.output_dir, config.run_name, "", keep=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,8 @@ class Trainer:
         with contextlib.ExitStack() as closing:
             self._log = RunLog(run.config, self.max_steps, run.resume)
             closing.callback(self._log.close)
+            if run.config.num_ranks > 1:
+                self._log.message(f"starting {run.config.num_ranks} ranks")
             self._workers = start_workers(run, self._log.path, closing)
             policy = self._workers.policy
             self.collector = Collector(
@@ -122,7 +125,7 @@ class Trainer:
             raise
         finally:
             self._notify("on_fit_end")
-            self._log.stop(path for path in self.policy.flush_samples() if path is not None)
+            self._log.stop(self._workers.lost_samples())
         return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
@@ -173,7 +176,7 @@ class Trainer:
         collected = self._collect(step)
         timings, batch = collected.timings, self.buffer.take(self.policy_version)
         if self.config.save_rollouts or self.config.mode == "rollout":
-            self.policy.save_rollout(batch, step, self.run_folder / "rollouts")
+            self._workers.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
         metrics: dict[str, float] = {}
         if self.config.mode != "rollout":
             batch, metrics = self._learn(batch, step, timings, hold)
@@ -211,7 +214,8 @@ class Trainer:
         num_prompts = self.config.data.prompts_per_step
         if self.config.rollouts_path is not None:
             self._sampler.take(num_prompts)  # so that position and epoch are those of the recorded run
-            collected = replay(Path(self.config.rollouts_path), step, num_prompts, self.policy_version)
+            names, size = self._run.reward_names, self.config.algorithm.num_generations
+            collected = replay(Path(self.config.rollouts_path), step, num_prompts, size, names, self.policy_version)
         else:
             collected = self.collector.collect(
                 self._sampler,
@@ -327,8 +331,9 @@ class Trainer:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+        if not sys.is_finalizing():  # what runs at the interpreter's end has run
+            with contextlib.suppress(Exception):
+                self.close()
 
     def _save_now(self, *, final: bool) -> None:
         """A checkpoint that fails (disk full) does not end the run: it is tried again after every step."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, StorageError
 
 FORMAT = {"format": "hybrid_rl.batch", "format_version": "1"}
 _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")
@@ -31,7 +31,8 @@ _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")
 def save_batch(path: Path, batch: Batch) -> None:
     """Write a batch, on whatever device, to a file. An existing file is replaced once the new one is complete.
 
-    Raises DataError for an object column that JSON would not give back as it is, and where the file cannot be written.
+    Raises DataError for an object column that JSON would not give back as it is, StorageError where the file cannot be
+    written.
     """
     tensors = {name: tensor for column in batch for name, tensor in _tensors(column, batch[column])}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -40,7 +41,7 @@ def save_batch(path: Path, batch: Batch) -> None:
         save_file(tensors, temporary, metadata=FORMAT)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"cannot write {path}: {error}; free space or choose another folder") from error
+        raise StorageError(f"cannot write {path}: {error}; free space or choose another folder") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -105,6 +106,14 @@ def load_rollout(folder: Path, step: int) -> Batch:
         if name in batch:
             order = order[batch[name][order].argsort(stable=True)]
     return batch.select(order)
+
+
+def drop_rollouts(folder: Path, step: int) -> None:
+    """Delete the rollouts of later steps than this one: a run that goes on from there makes them again."""
+    if Path(folder).is_dir():
+        for at, _, _, path in list(_files(Path(folder))):
+            if at > step:
+                path.unlink(missing_ok=True)
 
 
 def rollout_steps(folder: Path) -> list[int]:

@@ -37,6 +37,8 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "warmup_ratio": "set warmup_steps, a number of optimizer steps",
         "vllm_mode": "the vLLM engine does not work yet; leave it out",
         "tensor_parallel_size": "engines of several ranks do not work yet; leave it out",
+        "world_size": "set num_ranks",
+        "nproc_per_node": "set num_ranks, over all nodes",
         "n_gpus_per_node": "set num_ranks, over all nodes",
         "nnodes": "set num_ranks, over all nodes, and controller.address",
         "num_gpus": "set num_ranks",

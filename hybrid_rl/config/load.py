@@ -196,8 +196,10 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
         for other in set(union.members) - {tags[section]}:
             elsewhere = visible_leaves({**tags, section: other}).keys() - leaves.keys()
             if path in elsewhere or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
+                advice = "; set num_ranks above 1, or that" if (section, other) == ("controller", "ray") else ""
                 return (
-                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not {tags[section]}"
+                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not "
+                    f"{tags[section]}{advice}"
                 )
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
     near = difflib.get_close_matches(path, names, n=1) or difflib.get_close_matches(leaf, names, n=1)

@@ -41,7 +41,9 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    activation_offload: bool = key(False, "keep activations in host memory until the backward pass")
+    activation_offload: bool = key(
+        False, "keep activations in host memory until the backward pass; on CPUs, where they are, only a copy"
+    )
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "compiled", "sdpa"] = key(
         "auto",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import textwrap
 import traceback
 from collections import deque
 from collections.abc import Mapping
@@ -73,6 +74,16 @@ def process_ended(pid: int, host: str, reason: str) -> Failure:
     )
 
 
+def cluster_ended(lost: str) -> Failure:
+    """Without these processes of a cluster that was started here nothing works any more."""
+    return Failure(
+        "cluster ended",
+        f"{lost} of the Ray cluster on this machine is gone: it was killed (by hand, or by the kernel for want of "
+        f"memory), or crashed",
+        is_end=True,
+    )
+
+
 @dataclass(frozen=True)
 class Site:
     """Where calls run, for errors. logs: of each rank."""
@@ -128,7 +139,7 @@ def log_tail(path: Path) -> str:
 
 def _short(failure: Failure) -> str:
     message = failure.message.strip().split("\n")[0]
-    return f"{failure.kind}: {message[:120]}" if message else failure.kind
+    return f"{failure.kind}: {textwrap.shorten(message, 120, placeholder=' ...')}" if message else failure.kind
 
 
 def _unpickle(error: bytes | None) -> Any:

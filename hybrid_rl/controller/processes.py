@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Sequence
 
@@ -30,10 +29,24 @@ def describe_process(place: Place) -> str:
 
 def end_processes(places: Sequence[Place], seconds: float) -> None:
     """Kill the processes of ranks that run on this machine, also stopped ones, and wait until they are gone."""
-    processes = [process for place in places if (process := _process(place)) is not None]
+    end_family([process for place in places if (process := _process(place)) is not None], seconds)
+
+
+def family(pids: Sequence[int]) -> list[psutil.Process]:
+    """These processes and all that they started."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def end_family(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """Kill those that are left, and wait until they are gone."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGKILL)
+            process.kill()
     psutil.wait_procs(processes, timeout=seconds)
 
 

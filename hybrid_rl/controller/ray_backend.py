@@ -21,20 +21,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.controller import placement, session
 from hybrid_rl.controller.exchange import Splitter
-from hybrid_rl.controller.failures import failure_of, process_ended
+from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
-from hybrid_rl.controller.processes import describe_process, end_processes, own_cores
+from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, own_cores
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.remote import RemoteBackend
-from hybrid_rl.controller.server import Call, Health, Outcome, RankServer, Seat, identity
-from hybrid_rl.errors import ConfigError, WorkerError
+from hybrid_rl.controller.server import Health, Outcome, RankServer
+from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
 
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.
 LOCAL_CPU_SLOTS = 1024
-SHARED_ARGUMENT_BYTES = 100_000
 CLOSE_SECONDS = 10.0
+# Of a cluster started here: without one of these nothing works any more.
+VITAL_PROCESSES = ("gcs_server", "raylet")
 
 
 class RayCluster:
@@ -48,20 +49,20 @@ class RayCluster:
     cannot be reached.
     """
 
-    _connection: ClassVar[_Connection | None] = None
-    _num_users: ClassVar[int] = 0
+    _current: ClassVar[_Connection | None] = None
 
     def __init__(self, address: str | None = None, *, object_store_memory_bytes: int | None = None) -> None:
-        connection = RayCluster._connection
-        if connection is None:
-            connection = RayCluster._connection = _Connection.open(address, object_store_memory_bytes)
+        connection = RayCluster._current
+        if connection is None or connection.is_closed:
+            connection = RayCluster._current = _Connection.open(address, object_store_memory_bytes)
         elif address not in (None, connection.address):
             raise ConfigError(
                 f"ray address {address!r}: this process is connected to {connection.address!r} already, and Ray allows "
                 f"one cluster at a time; close the other Trainer first"
             )
-        RayCluster._num_users += 1
-        self._end = session.at_end(self, RayCluster._let_go)
+        connection.num_users += 1
+        self._connection = connection
+        self._end = session.at_end(self, connection.let_go)
         self.is_local = connection.is_loopback
 
     def hold(self) -> RayCluster:
@@ -74,25 +75,21 @@ class RayCluster:
             Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
         ]
 
-    def put(self, value: Any) -> Any:
-        """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
-        return ray.put(value)
+    def is_open(self) -> bool:
+        """Whether Ray may be asked; where it is not connected, it would start or join another cluster by itself."""
+        return self._end.alive and not self._connection.is_closed and ray.is_initialized()
 
-    def get(self, handle: Any) -> Any:
-        """The object behind a handle."""
-        return ray.get(handle)
+    def lost(self) -> str:
+        """Which process of a cluster that was started here is gone; empty where all run."""
+        return self._connection.lost()
+
+    def abandon(self) -> None:
+        """Disconnect all who hold a cluster that has lost a process: a minute later Ray would abort this process."""
+        self._connection.close()
 
     def close(self) -> None:
         """Let go; a second call does nothing."""
         self._end()
-
-    @staticmethod
-    def _let_go() -> None:
-        RayCluster._num_users -= 1
-        if RayCluster._num_users == 0:
-            connection, RayCluster._connection = RayCluster._connection, None
-            if connection is not None:
-                connection.close()
 
 
 @dataclass
@@ -102,6 +99,8 @@ class _Connection:
     address: str | None
     is_loopback: bool = False
     is_ours: bool = True
+    is_closed: bool = False
+    num_users: int = 0
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
@@ -109,18 +108,24 @@ class _Connection:
         if ray.is_initialized():
             return cls._of_the_user(address)
         connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
+        found = ""
         try:
+            # Registered first, put back last.
+            connection.resources.enter_context(session.clean_exit_on_sigterm())
             if connection.address is None:
                 connection._start(object_store_memory_bytes)
             else:
+                found = _resolve(connection.address)
                 # Ray itself would try for minutes.
-                session.check_reachable(connection.address)
+                session.check_reachable(found)
                 with _quiet_ray():
-                    ray.init(address=connection.address, log_to_driver=False, configure_logging=False)
+                    ray.init(address=found, log_to_driver=False, configure_logging=False)
+            session.take_sigterm()
         except Exception as error:
             connection.close()
             what = f"ray address {connection.address!r}" if connection.address else "a Ray cluster on this machine"
-            raise ConfigError(f"{what} cannot be used: {error}") from error
+            where = f" (found at {found})" if found not in ("", connection.address) else ""
+            raise ConfigError(f"{what}{where} cannot be used: {type(error).__name__}: {error}") from error
         return connection
 
     @classmethod
@@ -158,11 +163,43 @@ class _Connection:
                 f"use ray==2.60.0, or start a cluster yourself and give its address"
             )
 
+    def lost(self) -> str:
+        """See RayCluster."""
+        if not self.is_loopback or self.is_closed or ray._private.worker._global_node is None:
+            return ""
+        started = ray._private.worker._global_node.all_processes
+        gone = [
+            f"{kind} (pid {info.process.pid})"
+            for kind in VITAL_PROCESSES
+            for info in started.get(kind, [])
+            if info.process.poll() is not None
+        ]
+        return ", ".join(gone)
+
+    def let_go(self) -> None:
+        """One user less; without any the connection ends."""
+        self.num_users -= 1
+        if self.num_users == 0:
+            self.close()
+
     def close(self) -> None:
-        """Disconnect, and end what was started here."""
+        """Disconnect, and end what was started here; a second call does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         if self.is_ours and ray.is_initialized():
+            node = ray._private.worker._global_node
+            pids = [info.process.pid for kind in VITAL_PROCESSES for info in node.all_processes.get(kind, [])]
+            started = family(pids if self.is_loopback else [])
             ray.shutdown()
+            # Ray's agents would look for a dead gcs_server for two minutes.
+            end_family(started, CLOSE_SECONDS)
         self.resources.close()
+
+
+def _resolve(address: str) -> str:
+    """"host:port" for "auto"; other addresses as they are. Raises ConnectionError where no cluster was found."""
+    return ray._private.services.canonicalize_bootstrap_address(address) or "" if address == "auto" else address
 
 
 @contextlib.contextmanager
@@ -196,36 +233,6 @@ def _small_and_loopback_only() -> Iterator[None]:
         ),
     ):
         yield
-
-
-class _RankActor:
-    """The process of a rank. Calls run one at a time; the control methods answer meanwhile."""
-
-    def __init__(self) -> None:
-        self._server = RankServer(ray.put, ray.get, _is_handle)
-
-    def identity(self) -> tuple[str, int, str]:
-        return identity()
-
-    def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
-        return self._server.open_store(host, timeout)
-
-    def start(self, call_id: int, seat: Seat, data: bytes, handles: Sequence[Any]) -> Outcome:
-        return self._server.start(call_id, seat, data, handles)
-
-    def call(self, call: Call, data: bytes, handles: Sequence[Any]) -> Outcome:
-        return self._server.call(call, data, handles)
-
-    def close(self, call_id: int) -> Outcome:
-        return self._server.close(call_id)
-
-    @ray.method(concurrency_group="control")
-    def health(self) -> Health:
-        return self._server.health()
-
-    @ray.method(concurrency_group="control")
-    def interrupt(self, call_id: int) -> None:
-        self._server.interrupt(call_id)
 
 
 class RayBackend(RemoteBackend):
@@ -284,7 +291,7 @@ class _Ranks:
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         counts, by_id = placement.ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(_RankActor)
+        actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(RankServer)
         started = []
         for index in range(num_ranks):
             node = by_id[node_of[index]]
@@ -296,7 +303,7 @@ class _Ranks:
                     num_gpus=gpus,
                     runtime_env={"env_vars": env},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                ).remote()
+                ).remote(ray.put, ray.get, _is_handle)
             )
         self._actors = started
         found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")
@@ -309,11 +316,19 @@ class _Ranks:
 
     def put(self, value: Any) -> Any:
         """See Ranks."""
+        self._check_open()
         return ray.put(value)
 
     def get(self, handle: Any) -> Any:
         """See Ranks."""
+        self._check_open()
         return ray.get(handle)
+
+    def _check_open(self) -> None:
+        if self.is_dead or not self._cluster.is_open():
+            raise HybridRLError(
+                f"the {self._role} workers that hold this batch have ended: load() it before close(), or make it anew"
+            )
 
     def is_handle(self, value: Any) -> bool:
         """See Ranks."""
@@ -321,7 +336,9 @@ class _Ranks:
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """See Ranks."""
-        self._asked = {}
+        self._asked, self._pending = {}, {}
+        if self._cluster.lost():
+            return
         self._pending = {
             rank: getattr(actor, method).remote(*message)
             for rank, (actor, message) in enumerate(zip(self._actors, messages, strict=True))
@@ -329,6 +346,8 @@ class _Ranks:
 
     def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
         """See Transport."""
+        if lost := self._cluster.lost():
+            return dict.fromkeys(ranks, Outcome(failure=cluster_ended(lost)))
         ready, _ = ray.wait([self._pending[rank] for rank in ranks], num_returns=len(ranks), timeout=timeout)
         done = [rank for rank in ranks if self._pending[rank] in set(ready)]
         return {rank: self._outcome(rank, self._pending.pop(rank)) for rank in done}
@@ -351,13 +370,13 @@ class _Ranks:
                 del self._asked[rank]
                 with contextlib.suppress(Exception):
                     found[rank] = ray.get(reference)
-        self._asked |= {rank: self._actors[rank].health.remote() for rank in ranks if rank not in self._asked}
+        self._asked |= {rank: self._actors[rank].health.options(concurrency_group="control").remote() for rank in ranks if rank not in self._asked}
         return found
 
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:
         """See Transport."""
         for rank in ranks:
-            self._actors[rank].interrupt.remote(call_id)
+            self._actors[rank].interrupt.options(concurrency_group="control").remote(call_id)
 
     def describe(self, rank: int) -> str:
         """See Transport."""
@@ -365,8 +384,8 @@ class _Ranks:
 
     def close(self, call_id: int) -> None:
         """See Ranks."""
-        if ray.is_initialized():
-            if not self.is_dead and self._places:
+        if self._cluster.is_open():
+            if not self.is_dead and self._places and not self._cluster.lost():
                 self.send("close", [(call_id,)] * len(self._actors))
                 ray.wait(list(self._pending.values()), num_returns=len(self._pending), timeout=CLOSE_SECONDS)
             self.kill()
@@ -376,11 +395,16 @@ class _Ranks:
         """See Transport. Those on this machine are gone when it returns, also stopped ones."""
         self.is_dead = True
         actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        if self._cluster.lost():
+            # Nothing may be asked of Ray any more.
+            end_processes(self._places, CLOSE_SECONDS)
+            self._cluster.abandon()
+            return
         for actor in actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
         end_processes(self._places, CLOSE_SECONDS)
-        group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
@@ -395,4 +419,7 @@ def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
     try:
         return ray.get(list(references), timeout=seconds)
     except (GetTimeoutError, RayActorError) as error:
-        raise WorkerError(f"{what} did not start within start_seconds={seconds:g}: {error}") from error
+        raise WorkerError(
+            f"{what} did not start within {seconds:g} s: {error}; where machines are slow, raise "
+            f"controller.start_timeout_seconds"
+        ) from error

@@ -19,7 +19,7 @@ from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.server import Call, Seat
 from hybrid_rl.controller.session import at_end
 from hybrid_rl.controller.supervise import Transport, supervise
-from hybrid_rl.controller.travel import pack, unpack
+from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.errors import WorkerError
 
 SHARED_ARGUMENT_BYTES = 100_000
@@ -85,7 +85,8 @@ class RemoteBackend:
             timeout = timedelta(seconds=options.collective_seconds)
             store = ranks.open(timeout)
             call_id = next(self._ids)
-            seats = [Seat(role, rank, mesh, store, logs[rank], timeout) for rank in range(self.num_ranks)]
+            driver = Driver.here()
+            seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
             ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
             # Imports and weights take their time: the limit for starting holds, where it is the longer one.

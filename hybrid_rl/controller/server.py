@@ -33,7 +33,7 @@ from hybrid_rl.controller.ranks import (
     own_device,
     seconds_since_progress,
 )
-from hybrid_rl.controller.travel import pack, unpack
+from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.interrupts import clear_interrupt, request_interrupt
 
 logger = logging.getLogger("hybrid_rl")
@@ -41,7 +41,8 @@ logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one rank. store: address of the meeting point; log_path: of its log."""
+    """The place of one rank. store: address of the meeting point; log_path: of its log; driver: where its modules are
+    found."""
 
     role: str
     rank: int
@@ -49,6 +50,7 @@ class Seat:
     store: tuple[str, int]
     log_path: Path
     collective_timeout: timedelta
+    driver: Driver
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class RankServer:
     _interrupted_id: int | None = None
     _thread: int = 0
 
+    def identity(self) -> tuple[str, int, str]:
+        """(host name, process id, visible CUDA devices) of this process."""
+        return socket.gethostname(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
     def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
         """Open the meeting point of all ranks; its address."""
         self._store, port = open_store(host, timeout)
@@ -124,6 +130,7 @@ class RankServer:
                 *(seat.role, seat.rank, seat.mesh.num_ranks, os.getpid(), socket.gethostname(), device),
                 torch.get_num_threads(),
             )
+            seat.driver.adopt()
             context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.put, self.get)
             self._worker = unpack(data, handles)(context)
 
@@ -198,8 +205,3 @@ class RankServer:
         if isinstance(answer, tuple) and answer and isinstance(answer[0], Batch):
             return (store(answer[0], self.put, known), *answer[1:])
         return answer
-
-
-def identity() -> tuple[str, int, str]:
-    """(host name, process id, visible CUDA devices) of this process."""
-    return socket.gethostname(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")

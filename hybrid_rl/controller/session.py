@@ -80,11 +80,17 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
 def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finalize:
     """Call `end` when the owner is dropped, or at the end of the program before the libraries imported so far take
     themselves down; the result ends it at once. Whatever comes first; once."""
-    finalizer = weakref.finalize(owner, end, *args)
+    finalizer = weakref.finalize(owner, _end_in, os.getpid(), end, *args)
     # weakref's own hook may run after that of a library which `end` needs.
     finalizer.atexit = False
     atexit.register(finalizer)
     return finalizer
+
+
+def _end_in(pid: int, end: Callable[..., Any], *args: Any) -> None:
+    """A forked child inherits what its parent would end: it is not the child's."""
+    if os.getpid() == pid:
+        end(*args)
 
 
 def check_reachable(address: str) -> None:

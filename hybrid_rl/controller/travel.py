@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import os
 import pickle
+import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -37,9 +41,34 @@ def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes
 
 
 def unpack(data: bytes, handles: Sequence[Any]) -> Any:
-    """What `pack` packed."""
+    """What `pack` packed. Raises ConfigError where a module of it cannot be imported in this process."""
+    try:
+        return _Unpickler(io.BytesIO(data), handles).load()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error}, which is needed by what was sent to {socket.gethostname()}: install it on all nodes, or define "
+            f"what needs it in the script or notebook itself, so that it travels along"
+        ) from error
 
-    return _Unpickler(io.BytesIO(data), handles).load()
+
+@dataclass(frozen=True)
+class Driver:
+    """What modules of the driver's process may look at when a rank imports them. path: folders and archives in which
+    modules are found, absolute; argv: the command line."""
+
+    path: tuple[str, ...]
+    argv: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Driver:
+        """Of this process."""
+        found = (os.path.abspath(entry) for entry in sys.path)
+        return cls(tuple(entry for entry in found if os.path.exists(entry)), tuple(sys.argv))
+
+    def adopt(self) -> None:
+        """Find modules in this process where the driver does, after all that it finds already."""
+        sys.path += [entry for entry in self.path if entry not in sys.path]
+        sys.argv[:] = self.argv
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -107,7 +107,7 @@ class Collector:
         logged = MetricSums()
         if is_scored:
             self._check_failures(batch, reports, call)
-            metrics.update(self.reward_metrics(batch))
+            metrics.update(reward_metrics(batch, self._names))
             for report in reports:
                 logged.merge(report.logged)
         return Collected(batch, timings, metrics, logged.result())
@@ -121,19 +121,14 @@ class Collector:
                 "%s: %d samples have no reward and are masked\n%s", call.purpose, num_failed, format_failures(failures)
             )
 
-    def reward_metrics(self, batch: Batch | BatchRef) -> dict[str, float]:
-        """Metrics of the rewards of a batch of whole groups."""
-        metrics: dict[str, float] = {}
-        values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(self._names))
-        for name, column in zip(self._names, values.T, strict=True):
-            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
-        return metrics | rewards_of(batch)
 
-
-def replay(folder: Path, step: int, num_prompts: int, version: int) -> Collected:
+def replay(
+    folder: Path, step: int, num_prompts: int, num_generations: int, names: Sequence[str], version: int
+) -> Collected:
     """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
+    names: of the reward functions.
 
-    Raises DataError where there is none, or one of another number of prompts.
+    Raises DataError where there is none, or one of another number of prompts, samples or reward functions.
     """
     timings = Timings()
     with timings.measure("rollout"):
@@ -144,14 +139,30 @@ def replay(folder: Path, step: int, num_prompts: int, version: int) -> Collected
             f"{folder}: the rollout of step {step} has {found} prompts, but prompts_per_step={num_prompts}; set it to "
             f"{found}"
         )
+    sizes = sorted({len(rows) for rows in saved.group_rows()})
+    if sizes != [num_generations]:
+        raise DataError(
+            f"{folder}: the rollout of step {step} has {sizes} samples per prompt, but "
+            f"num_generations={num_generations}; set it as it was when the rollout was made"
+        )
+    num_functions = len(saved["function_rewards"][0])
+    if num_functions != len(names):
+        raise DataError(
+            f"{folder}: the rollout of step {step} was scored by {num_functions} reward functions, but {len(names)} "
+            f"are given ({', '.join(names)}); give those that scored it"
+        )
     batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
-    return Collected(batch, timings, length_metrics(batch) | rewards_of(batch))
+    return Collected(batch, timings, length_metrics(batch) | reward_metrics(batch, names))
 
 
-def rewards_of(batch: Batch | BatchRef) -> dict[str, float]:
-    """Metrics of the joined rewards of a batch of whole groups."""
+def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, float]:
+    """Metrics of the rewards of a batch of whole groups. names: of the reward functions."""
+    metrics: dict[str, float] = {}
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))
+    for name, column in zip(names, values.T, strict=True):
+        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
     rewards = batch["rewards"]
-    metrics = dict(zip(("reward", "reward_std"), mean_and_std(rewards), strict=True))
+    metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
     _, group = batch["group"].unique(return_inverse=True)
     unset = torch.full((int(group.max()) + 1,), math.inf, dtype=torch.float64)
     low = unset.scatter_reduce(0, group, rewards.nan_to_num(math.inf), "amin")

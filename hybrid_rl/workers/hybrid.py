@@ -16,6 +16,7 @@ from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError, HandoffError, NotYetSupportedError
 from hybrid_rl.metrics import MetricSums, now
+from hybrid_rl.models.weights.likeness import check_fingerprint
 from hybrid_rl.report import JsonLines
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, generate
@@ -69,6 +70,8 @@ class HybridWorker(WorkerBase):
         model = build_model(setup.model, config, context, is_trained=True)
         model.check_length(setup.max_length)
         model.verify()
+        if setup.fingerprint is not None:
+            check_fingerprint(model, setup.fingerprint)
         self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
         self._actor = Actor(model, self._algorithm, config, context, num_optimizer_steps=setup.num_optimizer_steps)
         if not isinstance(config.rollout, InPlaceRolloutConfig):

@@ -35,7 +35,7 @@ class RewardSetup:
 @dataclass(frozen=True)
 class WorkerSetup:
     """What a rank needs to build itself. model: a module of this process, or how to build it in any. probe_ids: the
-    prompt on which engine and trainer are compared."""
+    prompt on which engine and trainer are compared. fingerprint: what the live module gave that the recipe copies."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -44,6 +44,7 @@ class WorkerSetup:
     num_optimizer_steps: int
     max_length: int
     probe_ids: tuple[int, ...]
+    fingerprint: list[float] | None = None
 
     @property
     def needs_reference(self) -> bool:

@@ -80,7 +80,7 @@ def test_doctor_refuses_what_a_run_refuses(
 def test_doctor_says_what_ranks_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor", "num_ranks=2"]) == 1
-    assert "num_ranks=2 needs Ray, which is not installed: pip install ray" in capsys.readouterr().err
+    assert "controller.backend=ray need Ray, which is not installed: pip install ray" in capsys.readouterr().err
 
 
 def test_a_recipe_ends_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:

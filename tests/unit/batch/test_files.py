@@ -16,7 +16,7 @@ import hybrid_rl.batch.batch
 import hybrid_rl.batch.files
 from hybrid_rl.batch import FIELDS, Batch, Field, Jagged
 from hybrid_rl.batch.files import load_batch, load_rollout, rollout_steps, save_batch, save_rollout
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, StorageError
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 # Lone halves of characters too: a Python string may hold them.
@@ -154,7 +154,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, monkeypat
         raise OSError("No space left on device")
 
     monkeypatch.setattr(hybrid_rl.batch.files, "save_file", fail)
-    with pytest.raises(DataError, match="cannot write .*No space left on device; free space"):
+    with pytest.raises(StorageError, match="cannot write .*No space left on device; free space"):
         save_batch(path, Batch({"group": torch.arange(5)}))
     assert_equal(load_batch(path), batch)
     assert [found.name for found in tmp_path.iterdir()] == ["batch"]

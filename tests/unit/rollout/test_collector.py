@@ -13,7 +13,7 @@ from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.client import EngineClient
-from hybrid_rl.rollout.collector import Collector, generations_of, length_metrics, replay, rewards_of
+from hybrid_rl.rollout.collector import Collector, generations_of, length_metrics, replay, reward_metrics
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.unit.rollout.engines import decode as letters
 from tests.unit.rollout.engines import inplace, prompt
@@ -239,7 +239,8 @@ def test_groups_without_signal(rewards, expected, num_ranks):
 def test_groups_need_not_be_numbered_from_zero_nor_lie_together():
     groups = torch.tensor([70, 12, 70, 12, 99])
     rewards = torch.tensor([1.0, 2.0, 1.0, 3.0, 5.0], dtype=torch.float64)
-    metrics = rewards_of(Batch({"group": groups, "rewards": rewards}))
+    columns = {"group": groups, "rewards": rewards, "function_rewards": [[]] * 5}
+    metrics = reward_metrics(Batch(columns), ())
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)  # 70, and 99 which is alone
     assert metrics["reward"] == pytest.approx(12 / 5)
 
@@ -289,23 +290,26 @@ def test_a_saved_rollout_in_the_place_of_a_new_one(tmp_path, num_ranks):
     for rank in range(num_ranks):
         part = made.batch.select(range(rank, 4, num_ranks))
         save_rollout(tmp_path, 3, rank, num_ranks, part)
-    found = replay(tmp_path, 3, 2, version=17)
+    found = replay(tmp_path, 3, 2, 2, ["length"], version=17)
     assert found.batch["oldest_version"].tolist() == [17] * 4
     assert set(found.batch) == set(made.batch)
     for name in ("completion_ids", "rollout_logprobs", "policy_version"):
         assert torch.equal(found.batch[name].values, made.batch[name].values)
     assert torch.equal(found.batch["rewards"], made.batch["rewards"])
     assert found.batch["completion"] == made.batch["completion"]
-    expected = {name: value for name, value in made.metrics.items() if not name.startswith("rewards/length")}
-    assert found.metrics == expected == length_metrics(made.batch) | rewards_of(made.batch)
+    assert found.metrics == made.metrics == length_metrics(made.batch) | reward_metrics(made.batch, ["length"])
     assert set(found.timings.seconds) == {"rollout"} and found.logged == {}
 
 
 def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
     save_rollout(tmp_path, 3, 0, 1, rollout(length).batch)
     with pytest.raises(DataError, match=r"the rollout of step 3 has 2 prompts, but prompts_per_step=4; set it to 2"):
-        replay(tmp_path, 3, 4, version=1)
+        replay(tmp_path, 3, 4, 2, ["length"], version=1)
     with pytest.raises(DataError, match=r"holds no rollout of step 4; it holds steps \[3\]"):
-        replay(tmp_path, 4, 2, version=1)
+        replay(tmp_path, 4, 2, 2, ["length"], version=1)
+    with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=3"):
+        replay(tmp_path, 3, 2, 3, ["length"], version=1)
+    with pytest.raises(DataError, match=r"was scored by 1 reward functions, but 2 are given \(length, other\)"):
+        replay(tmp_path, 3, 2, 2, ["length", "other"], version=1)
     with pytest.raises(DataError, match="does not exist"):
-        replay(tmp_path / "nowhere", 3, 2, version=1)
+        replay(tmp_path / "nowhere", 3, 2, 2, ["length"], version=1)

@@ -1,0 +1,79 @@
+"""Does a module that was built from another's class and config compute what that one computes?
+
+What a user changed on a live module beside its weights (an activation, a scale, a buffer, a hook) is in neither: the
+copies in other processes would silently be of another model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.causal_lm import CausalLM
+
+NUM_TOKENS = 16
+# Two orders of summation, on logprobs of a few nats.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
+    """Raise ModelError where the copy has other parameters than the live module, or ties others."""
+    mine, theirs = _ties(module), _ties(built)
+    names = {name for tied in mine for name in tied} ^ {name for tied in theirs for name in tied}
+    what = type(module).__name__
+    if names:
+        raise ModelError(
+            f"{what}: parameters such as {sorted(names)[0]!r} are not those that its class and config make; a module "
+            f"that was changed after it was built cannot be copied to other processes: use num_ranks=1, or give it a "
+            f"class of its own"
+        )
+    if mine != theirs:
+        shown = sorted(max(mine ^ theirs, key=lambda tied: len(list(tied))))
+        raise ModelError(
+            f"{what}: {' and '.join(shown)} are tied in the module or by its config, but not in both; set "
+            f"config.tie_word_embeddings to what the module does"
+        )
+
+
+@torch.no_grad()
+def fingerprint(module: PreTrainedModel) -> list[float]:
+    """ln p of some tokens under the module's own forward."""
+    was_training = module.training
+    module.eval()
+    try:
+        tokens = _tokens(module).to(module.device)
+        logits: Tensor = module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    finally:
+        module.train(was_training)
+    found: list[float] = torch.log_softmax(logits.float(), -1).gather(1, tokens[1:, None])[:, 0].tolist()
+    return found
+
+
+@torch.no_grad()
+def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
+    """Raise ModelError where a copy gives other logprobs than the module that it was built after. Collective for a
+    sharded model."""
+    tokens = _tokens(model.module).to(model.device)
+    targets = torch.arange(1, len(tokens), device=model.device)
+    found, _ = model.packed_logprobs(tokens, [len(tokens)], targets, 1.0)
+    gap = float((found.cpu() - torch.tensor(expected)).abs().max())
+    if not gap <= TOLERANCE.get(model.dtype, 1e-4):
+        raise ModelError(
+            f"the {type(model.module).__name__} built from the module's class and config gives other logprobs than the "
+            f"module (by {gap:.2g}): something beside weights and config was changed on it, such as an activation, a "
+            f"buffer or a hook, and would be lost on the ranks; use num_ranks=1, or put it into a class of its own"
+        )
+
+
+def _tokens(module: PreTrainedModel) -> Tensor:
+    vocabulary = module.config.get_text_config().vocab_size
+    return (torch.arange(NUM_TOKENS) * 7919 + 3) % vocabulary
+
+
+def _ties(module: nn.Module) -> set[frozenset[str]]:
+    names: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(tied) for tied in names.values()}
