@@ -125,6 +125,12 @@ def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseExc
     return error
 
 
+def summary_of(error: BaseException) -> str:
+    """What ended a call in one line, for errors of later calls. error: what `error_of` gave, or a Ctrl-C."""
+    told = str(error) if isinstance(error, WorkerError) else "\n".join(getattr(error, "__notes__", ()))
+    return textwrap.shorten((told or type(error).__name__).split("\n")[0], 160, placeholder=" ...")
+
+
 def log_tail(path: Path) -> str:
     """The last lines of a rank's log, or where it crashed; empty where the log lies on another machine."""
     try:

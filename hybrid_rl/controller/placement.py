@@ -58,6 +58,14 @@ class Place:
     devices: str
 
 
+def bundle_of(options: RayOptions, nodes: Sequence[Node]) -> dict[str, float]:
+    """What one rank takes of its node."""
+    gpus = options.gpus_per_rank
+    if gpus is None:
+        gpus = int(any(node.resources.get("GPU", 0) for node in nodes))
+    return {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
+
+
 def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> None:
     """Raises ConfigError where the nodes, empty, do not hold so many bundles."""
     room = sum(_bundles_that_fit(bundle, node.resources) for node in nodes)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +35,8 @@ from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.
 LOCAL_CPU_SLOTS = 1024
 CLOSE_SECONDS = 10.0
-# Of a cluster started here: without one of these nothing works any more.
-VITAL_PROCESSES = ("gcs_server", "raylet")
+ENDED = "the workers of this batch have ended: load() a batch before close()"
+VITAL = ("gcs_server", "raylet")
 
 
 class RayCluster:
@@ -75,16 +76,29 @@ class RayCluster:
             Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
         ]
 
+    def put(self, value: Any) -> Any:
+        """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
+        return ray.put(self._if_open(value))
+
+    def get(self, handle: Any) -> Any:
+        """The object behind a handle. Raises HybridRLError where the hold is closed."""
+        return ray.get(self._if_open(handle))
+
     def is_open(self) -> bool:
         """Whether Ray may be asked; where it is not connected, it would start or join another cluster by itself."""
         return self._end.alive and not self._connection.is_closed and ray.is_initialized()
+
+    def _if_open(self, value: Any) -> Any:
+        if not self.is_open():
+            raise HybridRLError(ENDED)
+        return value
 
     def lost(self) -> str:
         """Which process of a cluster that was started here is gone; empty where all run."""
         return self._connection.lost()
 
     def abandon(self) -> None:
-        """Disconnect all who hold a cluster that has lost a process: a minute later Ray would abort this process."""
+        """Disconnect at once: a minute after the loss of a process Ray would abort this one."""
         self._connection.close()
 
     def close(self) -> None:
@@ -108,23 +122,22 @@ class _Connection:
         if ray.is_initialized():
             return cls._of_the_user(address)
         connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
-        found = ""
+        found, before = connection.address, signal.getsignal(signal.SIGTERM)
         try:
-            # Registered first, put back last.
-            connection.resources.enter_context(session.clean_exit_on_sigterm())
-            if connection.address is None:
+            if found is None:
                 connection._start(object_store_memory_bytes)
             else:
-                found = _resolve(connection.address)
+                if found == "auto":
+                    found = ray._private.services.canonicalize_bootstrap_address(found) or found
                 # Ray itself would try for minutes.
                 session.check_reachable(found)
                 with _quiet_ray():
                     ray.init(address=found, log_to_driver=False, configure_logging=False)
-            session.take_sigterm()
+            connection.resources.enter_context(session.sigterm_exits(before))
         except Exception as error:
             connection.close()
             what = f"ray address {connection.address!r}" if connection.address else "a Ray cluster on this machine"
-            where = f" (found at {found})" if found not in ("", connection.address) else ""
+            where = f" (found at {found})" if found != connection.address else ""
             raise ConfigError(f"{what}{where} cannot be used: {type(error).__name__}: {error}") from error
         return connection
 
@@ -163,18 +176,16 @@ class _Connection:
                 f"use ray==2.60.0, or start a cluster yourself and give its address"
             )
 
+    def _started(self) -> dict[str, Any]:
+        """What nothing works without: the processes of a cluster that was started here, by name."""
+        node = ray._private.worker._global_node
+        if not self.is_loopback or self.is_closed or node is None:
+            return {}
+        return {f"{name} (pid {one.process.pid})": one.process for name in VITAL for one in node.all_processes[name]}
+
     def lost(self) -> str:
         """See RayCluster."""
-        if not self.is_loopback or self.is_closed or ray._private.worker._global_node is None:
-            return ""
-        started = ray._private.worker._global_node.all_processes
-        gone = [
-            f"{kind} (pid {info.process.pid})"
-            for kind in VITAL_PROCESSES
-            for info in started.get(kind, [])
-            if info.process.poll() is not None
-        ]
-        return ", ".join(gone)
+        return ", ".join(name for name, process in self._started().items() if process.poll() is not None)
 
     def let_go(self) -> None:
         """One user less; without any the connection ends."""
@@ -184,55 +195,32 @@ class _Connection:
 
     def close(self) -> None:
         """Disconnect, and end what was started here; a second call does nothing."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        if self.is_ours and ray.is_initialized():
-            node = ray._private.worker._global_node
-            pids = [info.process.pid for kind in VITAL_PROCESSES for info in node.all_processes.get(kind, [])]
-            started = family(pids if self.is_loopback else [])
+        started = family([process.pid for process in self._started().values()])
+        if self.is_ours and not self.is_closed and ray.is_initialized():
             ray.shutdown()
-            # Ray's agents would look for a dead gcs_server for two minutes.
-            end_family(started, CLOSE_SECONDS)
+        self.is_closed = True
+        # Without a gcs_server Ray's own agents would stay for two minutes.
+        end_family(started, CLOSE_SECONDS)
         self.resources.close()
 
 
-def _resolve(address: str) -> str:
-    """"host:port" for "auto"; other addresses as they are. Raises ConnectionError where no cluster was found."""
-    return ray._private.services.canonicalize_bootstrap_address(address) or "" if address == "auto" else address
-
-
-@contextlib.contextmanager
-def _quiet_ray() -> Iterator[None]:
+def _quiet_ray() -> AbstractContextManager[None]:
     """Connect without messages on the console, now and later: how a rank ended is told by our own errors."""
-    logger = logging.getLogger("ray")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with session.replaced((ray._private.worker, "listen_error_messages", session.nothing)):
-            yield
-    finally:
-        logger.setLevel(before)
+    return session.quiet("ray", (ray._private.worker, "listen_error_messages", session.nothing))
 
 
-@contextlib.contextmanager
-def _small_and_loopback_only() -> Iterator[None]:
+def _small_and_loopback_only() -> AbstractContextManager[None]:
     """Make ray.init take the loopback address that it is given, which it otherwise replaces by the machine's own, and
     leave out what nobody here needs, 80 MB each: dashboard, autoscaler, logs on the console, spare workers."""
-    node = ray._private.node.Node
-    # Children of a rank that was killed end with its process group.
-    with (
-        session.environment(
-            RAY_enable_worker_prestart="0", RAY_prestart_worker_first_driver="0", RAY_process_group_cleanup_enabled="1"
-        ),
-        session.replaced(
-            (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
-            (node, "start_monitor", session.nothing),
-            (node, "start_log_monitor", session.nothing),
-            (node, "start_api_server", session.nothing),
-        ),
-    ):
-        yield
+    helpers = ("start_monitor", "start_log_monitor", "start_api_server")
+    return session.changed(
+        *((ray._private.node.Node, helper, session.nothing) for helper in helpers),
+        (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
+        RAY_enable_worker_prestart="0",
+        RAY_prestart_worker_first_driver="0",
+        # Children of a rank that was killed end with its process group.
+        RAY_process_group_cleanup_enabled="1",
+    )
 
 
 class RayBackend(RemoteBackend):
@@ -257,7 +245,7 @@ class RayBackend(RemoteBackend):
 
 
 class _Ranks:
-    """The actors of a group, by rank, and how they are reached and ended."""
+    """The actors of a group, by rank, and how they are reached and ended; see Ranks and Transport."""
 
     def __init__(self, cluster: RayCluster, role: str, num_ranks: int, options: RayOptions) -> None:
         self.is_dead = False
@@ -269,7 +257,6 @@ class _Ranks:
         self._asked: dict[int, Any] = {}
 
     def open(self, timeout: timedelta) -> tuple[str, int]:
-        """See Ranks."""
         self._place(self._role, self._num_ranks, self._options)
         host, first = self._places[0].address, self._actors[0]
         return _get_all([first.open_store.remote(host, timeout)], self._options.start_seconds, "rank 0")[0]
@@ -277,10 +264,7 @@ class _Ranks:
     def _place(self, role: str, num_ranks: int, options: RayOptions) -> None:
         """Reserve room for all ranks at once, start their processes, and put them in order."""
         nodes = self._cluster.nodes()
-        gpus = options.gpus_per_rank
-        if gpus is None:
-            gpus = int(any(node.resources.get("GPU", 0) for node in nodes))
-        bundle = {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
+        bundle = placement.bundle_of(options, nodes)
         placement.check_room(num_ranks, bundle, nodes)
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
@@ -299,43 +283,30 @@ class _Ranks:
             env = placement.rank_environment(options, cores, counts[node.id], loopback=self._cluster.is_local)
             started.append(
                 actor.options(
-                    num_cpus=options.cpus_per_rank,
-                    num_gpus=gpus,
+                    num_cpus=bundle["CPU"],
+                    num_gpus=bundle.get("GPU", 0),
                     runtime_env={"env_vars": env},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
                 ).remote(ray.put, ray.get, _is_handle)
             )
         self._actors = started
         found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")
-        places = [
-            Place(index, node_of[index], by_id[node_of[index]].address, host, pid, devices)
-            for index, (host, pid, devices) in enumerate(found)
-        ]
+        places = [Place(i, node_of[i], by_id[node_of[i]].address, *identity) for i, identity in enumerate(found)]
         self._places = placement.rank_order(places)
         self._actors = [started[place.bundle] for place in self._places]
 
     def put(self, value: Any) -> Any:
-        """See Ranks."""
-        self._check_open()
-        return ray.put(value)
+        return self._cluster.put(value)
 
     def get(self, handle: Any) -> Any:
-        """See Ranks."""
-        self._check_open()
-        return ray.get(handle)
-
-    def _check_open(self) -> None:
-        if self.is_dead or not self._cluster.is_open():
-            raise HybridRLError(
-                f"the {self._role} workers that hold this batch have ended: load() it before close(), or make it anew"
-            )
+        if self.is_dead:
+            raise HybridRLError(ENDED)
+        return self._cluster.get(handle)
 
     def is_handle(self, value: Any) -> bool:
-        """See Ranks."""
         return _is_handle(value)
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
-        """See Ranks."""
         self._asked, self._pending = {}, {}
         if self._cluster.lost():
             return
@@ -345,7 +316,6 @@ class _Ranks:
         }
 
     def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
-        """See Transport."""
         if lost := self._cluster.lost():
             return dict.fromkeys(ranks, Outcome(failure=cluster_ended(lost)))
         ready, _ = ray.wait([self._pending[rank] for rank in ranks], num_returns=len(ranks), timeout=timeout)
@@ -363,27 +333,27 @@ class _Ranks:
         return outcome
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
-        """See Transport."""
         found = {}
         for rank, reference in list(self._asked.items()):
             if ray.wait([reference], timeout=0)[0]:
                 del self._asked[rank]
                 with contextlib.suppress(Exception):
                     found[rank] = ray.get(reference)
-        self._asked |= {rank: self._actors[rank].health.options(concurrency_group="control").remote() for rank in ranks if rank not in self._asked}
+        self._asked |= {rank: self._control(rank, "health") for rank in ranks if rank not in self._asked}
         return found
 
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:
-        """See Transport."""
         for rank in ranks:
-            self._actors[rank].interrupt.options(concurrency_group="control").remote(call_id)
+            self._control(rank, "interrupt", call_id)
+
+    def _control(self, rank: int, method: str, *args: Any) -> Any:
+        """Call a method beside the one that runs."""
+        return getattr(self._actors[rank], method).options(concurrency_group="control").remote(*args)
 
     def describe(self, rank: int) -> str:
-        """See Transport."""
         return describe_process(self._places[rank])
 
     def close(self, call_id: int) -> None:
-        """See Ranks."""
         if self._cluster.is_open():
             if not self.is_dead and self._places and not self._cluster.lost():
                 self.send("close", [(call_id,)] * len(self._actors))

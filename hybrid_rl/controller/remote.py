@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
-from hybrid_rl.controller.failures import Site
+from hybrid_rl.controller.failures import Site, summary_of
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import RayOptions
@@ -76,6 +76,8 @@ class RemoteBackend:
     ) -> None:
         self.role, self.label, self.num_ranks = role, "", mesh.num_ranks
         self._mesh, self._splitter, self._options, self._ranks = mesh, splitter, options, ranks
+        # Why the ranks were killed, where they were.
+        self._reason = ""
         self._ids = itertools.count(1)
         logs = {rank: log_folder.resolve() / f"{role}-rank{rank}.log" for rank in range(mesh.num_ranks)}
         self._site = Site(role, mesh.num_ranks, logs)
@@ -105,7 +107,8 @@ class RemoteBackend:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         if self._ranks.is_dead:
             raise WorkerError(
-                f"the {self.role} workers were ended after an earlier failure; make a new Trainer, with resume="
+                f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
+                f"checkpoint)"
             )
         parts = cut(name, record, Arguments(args, kwargs), self._mesh.num_shards(record.axes), self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
@@ -118,7 +121,11 @@ class RemoteBackend:
             ],
         )
         doing = f"{name}(){self.label and f' at {self.label}'}"
-        values = supervise(self._ranks, self._site, call_id, doing, self._options)
+        try:
+            values = supervise(self._ranks, self._site, call_id, doing, self._options)
+        except BaseException as error:
+            self._reason = summary_of(error)
+            raise
         answers = {rank: unpack(*values[rank]) for rank in answering_ranks}
         return collect(name, record, parts, self._mesh, answers, self._ranks.get)
 

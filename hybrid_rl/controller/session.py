@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 LOCK = "lock"
@@ -77,9 +80,32 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
         is_over.set()
 
 
+@contextlib.contextmanager
+def sigterm_exits(before: Any) -> Iterator[None]:
+    """Inside the block a SIGTERM ends the program by SystemExit, so that all is closed. before: the handler from before
+    a library took the signal, whose own would abort the program while it closes; one of the user stays in charge.
+
+    Only the main thread may set handlers; elsewhere the block simply runs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = before if callable(before) or before is signal.SIG_IGN else _exit
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finalize:
     """Call `end` when the owner is dropped, or at the end of the program before the libraries imported so far take
-    themselves down; the result ends it at once. Whatever comes first; once."""
+    themselves down; the result ends it at once. Whatever comes first; once, and in this process only."""
     finalizer = weakref.finalize(owner, _end_in, os.getpid(), end, *args)
     # weakref's own hook may run after that of a library which `end` needs.
     finalizer.atexit = False
@@ -125,6 +151,26 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(known, before, strict=True):
             setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def changed(*changes: tuple[Any, str, Any], **variables: str) -> Iterator[None]:
+    """Both `replaced` and `environment`."""
+    with environment(**variables), replaced(*changes):
+        yield
+
+
+@contextlib.contextmanager
+def quiet(name: str, *changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Without the warnings of a logger inside the block, and with these attributes `replaced`."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with replaced(*changes):
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -60,7 +60,8 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
                 if all(failure.is_interrupt for failure in watch.failures.values()) and not watch.pending:
                     raise KeyboardInterrupt
                 raise error_of(site, doing, watch.failures)
-    except KeyboardInterrupt:
+    except BaseException:
+        # A second Ctrl-C, or a SIGTERM: nobody waits for what is under way.
         if watch.pending:
             transport.kill()
         raise
@@ -140,7 +141,7 @@ class _Watch:
         self.failures[first] = Failure(
             "hang",
             f"no rank got on for {self._options.watchdog_seconds:g} s, and this one holds up the others; where a step "
-            f"may take longer, raise watchdog_seconds",
+            f"may take longer, raise controller.watchdog_seconds",
             "\n".join(stacks),
             is_end=True,
         )

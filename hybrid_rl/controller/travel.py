@@ -33,9 +33,16 @@ def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes
         pickler.dump(value)
     except Exception as error:
         path, part, reason = _offender(value, is_handle, what) or (what, value, error)
+        kind = type(part)
+        if isinstance(value, functools.partial):
+            # The user knows what it is given, not the function.
+            path = path.removeprefix(f"{what}.args[0].")
+        remedy = "make it inside the function" if " -> " in path else "make it where it is used"
+        if kind.__module__ not in sys.stdlib_module_names:
+            remedy += f", or define __reduce__ for {kind.__name__}"
         raise ConfigError(
-            f"{path} ({type(part).__name__}) cannot be sent to another process: {reason}; make it where it is used, "
-            f"or define __reduce__ for it"
+            f"{path}: {'an' if kind.__name__[0] in 'aeiouAEIOU' else 'a'} {kind.__name__} cannot be sent to another "
+            f"process ({reason}); {remedy}"
         ) from error
     return stream.getvalue(), pickler.handles
 
@@ -62,7 +69,7 @@ class Driver:
     @classmethod
     def here(cls) -> Driver:
         """Of this process."""
-        found = (os.path.abspath(entry) for entry in sys.path)
+        found = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
         return cls(tuple(entry for entry in found if os.path.exists(entry)), tuple(sys.argv))
 
     def adopt(self) -> None:
@@ -141,6 +148,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             if parameter.default is not parameter.empty
         }
         used = {**defaults, **closure.globals, **closure.nonlocals}
-        yield from ((f" -> {name}", part) for name, part in used.items())
+        yield from ((f" (function {value.__name__}) -> {name}", part) for name, part in used.items())
     else:
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

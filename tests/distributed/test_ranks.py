@@ -43,6 +43,6 @@ def test_results_come_by_rank() -> None:
 def test_failures_are_told_and_leave_no_process(how: str, message: str) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(RankError, match=message):
-        run_ranks(misbehave, 2, how, deadline_seconds=60 if how == "hangs" else 180)
+        run_ranks(misbehave, 2, how, deadline_seconds=30 if how == "hangs" else 180)
     left = [p for p in set(psutil.Process().children(recursive=True)) - before if "spawn_main" in " ".join(p.cmdline())]
     assert not left

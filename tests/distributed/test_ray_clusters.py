@@ -206,6 +206,130 @@ def test_an_address_where_nobody_is(start_script: Start) -> None:
     assert told[0]["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told[0]["error"]
 
 
+def test_auto_finds_a_cluster_that_is_gone(start_script: Start, tmp_path: Path) -> None:
+    """What the last `ray start` left: refused at once, with the address that it had."""
+    told = finish(
+        start_script(
+            """
+            import ray._private.services as services
+            services.find_gcs_addresses = lambda: set()
+            services.find_bootstrap_address = lambda folder: "127.0.0.1:1"
+            services.resolve_ip_for_localhost = lambda host: host
+            try:
+                RayCluster("auto")
+            except Exception as error:
+                tell(kind=type(error).__name__, error=str(error))
+            """
+        )
+    )
+    assert told[0]["kind"] == "ConfigError"
+    assert told[0]["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
+
+
+def test_a_batch_is_not_loaded_after_the_end(start_script: Start) -> None:
+    """Ray would start another cluster for it, or wait for one."""
+    told = finish(
+        start_script(
+            """
+            from hybrid_rl.errors import HybridRLError
+            cluster = RayCluster()
+            for close in (lambda: group.close(), lambda: cluster.close()):
+                group = make(cluster)
+                batch = group.score(sample_batch(2, 2), 2.0)
+                assert batch.load().num_samples == 4
+                group.close()
+                close()
+                try:
+                    batch.load()
+                except HybridRLError as error:
+                    tell(error=str(error))
+            tell(left=descendants(), connected=ray.is_initialized())
+            """
+        )
+    )
+    ended = "the workers of this batch have ended: load() a batch before close()"
+    assert told == [{"error": ended}] * 2 + [{"left": [], "connected": False}]
+
+
+def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
+    code = f"cluster = RayCluster()\ngroup = make(cluster)\n{WHERE}{TELL}group.patient(3600.0, False)\n"
+    process = start_script(code)
+    assert process.stdout is not None
+    told = json.loads(next(line for line in process.stdout if line.startswith("TELLS ")).removeprefix("TELLS "))
+    process.terminate()
+    # Ray makes 1 of it where the signal comes while it waits.
+    assert process.wait(DEADLINE_SECONDS) in (1, 143)
+    assert_nothing_left(**told)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
+    """One error at once, where Ray would abort the driver after a minute; then everything works again."""
+    told = finish(
+        start_script(
+            f"""
+            import threading
+            for _ in range(2):
+                cluster = RayCluster()
+                group = make(cluster)
+                pids = descendants()
+                lost = next(p for p in psutil.Process().children() if {name!r} in p.name())
+                threading.Timer(1.0, lost.kill).start()
+                {WHERE}
+                try:
+                    group.patient(3600.0, True)
+                except Exception as error:
+                    tell(kind=type(error).__name__, error=str(error), lost=lost.pid)
+                group.close(); cluster.close()
+                tell(pids=pids, folder=folder)
+            """
+        )
+    )
+    for failure, rest in (told[:2], told[2:]):
+        assert failure["kind"] == "WorkerError"
+        assert f"failed in patient(): cluster ended: {name} (pid {failure['lost']}) of the Ray" in failure["error"]
+        assert_nothing_left(**rest)
+
+
+def test_modules_that_only_the_driver_finds(start_script: Start, tmp_path: Path) -> None:
+    (tmp_path / "mods").mkdir()
+    (tmp_path / "mods" / "only_here.py").write_text("import sys\ndef asked(): return sys.argv[1]\n")
+    told = finish(
+        start_script(
+            """
+            cluster = RayCluster()
+            sys.path.insert(0, str(FOLDER / "mods"))
+            import only_here
+            class Asking(Probe):
+                def __init__(self, context):
+                    super().__init__(context)
+                    assert only_here.asked() == str(FOLDER)
+            Probe = Asking
+            tell(sum=make(cluster).all_reduce())
+            """
+        )
+    )
+    assert told == [{"sum": [3.0, 3.0]}]
+
+
+def test_a_forked_child_ends_no_ranks(start_script: Start) -> None:
+    told = finish(
+        start_script(
+            """
+            cluster = RayCluster()
+            group = make(cluster)
+            pid = os.fork()
+            if pid == 0:
+                group.close(); cluster.close()
+                os._exit(3)
+            tell(child=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sum=group.all_reduce())
+            group.close()
+            """
+        )
+    )
+    assert told == [{"child": 3, "sum": [3.0, 3.0]}]
+
+
 def test_a_cluster_started_in_a_thread_outlives_it(start_script: Start) -> None:
     told = finish(
         start_script(

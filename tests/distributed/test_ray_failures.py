@@ -46,7 +46,7 @@ def group(make_group: Callable[..., WorkerGroup], pids: list[int]) -> Iterator[W
 
 
 def assert_unusable(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match="the policy workers were ended after an earlier failure; make a new Trainer"):
+    with pytest.raises(WorkerError, match=r"have ended after: (policy rank \d of 2 failed in|KeyboardInter).*make a"):
         group.gather(0)
 
 
@@ -179,7 +179,7 @@ def test_children_of_a_killed_rank_end_too(group: WorkerGroup) -> None:
 
 
 def test_an_answer_that_cannot_be_sent(lasting: WorkerGroup) -> None:
-    with pytest.raises(ConfigError, match=r"the answer of lock\(\) \(lock\) cannot be sent to another process"):
+    with pytest.raises(ConfigError, match=r"the answer of lock\(\): a lock cannot be sent to another process"):
         lasting.lock()
     assert lasting.gather(1) == [[(0, 1), (1, 1)]] * 2
 

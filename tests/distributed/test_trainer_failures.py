@@ -127,7 +127,7 @@ def test_ctrl_c_in_a_rollout_takes_the_step_back_and_fit_goes_on(make, tmp_path)
         slow = Path(os.environ["SLOW"])
         if dist.get_rank() == 1 and trainer_state.global_step == 2 and slow.exists():
             slow.unlink()
-            time.sleep(15)
+            time.sleep(8)
         return spread(completion_ids)
 
     slow = tmp_path / "slow"

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hybrid_rl.controller.failures import Failure, Site, error_of, failure_of, log_tail, process_ended, root_cause
+from hybrid_rl.controller.failures import (
+    Failure,
+    Site,
+    error_of,
+    failure_of,
+    log_tail,
+    process_ended,
+    root_cause,
+    summary_of,
+)
 from hybrid_rl.errors import CheckpointError, WorkerError
 
 ECHO = Failure("RuntimeError", "gloo: connection closed by peer", is_echo=True)
@@ -95,3 +104,17 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
     log.write_text("before\nFatal Python error: Segmentation fault\n" + "".join(f"frame {i}\n" for i in range(60)))
     assert log_tail(log).splitlines()[:2] == ["Fatal Python error: Segmentation fault", "frame 0"]
     assert len(log_tail(log).splitlines()) == 15
+
+
+def test_what_followed_is_not_cut_within_a_word() -> None:
+    long = Failure("ValueError", "word " * 60)
+    line = str(error_of(Site("policy", 2, {}), "f()", {0: OWN, 1: long})).splitlines()[1]
+    assert line.endswith("word ...)") and len(line) < 200
+
+
+def test_a_failure_in_one_line() -> None:
+    site = Site("policy", 2, {})
+    assert summary_of(error_of(site, "f()", {0: OWN})) == "policy rank 0 of 2 failed in f(): ValueError: bad batch"
+    ours = error_of(site, "save()", {1: raised(CheckpointError("disk full"))})
+    assert summary_of(ours) == "policy rank 1 of 2 failed in save(): CheckpointError: disk full"
+    assert summary_of(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -173,7 +173,7 @@ def test_groups_need_a_batch() -> None:
 def test_after_the_end() -> None:
     group, ranks = make({"dp_shard": 2})
     ranks.is_dead = True
-    with pytest.raises(WorkerError, match="the policy workers were ended after an earlier failure"):
+    with pytest.raises(WorkerError, match="the policy workers have ended after: "):
         group.leader()
     group.close()
     with pytest.raises(RuntimeError, match="the policy workers are closed; make a new Trainer"):

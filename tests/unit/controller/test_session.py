@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,39 @@ def test_the_end_of_the_program_comes_before_that_of_libraries() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["ours", "library", "weakref"]
+
+
+def test_a_forked_child_ends_nothing_of_its_parent() -> None:
+    code = (
+        "import os, sys\n"
+        "class Owner: pass\n"
+        "from hybrid_rl.controller.session import at_end\n"
+        "owner = Owner(); end = at_end(owner, print, 'ended')\n"
+        "pid = os.fork()\n"
+        "if pid == 0: end(); sys.exit(3)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["3", "ended"]
+
+
+def test_a_sigterm_ends_the_program_in_order() -> None:
+    """Where it was the system's own business; a handler of the user stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    told: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        told.append(number)
+
+    try:
+        with pytest.raises(SystemExit) as caught, session.sigterm_exits(signal.SIG_DFL):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with session.sigterm_exits(handler):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_where_nobody_listens() -> None:

@@ -175,3 +175,15 @@ def test_warnings_are_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         (logging.WARNING, "[policy ranks 0, 1] careful"),
         (logging.ERROR, "[policy rank 1] worse"),
     ]
+
+
+def test_a_sigterm_kills_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, {}, stubborn=True)
+
+    def end() -> None:
+        raise SystemExit(143)
+
+    ranks.at = {5.0: end}
+    with pytest.raises(SystemExit):
+        run(ranks, 1)
+    assert ranks.killed_at == 5.0

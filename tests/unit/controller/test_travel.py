@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.controller.travel import pack, unpack
+from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.errors import ConfigError
 
 
@@ -72,19 +77,60 @@ class Holder:
     def method(self) -> None: ...
 
 
+class Given:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
 @pytest.mark.parametrize(
-    ("value", "path"),
+    ("value", "told"),
     [
-        (Setup(threading.Lock()), "setup.decode (lock)"),
-        ({"a": [1, threading.Lock()]}, "setup['a'][1] (lock)"),
-        (partial(print, Setup(Holder())), "setup.args[0].decode.guard (lock)"),
-        (Holder().method, "setup.__self__.guard (lock)"),
-        (lambda lock=GUARD: lock, "setup -> lock (lock)"),
-        (partial(lambda a: GUARD, 1), "setup.func -> GUARD (lock)"),
+        (Setup(threading.Lock()), "setup.decode: a lock cannot be sent"),
+        ({"a": [1, threading.Lock()]}, "setup['a'][1]: a lock cannot be sent"),
+        (partial(print, Setup(Holder())), "decode.guard: a lock cannot be sent"),
+        (Holder().method, "setup.__self__.guard: a lock cannot be sent"),
+        (lambda lock=GUARD: lock, "setup (function <lambda>) -> lock: a lock cannot be sent"),
+        (partial(lambda a: GUARD, 1), "setup.func (function <lambda>) -> GUARD: a lock cannot be sent"),
     ],
 )
-def test_what_cannot_travel_is_named(value: Any, path: str) -> None:
+def test_what_cannot_travel_is_named(value: Any, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         pack(value, is_handle, "setup")
-    assert str(caught.value).startswith(f"{path} cannot be sent to another process: ")
-    assert "cannot pickle" in str(caught.value)
+    assert str(caught.value).startswith(f"{told} to another process (cannot pickle ")
+    remedy = "make it inside the function" if "->" in told else "make it where it is used"
+    assert str(caught.value).endswith(f"); {remedy}"), "nobody can define __reduce__ for a lock"
+
+
+def test_classes_of_the_user_may_define_how_they_travel() -> None:
+    given = Given()
+    given.lock = None
+    with pytest.raises(ConfigError, match="a Given cannot .* used, or define __reduce__ for Given"):
+        pack(given, is_handle, "setup")
+
+
+def test_modules_of_the_driver_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it can import, from wherever; after what this process finds already."""
+    (tmp_path / "only_there.py").write_text("import sys\nASKED = list(sys.argv)\n")
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "gone")])
+    monkeypatch.setattr(sys, "argv", ["train.py", "fast"])
+    monkeypatch.chdir(tmp_path)
+    driver = Driver.here()
+    assert driver == Driver((str(tmp_path),), ("train.py", "fast"))
+    code = (
+        "import sys; from hybrid_rl.controller.travel import Driver; before = list(sys.path)\n"
+        f"for _ in range(2): {driver!r}.adopt()\n"
+        f"assert sys.path == [*before, {str(tmp_path)!r}]\n"
+        "import only_there; print(only_there.ASKED)"
+    )
+    root = str(Path(__file__).parents[3])
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert answer.stdout == "['train.py', 'fast']\n"
+
+
+def test_a_module_that_is_missing_is_named() -> None:
+    data = pickle.dumps(os.path.join).replace(b"posixpath", b"nopathful")
+    with pytest.raises(ConfigError, match="No module named 'nopathful', which .*: install it on all nodes"):
+        unpack(data, [])
