@@ -15,13 +15,15 @@ os.environ["MPLBACKEND"] = "Agg"
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 # Models of a few thousand parameters: more threads only wait for each other, on a busy machine many times longer.
 torch.set_num_threads(1)
-# How long an example takes is the machine's business.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may do without
+    from hypothesis import settings
+
+    # How long an example takes is the machine's business.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
