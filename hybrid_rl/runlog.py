@@ -73,12 +73,10 @@ class RunLog:
         if step:
             self._display.step(step, metrics)
 
-    def completions(self, step: int, batch: Batch) -> None:
-        """Show the samples of a batch in the console."""
-        if batch.num_samples:
-            rewards = [None if math.isnan(reward) else reward for reward in batch["rewards"].tolist()]
-            prompts = map(str, batch["prompt"])
-            self._display.completions(step, list(zip(prompts, batch["completion"], rewards, strict=True)))
+    def completions(self, step: int, texts: Iterable[tuple[int, str, str, float]]) -> None:
+        """Show samples in the console. texts: trajectory, prompt, completion and reward (NaN = none) of each."""
+        shown = [(prompt, text, None if math.isnan(reward) else reward) for _, prompt, text, reward in texts]
+        self._display.completions(step, shown)
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress; write what is pending and draw the curves. lost: sample files that ranks cannot

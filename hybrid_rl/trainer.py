@@ -383,9 +383,10 @@ class Trainer:
         self._committed = self._sampler.state_dict()
 
     def _log_samples(self, step: int, batch: Batch | BatchRef) -> None:
-        """Each rank writes its own samples; a few of them come here to be shown."""
-        shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-        self._log.completions(step, shown.load() if isinstance(shown, BatchRef) else shown)
+        """Each rank writes its own samples; the texts of a few come here to be shown, and no block of them."""
+        if self.config.log_completions:
+            shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
+            self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         self.policy.log_samples(batch, step, self._log.path)
 
     def _require_open(self) -> None:

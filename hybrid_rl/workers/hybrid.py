@@ -195,6 +195,12 @@ class HybridWorker(WorkerBase):
             self._samples = JsonLines(folder / name)
         self._samples.write(sample_records(step, batch, self._rewards.names))
 
+    @dispatch(split="groups", collect="all", objects=True)
+    def texts(self, batch: Batch) -> list[tuple[int, str, str, float]]:
+        """Trajectory, prompt, completion and reward of this rank's samples."""
+        columns = (batch["trajectory"].tolist(), map(str, batch["prompt"]), batch["completion"])
+        return list(zip(*columns, batch["rewards"].tolist(), strict=True))
+
     @dispatch(collect="all")
     def flush_samples(self) -> Path | None:
         """Write what waits; the file where that fails."""

@@ -56,7 +56,11 @@ def loaded(batch):
     return batch.load() if isinstance(batch, BatchRef) else batch
 
 
-def test_ten_replayed_steps_and_the_first_samples_are_the_same_on_1_2_and_4_ranks(train):
+def no_block(batch):
+    raise AssertionError("the driver fetched samples in a step")
+
+
+def test_ten_replayed_steps_and_the_first_samples_are_the_same_on_1_2_and_4_ranks(train, monkeypatch, capfd):
     recorder = train(1, save_rollouts=True)
     first = recorder.step().batch
     recorder.fit()
@@ -72,8 +76,12 @@ def test_ten_replayed_steps_and_the_first_samples_are_the_same_on_1_2_and_4_rank
         replayed.close()
         if num_ranks == 1:
             continue
-        sampler = train(num_ranks, max_steps=1)
-        result = sampler.step()
+        sampler = train(num_ranks, max_steps=1, log_completions=2)
+        with monkeypatch.context() as patched:
+            patched.setattr(BatchRef, "load", no_block)
+            result = sampler.step()
+        err = capfd.readouterr().err
+        assert all(text in err for text in first["completion"][:2])
         mine = loaded(result.batch)
         assert isinstance(result.batch, BatchRef)
         for column in ("prompt_ids", "completion_ids", "policy_version"):
