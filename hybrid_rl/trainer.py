@@ -396,5 +396,5 @@ class Trainer:
             raise HybridRLError("this Trainer is closed; make a new one")
         if self._torn:
             raise HybridRLError(
-                f"the update after step {self.global_step} broke off: make a new Trainer (resume= takes a checkpoint)"
+                f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
             )
