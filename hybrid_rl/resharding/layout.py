@@ -1,4 +1,4 @@
-"""What weights there are: names, shapes and dtypes."""
+"""What weights there are: names, shapes and dtypes, and which rank holds which part."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -56,3 +58,26 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = dict(module.named_parameters())
     weights.update(module.named_buffers())
     return weights
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A global tensor cut into a grid of cells.
+
+    cuts: for each dim where the cells begin and end, from 0 to the extent, rising; cells that would be empty are not
+    there. owners: int32 [cells of dim 0, cells of dim 1, ..., copies]: the ranks that hold each cell, as one contiguous
+    tensor. A rank holds at most one cell.
+    """
+
+    spec: TensorSpec
+    cuts: tuple[tuple[int, ...], ...]
+    owners: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """Who holds the trainer's weights. tensors: in a fixed order, the same on all ranks. hosts: where each rank lives,
+    by rank; ranks of one host can read each other's memory."""
+
+    tensors: tuple[ShardedTensor, ...]
+    hosts: tuple[str, ...]
