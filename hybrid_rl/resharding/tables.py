@@ -41,8 +41,8 @@ class Table:
 class Copies(Table):
     """What an engine's loader copies: each row takes one box of a global source tensor to one destination tensor.
 
-    source [R]: index of the global tensor. low, high [R, MAX_DIMS]: the box in it, high excluded. destination [R]: index
-    of the engine's tensor. offset [R]: where the element `low` goes, from that tensor's first element. strides
+    source [R]: index of the global tensor. low, high [R, MAX_DIMS]: the box in it, high excluded. destination [R]:
+    index of the engine's tensor. offset [R]: where the element `low` goes, from that tensor's first element. strides
     [R, MAX_DIMS]: the way in the destination's memory for one step along each dim of the source.
     """
 
