@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_rl.controller.mesh import RankMesh
+from hybrid_rl.errors import ConfigError
 
 _last_progress = time.monotonic()
 
@@ -91,6 +92,27 @@ def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[An
     def gather(value: Any) -> list[Any]:
         found: list[Any] = [None] * num_ranks
         dist.all_gather_object(found, value, group=control)
+        return found
+
+    return gather
+
+
+def block_gather(size: int) -> Callable[[Any], list[Any]]:
+    """As `RankContext.gather`, among each `size` consecutive ranks (a tensor-parallel replica, say): the objects of the
+    block that this rank is in. Making it is collective over all ranks.
+
+    Raises ConfigError where the ranks cannot be cut into such blocks.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks % size:
+        raise ConfigError(f"{num_ranks} ranks cannot be cut into blocks of {size}; use a divisor of num_ranks")
+    if size == 1:
+        return _alone
+    group, _ = dist.new_subgroups(size, backend="gloo")
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, value, group=group)
         return found
 
     return gather

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
+from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
 from hybrid_rl.models.blocks import transformer_blocks
@@ -82,12 +83,13 @@ def device_mesh(options: ShardOptions, device_type: str) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Shards:
-    """A module whose parameters are shards, and the plain twin of it."""
+    """A module whose parameters are shards, and the plain twin of it. region: where the shards lie, if not anywhere."""
 
     module: PreTrainedModel
     twin: Twin
     mesh: DeviceMesh
     options: ShardOptions
+    region: Region | None = None
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +135,7 @@ class ShardedCausalLM(CausalLM):
         self, shards: Shards, attention: str = "auto", *, compile: bool = False, activation_offload: bool = False
     ) -> None:
         self.twin = shards.twin
+        self.region = shards.region
         self._sharding = shards.options
         self._device = _local_device(shards.mesh)
         self._root: Any = shards.module
