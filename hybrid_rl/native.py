@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid_rl.errors import ConfigError, DataError
 
 _LIBRARY_PATH = Path(__file__).parent / "_native.so"
+_CUDA_LIBRARY_PATH = Path(__file__).parent / "_native_cuda.so"
 _SWITCH = "HYBRID_RL_NATIVE"
 _STAND_IN = "slower PyTorch forms stand in for the compiled operators"
 _MASK_32 = 0xFFFFFFFF
@@ -35,16 +36,16 @@ def is_available() -> bool:
 
 
 @functools.cache
-def operator(name: str) -> Callable[..., Any] | None:
+def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
     """The compiled operator of this name; None where the caller's PyTorch form has to stand in.
 
-    None means that the extension is missing or switched off, or that it was built from older sources without this
-    operator; each is logged once. The operators have CPU kernels only.
+    None means that the extension is missing or switched off, that it was built from older sources without this
+    operator, or that it was built without kernels for this device; each is logged once.
 
     Raises:
         ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    if not _is_loaded():
+    if not _is_loaded() or (device_type != "cpu" and not _has_kernels(device_type)):
         return None
     packet = getattr(torch.ops.hybrid_rl, name, None)
     if packet is None:
@@ -129,6 +130,20 @@ def _check(seeds: Tensor, positions: Tensor, num_columns: int) -> None:
 
 
 @functools.cache
+def _has_kernels(device_type: str) -> bool:
+    """Whether the extension has kernels for a device other than the CPU; loads them."""
+    if device_type != "cuda" or not _CUDA_LIBRARY_PATH.exists():
+        _logger.warning(
+            "the compiled extension has no kernels for %s: %s; install nvcc, set CUDA_HOME and reinstall with "
+            "--no-build-isolation to have those for cuda",
+            device_type,
+            _STAND_IN,
+        )
+        return False
+    return _load(_CUDA_LIBRARY_PATH)
+
+
+@functools.cache
 def _is_loaded() -> bool:
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
@@ -144,8 +159,12 @@ def _is_loaded() -> bool:
             _STAND_IN,
         )
         return False
+    return _load(_LIBRARY_PATH)
+
+
+def _load(path: Path) -> bool:
     try:
-        torch.ops.load_library(_LIBRARY_PATH)
+        torch.ops.load_library(path)
     except OSError as error:
         _logger.warning(
             "the compiled extension cannot be loaded (%s): %s; reinstall with --no-build-isolation to build it "

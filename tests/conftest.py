@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import random
+import sys
+from pathlib import Path
+from typing import NoReturn
 
 # Before any test imports them: hubs are never asked, and pictures are drawn without a display.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +20,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+VLLM = Path(__file__).parent / "vllm"
+
 # Models of a few thousand parameters: more threads only wait for each other, on a busy machine many times longer.
 torch.set_num_threads(1)
 if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may do without
@@ -26,14 +32,39 @@ if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may do w
     settings.load_profile("no deadline")
 
 
+def without_vllm() -> str:
+    """Why vLLM cannot be used here; empty where it can. It is not imported for that, which takes ten seconds."""
+    if importlib.util.find_spec("vllm") is None:
+        return "needs vllm: `make vllm` (CPU, Linux on x86-64) or constraints-cuda.txt (GPU)"
+    if sys.platform == "linux" and ctypes.util.find_library("numa") is None:
+        return "vllm needs libnuma.so.1 of the system (Debian and Ubuntu: libnuma1)"
+    return ""
+
+
+class WithoutVLLM(pytest.Module):
+    """A file that is skipped before it is imported."""
+
+    def collect(self) -> NoReturn:
+        raise pytest.skip.Exception(without_vllm(), allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """The files of tests/vllm import vLLM, or what does."""
+    if module_path.parent == VLLM and without_vllm():
+        return WithoutVLLM.from_parent(parent, path=module_path)
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run; `-ra` prints why."""
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device"
-    if importlib.util.find_spec("vllm") is None:
-        missing["vllm"] = "needs vllm: pip install hybrid_rl[vllm]"
+    if reason := without_vllm():
+        missing["vllm"] = reason
     for item in items:
+        if item.path.parent == VLLM:
+            item.add_marker(pytest.mark.vllm)
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -67,7 +67,11 @@ def load_config(
     tags = _tags(layers)
     leaves = visible_leaves(tags)
     for layer in layers:
-        flat.update(_flatten(layer, leaves, tags))
+        given = _flatten(layer, leaves, tags)
+        for path in given.keys() & flat.keys():
+            if leaves[path].metadata["takes_rest"]:  # keys in their own right: each is overridden alone
+                given[path] = {**flat[path], **given[path]}
+        flat.update(given)
     values = {path: _convert(path, leaves[path].type, value, leaves[path].metadata) for path, value in flat.items()}
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(values)
 
@@ -163,6 +167,7 @@ def _flatten(
     by_name = {path.rsplit(".", 1)[-1]: path for path in leaves if path != "algorithm.name"}
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
     mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
+    rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
     flat: dict[str, Any] = {}
     for name, value in layer.items():
         path = f"{prefix}{name}"
@@ -177,6 +182,9 @@ def _flatten(
             found = {f"{path}.{UNIONS[path].tag}": value}
         elif not prefix and name in by_name:
             found = {by_name[name]: value}
+        elif path.rpartition(".")[0] in rests:
+            rest = rests[path.rpartition(".")[0]]
+            found = {rest: {**flat.pop(rest, {}), name.rpartition(".")[2]: value}}
         elif path in sections:
             raise ConfigError(f"{path} is a section with keys of its own, not a value: {value!r}")
         else:

@@ -23,9 +23,12 @@ def key(
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    takes_rest: bool = False,
 ) -> Any:
-    """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones."""
+    """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones. takes_rest:
+    names that its section does not have become entries of this mapping."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    metadata["takes_rest"] = takes_rest
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -160,10 +163,36 @@ class InPlaceConfig:
 
 
 @dataclass(frozen=True)
+class VLLMConfig:
+    """vLLM in the trainer's processes. Any other argument of vLLM is given the same way, as rollout.vllm.<name>."""
+
+    tensor_parallel_size: int = key(1, "ranks that share one copy of the weights; the others are replicas", minimum=1)
+    max_num_seqs: int = key(256, "sequences decoded together by one replica", minimum=1)
+    max_num_batched_tokens: int = key(8192, "tokens of one pass; longer prompts are computed in chunks", minimum=1)
+    max_num_waiting: int = key(65536, "requests of a rank that may wait in the engine; more are refused", minimum=1)
+    enable_prefix_caching: bool = key(
+        True, "prompts that begin alike share the blocks of what they have in common, within a rollout"
+    )
+    enforce_eager: bool = key(False, "no CUDA graphs and no compiled model: a faster start, slower steps")
+    per_request_seeds: bool = key(
+        False, "a sample's noise follows from its own seed, wherever it is made; vLLM then samples slower"
+    )
+    plain_weights: bool = key(
+        True, "keep weights as they were loaded where the platform would pack them, so that they are written directly"
+    )
+    kv_cache_memory_bytes: int | None = key(
+        None,
+        "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory",
+        minimum=1,
+    )
+    engine_args: dict[str, Any] = key({}, "other arguments of vLLM: rollout.vllm.<name>=...", takes_rest=True)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How completions are made for training."""
 
-    engine: str = key("inplace", "inplace (embedded, any machine)")
+    engine: str = key("inplace", "inplace (embedded, any machine) or vllm (on the same GPUs)")
     max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
     temperature: float = key(1.0, "divides the logits, in the rollout and in the trainer alike", above=0)
     stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
@@ -180,8 +209,25 @@ class RolloutConfig:
 class InPlaceRolloutConfig(RolloutConfig):
     """rollout.engine=inplace."""
 
-    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine)")
+    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine) or vllm (on the same GPUs)")
     inplace: InPlaceConfig = field(default_factory=InPlaceConfig)
+
+
+@dataclass(frozen=True)
+class VLLMRolloutConfig(RolloutConfig):
+    """rollout.engine=vllm."""
+
+    engine: Literal["vllm"] = key("vllm", "inplace (embedded, any machine) or vllm (on the same GPUs)")
+    transport: Literal["auto", "ipc", "distributed", "disk"] = key(
+        "auto",
+        "how weights get from the ranks' shards to their engines: ipc (read in place, ranks of one host), distributed "
+        "(sent between ranks) or disk; auto = ipc on CPUs of one host, else distributed; one rank copies its own",
+    )
+    weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
+    verify_steps: int = key(
+        10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
+    )
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
 
 @dataclass(frozen=True)
@@ -320,7 +366,7 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             {"grpo": GRPOConfig},
             dict.fromkeys(PLANNED_ALGORITHMS, "the full set of algorithms"),
         ),
-        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig}, {"vllm": "the vLLM engine"}),
+        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig}, {}),
         "controller": Union("backend", "local", {"local": LocalControllerConfig, "ray": RayControllerConfig}, {}),
     }
 )

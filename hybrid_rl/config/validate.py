@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from hybrid_rl.config.schema import FSDPConfig, GRPOConfig, TrainerConfig
+from hybrid_rl.config.schema import FSDPConfig, GRPOConfig, TrainerConfig, VLLMRolloutConfig
 from hybrid_rl.errors import ConfigError
 
 
@@ -18,6 +18,7 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
     """
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config)
+    _check_vllm(config)
     _check_mode(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
@@ -83,6 +84,27 @@ def _check_ranks(config: TrainerConfig) -> None:
         )
 
 
+def _check_vllm(config: TrainerConfig) -> None:
+    rollout = config.rollout
+    if not isinstance(rollout, VLLMRolloutConfig):
+        return
+    if config.num_ranks % rollout.vllm.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size={rollout.vllm.tensor_parallel_size} does not divide "
+            f"num_ranks={config.num_ranks}; use "
+            f"{', '.join(str(n) for n in range(1, config.num_ranks + 1) if config.num_ranks % n == 0)}"
+        )
+    if rollout.transport in ("ipc", "distributed") and config.num_ranks == 1:
+        raise ConfigError(
+            f"rollout.transport={rollout.transport} carries weights between ranks, and num_ranks=1 has one; leave it out"
+        )
+    if (rollout.transport == "disk") != (rollout.weights_path is not None):
+        raise ConfigError(
+            f"rollout.transport={rollout.transport} with weights_path={rollout.weights_path}: transport=disk and the "
+            f"folder go together; set both or neither"
+        )
+
+
 def _check_mode(config: TrainerConfig) -> None:
     if config.mode == "train" and config.rollouts_path is None:
         raise ConfigError("mode=train trains on saved rollouts: set rollouts_path to their folder")
@@ -125,7 +147,8 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")
     ]
     leaves = _values(config)
-    defaults = _values(TrainerConfig()) | _values(type(config.controller)(), "controller.")
+    defaults = _values(TrainerConfig())
+    defaults |= _values(type(config.controller)(), "controller.") | _values(type(config.rollout)(), "rollout.")
     for inert, path, reason in rules:
         # A full config read back from a run folder gives every key: only a value that differs was meant.
         if inert and path in given and leaves[path] != defaults[path]:

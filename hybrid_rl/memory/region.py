@@ -42,6 +42,7 @@ class Region:
         self._close_file = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.capacity_bytes)
         self._mapping = mmap.mmap(self.fd, self.capacity_bytes, mmap.MAP_SHARED)
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._num_bytes = 0
         self._asleep = False
         self._closed = False
@@ -84,6 +85,18 @@ class Region:
         flat = torch.frombuffer(self._mapping, dtype=dtype, count=num_elements, offset=self._num_bytes)
         self._num_bytes = _round_up(end, ALIGNMENT_BYTES)
         return flat.view(shape)
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """How many bytes from the start of the file a tensor begins; None where it, or a part of it, lies elsewhere. A
+        tensor without elements lies nowhere."""
+        self._require_open("searched")
+        if tensor.numel() == 0 or tensor.device.type != "cpu":
+            return None
+        # Of all strides: what lies between the first and the last element.
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        span = (sum((extent - 1) * stride for extent, stride in steps) + 1) * tensor.itemsize
+        offset = tensor.data_ptr() - self._address
+        return offset if offset >= 0 and offset + span <= self._num_bytes else None
 
     def sleep(self, policy: SleepPolicy) -> None:
         """Give the memory back. discard: the content is lost and reads zero after `wake`. offload: it comes back with

@@ -1,10 +1,14 @@
 """Log-probability and entropy of given tokens from hidden states, without ever holding all logits.
 
-Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass.
+Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass. Where tensor cores
+multiply, Triton kernels do the same without writing logits to memory at all (`triton_logprobs.py`).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch import Tensor
 from hybrid_rl.models.linear import product, weight_gradient
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
+_logger = logging.getLogger("hybrid_rl")
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,42 @@ def token_logprobs(
     """
     if labels.shape != hidden.shape[:1]:
         raise ValueError(f"labels must be [{hidden.shape[0]}], not {tuple(labels.shape)}")
+    if runs_in_triton(hidden.device, hidden.dtype):
+        from hybrid_rl.models.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
+
+        return linear_logprobs(
+            hidden, weight, bias, labels, temperature, scale=options.scale, softcap=options.softcap
+        )
+    return chunked_logprobs(hidden, weight, bias, labels, temperature, options)
+
+
+def chunked_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` by operators of PyTorch alone, on any device."""
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
+
+
+@functools.cache
+def runs_in_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused kernels take the head: bfloat16 and float16 on CUDA from Ampere on, for its tensor cores.
+
+    float32 stays in chunks: outside of tensor cores the libraries of PyTorch multiply faster than Triton does.
+    """
+    why = None
+    if device.type != "cuda":
+        why = f"on {device.type}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        why = f"in {dtype}"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        why = "before Ampere"
+    elif importlib.util.find_spec("triton") is None:
+        why = "without Triton"
+    how = "by fused Triton kernels" if why is None else f"in chunks of rows ({why})"
+    _logger.debug("logprobs of the head on %s are computed %s", device, how)
+    return why is None
 
 
 class _TokenLogprobs(torch.autograd.Function):

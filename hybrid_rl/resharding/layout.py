@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.resharding.tables import MAX_DIMS, Column
+
+Cuts = tuple[tuple[int, ...], ...]
+PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold it
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,36 @@ class ShardedTensor:
     """
 
     spec: TensorSpec
-    cuts: tuple[tuple[int, ...], ...]
+    cuts: Cuts
     owners: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, spec: TensorSpec, mesh: npt.NDArray[np.int32], placements: Sequence[Placement]) -> ShardedTensor:
+        """A tensor placed on a mesh of ranks, one placement for each axis, as a DTensor is: torch.chunk semantics,
+        and the interleaved chunks of FSDP2 over tensor parallelism.
+
+        Raises HandoffError where a rank's part is no box, or only a part of a sum.
+        """
+        try:
+            cuts, owners = _grid(spec.shape, mesh.shape, mesh.astype(np.int32).tobytes(), tuple(placements))
+        except HandoffError as error:
+            raise HandoffError(f"{spec.name} {list(spec.shape)}: {error}") from None
+        return cls(spec, cuts, owners)
+
+    def check_dims(self) -> int:
+        """The number of dims. Raises HandoffError where tables of boxes have no room for them."""
+        if len(self.cuts) > MAX_DIMS:
+            raise HandoffError(
+                f"{self.spec.name} has {len(self.cuts)} dims; at most {MAX_DIMS} can be resharded: reshape it"
+            )
+        return len(self.cuts)
+
+    def cell(self, rank: int) -> Box | None:
+        """What a rank holds, as a box of the global tensor; None where that is nothing."""
+        found = np.argwhere(self.owners == rank)
+        if not len(found):
+            return None
+        return tuple(slice(cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, found[0].tolist(), strict=False))
 
 
 @dataclass(frozen=True)
@@ -81,3 +121,122 @@ class SourceLayout:
 
     tensors: tuple[ShardedTensor, ...]
     hosts: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, named: Mapping[str, Tensor], hosts: Sequence[str], *, plain_owners: Sequence[int] | None = None
+    ) -> SourceLayout:
+        """The layout of tensors, sharded (DTensor) or plain, ordered by name. Nothing is communicated.
+
+        plain_owners: the ranks that hold the tensors that are not sharded; without it all ranks, as FSDP2 leaves
+        buffers. Raises HandoffError for a tensor whose part on some rank is no box, or only a part of a sum.
+        """
+        everybody = np.asarray(range(len(hosts)) if plain_owners is None else plain_owners, dtype=np.int32)
+        tensors = []
+        for name, tensor in sorted(named.items()):
+            mesh, placements = everybody, PLAIN
+            if isinstance(tensor, DTensor):
+                mesh, placements = tensor.device_mesh.mesh.cpu().numpy(), tensor.placements
+            spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+            tensors.append(ShardedTensor.of(spec, mesh, placements))
+        return cls(tuple(tensors), tuple(hosts))
+
+    @classmethod
+    def fsdp(
+        cls, specs: Iterable[TensorSpec], num_ranks: int, *, replicas: int = 1, hosts: Sequence[str] | None = None
+    ) -> SourceLayout:
+        """What FSDP2 would make of tensors on ranks that need not exist: dim 0 sharded, scalars on every rank.
+
+        replicas: groups of num_ranks / replicas consecutive ranks that hold everything each (HSDP). hosts: by rank;
+        without it all ranks live on one.
+        """
+        if num_ranks % replicas:
+            raise HandoffError(f"replicas={replicas} does not divide num_ranks={num_ranks}; choose a divisor of it")
+        mesh = np.arange(num_ranks, dtype=np.int32).reshape(replicas, -1)
+        tensors = [
+            ShardedTensor.of(spec, mesh, (Replicate(), Shard(0) if spec.shape else Replicate()))
+            for spec in sorted(specs, key=lambda spec: spec.name)
+        ]
+        return cls(tuple(tensors), tuple(hosts) if hosts is not None else ("localhost",) * num_ranks)
+
+    def parts(self, rank: int) -> tuple[Column, Column]:
+        """The box of every tensor that a rank holds: low and high, int64 [tensors, MAX_DIMS].
+
+        Dims that a tensor does not have are 0 to 1. Where a rank holds nothing, low and high are 0. Raises HandoffError
+        for a tensor of more dims.
+        """
+        low, high = (np.zeros((len(self.tensors), MAX_DIMS), dtype=np.int64) for _ in range(2))
+        found: dict[int, list[int] | None] = {}  # tensors share the arrays of owners
+        for index, tensor in enumerate(self.tensors):
+            key = id(tensor.owners)
+            if key not in found:
+                at = np.argwhere(tensor.owners == rank)
+                found[key] = at[0].tolist() if len(at) else None
+            cell = found[key]
+            if cell is not None:
+                num_dims = tensor.check_dims()
+                high[index] = 1
+                low[index, :num_dims] = [cuts[i] for cuts, i in zip(tensor.cuts, cell, strict=False)]
+                high[index, :num_dims] = [cuts[i + 1] for cuts, i in zip(tensor.cuts, cell, strict=False)]
+        return low, high
+
+    def digest(self) -> str:
+        """A short hash: ranks that agree on it plan from the same names, shapes, dtypes, cells, owners and hosts."""
+        found = hashlib.blake2b(repr(self.hosts).encode(), digest_size=8)
+        owners: dict[int, bytes] = {}
+        for tensor in self.tensors:
+            if id(tensor.owners) not in owners:
+                owners[id(tensor.owners)] = hashlib.blake2b(tensor.owners.tobytes(), digest_size=8).digest()
+            found.update(f"{tensor.spec} {tensor.cuts} {tensor.owners.shape}".encode())
+            found.update(owners[id(tensor.owners)])
+        return found.hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _grid(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: bytes, placements: tuple[Placement, ...]
+) -> tuple[Cuts, npt.NDArray[np.int32]]:
+    """Cuts and owners of a tensor; made once for all tensors of one shape, which share them. ranks: int32 [mesh]."""
+    axes: list[list[int]] = [[] for _ in shape]  # of each dim, those that cut it
+    copies = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            axes[placement.dim].append(axis)
+        elif isinstance(placement, Replicate):
+            copies.append(axis)
+        else:
+            raise HandoffError(f"placed as {placement}, no rank holds its values; redistribute it")
+    cuts, chosen = [], []
+    for extent, group in zip(shape, axes, strict=True):
+        cells = _cells(extent, [(placements[axis], mesh_shape[axis]) for axis in group])
+        chosen.append([coordinate for _, _, coordinate in cells])
+        cuts.append((0, *(end for _, end, _ in cells)))
+    # Ranks by the coordinates that cut dim 0, dim 1, ..., then by those that make copies.
+    order = [axis for group in axes for axis in group] + copies
+    counts = [math.prod(mesh_shape[axis] for axis in group) for group in axes]
+    owners = np.frombuffer(ranks, dtype=np.int32).reshape(mesh_shape).transpose(order).reshape(*counts, -1)
+    for dim, coordinates in enumerate(chosen):
+        owners = owners.take(np.array(coordinates, dtype=np.int64), axis=dim)
+    return tuple(cuts), np.ascontiguousarray(owners)
+
+
+def _cells(extent: int, axes: Sequence[tuple[Any, int]]) -> list[tuple[int, int, int]]:
+    """The parts of a dim that are not empty, in order: begin, end, and the coordinates on the axes that cut it, as one
+    number. axes: placement and size, the outermost first, as DTensor applies them."""
+    dim = axes[0][0].dim if axes else 0
+    parts = [torch.arange(extent).view(*[1] * dim, extent)]
+    for placement, size in axes:
+        # The chunks of torch.chunk, or the interleaved ones of FSDP2 over tensor parallelism; some may be empty.
+        parts = [chunk for part in parts for chunk in placement._split_tensor(part, size, with_padding=False)[0]]
+    cells = []
+    for row, part in enumerate(part.flatten() for part in parts):
+        if not len(part):
+            continue
+        begin, end = int(part[0]), int(part[-1]) + 1
+        if end - begin != len(part):
+            raise HandoffError(
+                f"a rank's part is no box: {len(part)} of the indices {begin} to {end - 1} of a dim of {extent}; "
+                f"choose mesh sizes that divide this dim"
+            )
+        cells.append((begin, end, row))
+    return sorted(cells)

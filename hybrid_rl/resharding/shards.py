@@ -28,6 +28,7 @@ OFFSETS = "saved_offsets"
 
 @dataclass(frozen=True)
 class _Part:
+    path: Path
     file: Any
     box: Box
     dtype: torch.dtype
@@ -72,6 +73,14 @@ def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]
     return {name: (_global_shape(parts), parts[0].dtype) for name, parts in _parts(folder).items()}
 
 
+def stored_boxes(folder: Path) -> dict[str, list[tuple[str, Box]]]:
+    """Of every tensor in a folder its parts: name of the file, and box. Raises CheckpointError where it cannot be read.
+
+    Every file holds at most one part of a tensor.
+    """
+    return {name: [(part.path.name, part.box) for part in parts] for name, parts in _parts(folder).items()}
+
+
 def _parts(folder: Path) -> dict[str, list[_Part]]:
     found: dict[str, list[_Part]] = {}
     if not any(folder.glob("*.safetensors")):
@@ -83,7 +92,7 @@ def _parts(folder: Path) -> dict[str, list[_Part]]:
             for name in file.keys():  # noqa: SIM118
                 piece = file.get_slice(name)
                 box = tuple(slice(o, o + n) for o, n in zip(offsets[name][OFFSETS], piece.get_shape(), strict=True))
-                found.setdefault(name, []).append(_Part(file, box, str_to_torch_dtype[piece.get_dtype()]))
+                found.setdefault(name, []).append(_Part(path, file, box, str_to_torch_dtype[piece.get_dtype()]))
     except Exception as error:  # safetensors and json raise errors of their own
         raise CheckpointError(f"cannot read {folder}: {error}") from error
     return found

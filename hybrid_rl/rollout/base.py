@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.errors import ConfigError, EngineStateError
-from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout
 
 WEIGHTS = "weights"
@@ -128,11 +128,21 @@ class EngineStats:
 
 
 class RolloutEngine(ABC):
-    """A generator of completions. Not thread-safe: one caller at a time."""
+    """A generator of completions. Not thread-safe: one caller at a time.
+
+    state, policy_version: what lies in memory, and of which version the weights are (-1: of none). num_ranks: ranks
+    that share the engine; each submits requests of its own and gets their events, and all call `step` together.
+    """
+
+    num_ranks: int = 1
 
     def __init__(self) -> None:
         self.state = EngineState.ASLEEP
         self.policy_version = -1
+
+    @abstractmethod
+    def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
+        """Raise what `submit` would raise for these requests; queue nothing."""
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
@@ -161,11 +171,13 @@ class RolloutEngine(ABC):
         """Go on after `pause`."""
 
     @abstractmethod
-    def update_weights(self, source: TensorSource, version: int) -> HandoffReport:
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
         """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
 
         Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
-        holds back (they were promised the version they were submitted for), or for a version that does not rise.
+        holds back (they were promised the version they were submitted for), or for a version that does not rise;
+        HandoffError where the weights cannot be taken or are wrong: an engine that has written some of them by then
+        holds no version, and generates nothing until it is given weights.
         """
 
     @abstractmethod
@@ -187,7 +199,35 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Requests that have not been returned by `step` yet."""
+        """Requests that have not been returned by `step` yet, those of all ranks that share the engine."""
+
+    @property
+    @abstractmethod
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the cache holds: no sequence can be longer."""
+
+    @property
+    @abstractmethod
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the cache while it is awake."""
+
+    def announce(self, num_requests: int) -> None:
+        """Say how many requests are about to be submitted, none perhaps. Where ranks share an engine, all of them
+        announce, and then step until nothing is unfinished: none may leave while another still needs it."""
+        return
+
+    def break_off(self) -> None:
+        """End every request at once and leave the engine empty; the events are lost. Where ranks share an engine this
+        ends the requests of all of them: their `step` raises EngineStateError."""
+        self.pause("abort")
+        try:
+            self.step()
+        finally:
+            self.resume()
+
+    def close(self) -> None:
+        """Let go of everything. The engine cannot be used afterwards."""
+        return
 
     def require_ready(self, version: int) -> None:
         """Raise EngineStateError unless the engine may generate with weights of this version."""
@@ -206,6 +246,7 @@ class RolloutEngine(ABC):
 
 def generate(engine: RolloutEngine, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
     """Run requests to their end; results in the order of the requests."""
+    engine.announce(len(requests))
     engine.submit(requests, version)
     finished: dict[int, FinishedSample] = {}
     while engine.num_unfinished:

@@ -44,8 +44,10 @@ class EngineClient:
             )
         self._busy = True
         num_sent = num_finished = 0
+        is_shared = self._engine.num_ranks > 1
         try:
-            while num_finished < len(requests):
+            self._engine.announce(len(requests))
+            while num_finished < len(requests) or (is_shared and self._engine.num_unfinished):
                 if interrupt_requested():
                     raise KeyboardInterrupt
                 mark_progress()
@@ -59,18 +61,10 @@ class EngineClient:
                     yield finished
         finally:
             self._busy = False
-            if num_finished < num_sent:
-                abort_all(self._engine)
+            # Of an engine for itself a rank ends only what it sent; from a shared one it may not leave quietly.
+            if (self._engine.num_unfinished if is_shared else num_finished < num_sent):
+                self._engine.break_off()
 
     def stats(self) -> EngineStats:
         """See RolloutClient."""
         return self._engine.stats()
-
-
-def abort_all(engine: RolloutEngine) -> None:
-    """End every request, so that the engine is empty."""
-    engine.pause("abort")
-    try:
-        engine.step()
-    finally:
-        engine.resume()

@@ -11,34 +11,31 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.errors import DataError, EngineStateError, HandoffError, QueueFullError
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory import Region
-from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.rollout.base import (
     KV_CACHE,
-    TAGS,
     WEIGHTS,
     EngineState,
     EngineStats,
     FinishedSample,
     FinishReason,
-    PauseMode,
-    RolloutEngine,
     RolloutRequest,
 )
 from hybrid_rl.rollout.faults import Effect, Fault, Faults
+from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.inplace.blocks import BlockPool
 from hybrid_rl.rollout.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.rollout.inplace.seats import SeatTable
 from hybrid_rl.rollout.sampling import SamplingTensors, check_finite, penalise, sample
-from hybrid_rl.rollout.stopping import StopStrings
 
 
 class ContractModel(nn.Module):
@@ -63,7 +60,7 @@ class ContractModel(nn.Module):
         return SimpleNamespace(logits=hidden @ self.head.T)
 
 
-class ContractEngine(RolloutEngine):
+class ContractEngine(GuardedEngine):
     """A RolloutEngine with the weights of a `ContractModel` of the same sizes; on the CPU, in fp32.
 
     config: as for the in-place engine, without CUDA graphs. max_positions: longest prompt and completion together.
@@ -82,10 +79,10 @@ class ContractEngine(RolloutEngine):
         discard_weights: bool = False,
         faults: Iterable[Fault] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(
+            vocab_size=vocab_size, max_positions=max_positions, max_num_waiting=config.max_num_waiting, decode=decode
+        )
         self._config = config
-        self._vocab_size, self._max_positions = vocab_size, max_positions
-        self._decode = decode
         self._discard_weights = discard_weights
         self.faults = Faults(faults)
         self._first: dict[str, Tensor] | None = None  # what a stale engine comes back with
@@ -112,10 +109,6 @@ class ContractEngine(RolloutEngine):
             max_num_batched_tokens=config.max_num_batched_tokens,
             remember_prefixes=config.enable_prefix_caching,
         )
-        self._ids: set[int] = set()
-        self._aborted: set[int] = set()
-        self._stopping: dict[tuple[str, ...], StopStrings] = {}
-        self._paused: PauseMode | None = None
         self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
 
@@ -123,61 +116,22 @@ class ContractEngine(RolloutEngine):
 
     def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
         """See RolloutEngine."""
-        self.require_ready(version)
-        if len(requests) > self._num_queueable:
-            raise QueueFullError(f"{len(requests)} requests were submitted, but only {self._num_queueable} may wait")
-        seen = set(self._ids)
-        for request in requests:
-            self._check(request, seen)
-            seen.add(request.id)
+        self.check(requests, version)
         if not self._ids:
             self._scheduler.pool.forget()
-        self._ids = seen
+        self._ids.update(request.id for request in requests)
         self._scheduler.add(Sequence(request) for request in requests)
         return [request.id for request in requests]
 
-    def _check(self, request: RolloutRequest, seen: set[int]) -> None:
-        params, strings = request.params, request.params.stop_strings
-        length = len(request.prompt_ids) + params.max_tokens
-        outside = [t for t in (*request.prompt_ids, *params.stop_token_ids) if not 0 <= t < self._vocab_size]
-        problems = (
-            (request.id in seen, f"request id {request.id} is in use"),
-            (not request.prompt_ids, "empty prompt"),
-            (bool(outside), f"token {(outside or [0])[0]} is outside the vocabulary of {self._vocab_size}"),
-            (length > self._max_positions, f"{length} tokens exceed the model's {self._max_positions} positions"),
-            (length > len(self._kv), f"{length} tokens do not fit the KV cache of {len(self._kv)}"),
-            (bool(strings) and self._decode is None, "stop strings, but the engine was given no decode function"),
-        )
-        for is_there, problem in problems:
-            if is_there:
-                raise DataError(f"request {request.id}: {problem}")
-        if strings and self._decode is not None and strings not in self._stopping:
-            self._stopping[strings] = StopStrings(self._decode, strings)
+    @property
+    def num_running(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.running)
 
     @property
-    def _num_queueable(self) -> int:
-        return max(0, self._config.max_num_waiting - len(self._scheduler.waiting))
-
-    @property
-    def num_unfinished(self) -> int:
-        """See RolloutEngine."""
-        return len(self._ids)
-
-    def abort(self, ids: Iterable[int]) -> None:
-        """See RolloutEngine."""
-        self._aborted |= self._ids & set(ids)
-
-    def pause(self, mode: PauseMode) -> None:
-        """See RolloutEngine."""
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"pause mode {mode!r} is unknown; use {get_args(PauseMode)}")
-        if mode == "abort":
-            self.abort(self._ids)
-        self._paused = mode
-
-    def resume(self) -> None:
-        """See RolloutEngine."""
-        self._paused = None
+    def num_waiting(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.waiting)
 
     # ---------------------------------------------------------------------------------------------------- step
 
@@ -257,12 +211,9 @@ class ContractEngine(RolloutEngine):
         return tokens.tolist(), logprobs.tolist()
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        params = sequence.request.params
-        if sequence.tokens[-1] in params.stop_token_ids:
+        if self._is_stopped(sequence.request, sequence.tokens):
             return "stop"
-        if params.stop_strings and self._stopping[params.stop_strings].is_completed(sequence.tokens):
-            return "stop"
-        return "length" if len(sequence.tokens) >= params.max_tokens else None
+        return "length" if len(sequence.tokens) >= sequence.request.params.max_tokens else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
         self._ids.discard(sequence.request.id)
@@ -272,23 +223,13 @@ class ContractEngine(RolloutEngine):
     # --------------------------------------------------------------------------------------- weights and memory
 
     @torch.inference_mode()
-    def update_weights(self, source: TensorSource, version: int) -> HandoffReport:
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
         """See RolloutEngine. Copies. Raises HandoffError where the source has other tensors, or where a byte was not
         written; the engine then holds no version until it is given weights."""
         start = time.perf_counter()
-        if self.state is EngineState.ASLEEP:
-            raise EngineStateError("the engine is asleep; wake its weights before updating them")
-        if version <= self.policy_version:
-            raise EngineStateError(
-                f"policy version {version} does not follow version {self.policy_version}, which the engine holds"
-            )
-        if (self._ids and self._paused is None) or (self._scheduler.running and self._paused != "keep"):
-            raise EngineStateError(
-                f"{len(self._scheduler.running)} requests are running and {len(self._scheduler.waiting)} waiting; "
-                f"finish them, or hold or end them by a pause"
-            )
-        if source.layout() != self._layout:
-            raise HandoffError(f"the trainer's weights are {source.layout()}, the engine's {self._layout}")
+        self.require_update(version)
+        if source.weight_layout() != self._layout:
+            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
         effect = self.faults.enter("update_weights")
         num_bytes = self._layout.num_bytes
         if effect != "ignore":
@@ -305,7 +246,7 @@ class ContractEngine(RolloutEngine):
             self._first = {name: tensor.clone() for name, tensor in self._weights.items()}
         return HandoffReport(version, num_bytes, len(self._weights), time.perf_counter() - start)
 
-    def _copy(self, source: TensorSource, effect: Effect | None) -> int:
+    def _copy(self, source: Source, effect: Effect | None) -> int:
         """Write the weights; returns the bytes written."""
         num_bytes = 0
         for number, (name, mine) in enumerate(self._weights.items(), start=1):
@@ -313,7 +254,7 @@ class ContractEngine(RolloutEngine):
                 self.faults.fail("update_weights")
             left_out = 1 if effect == "skip_byte" and number == len(self._weights) else 0
             end = mine.numel() * mine.itemsize - left_out
-            theirs = source.tensors[name].detach().contiguous()
+            theirs = source.full(name).detach().contiguous()
             mine.view(-1).view(torch.uint8)[:end] = theirs.view(-1).view(torch.uint8)[:end]
             num_bytes += end
         return num_bytes
@@ -325,11 +266,7 @@ class ContractEngine(RolloutEngine):
     @torch.inference_mode()
     def sleep(self, tags: Iterable[str]) -> None:
         """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them."""
-        tags = _known(tags)
-        if self._scheduler.running and self._paused != "keep":
-            raise EngineStateError(
-                f"{len(self._scheduler.running)} requests are running; finish or pause them before sleeping"
-            )
+        tags = self.require_sleep(tags)
         effect = self.faults.enter("sleep")
         if effect == "raise":
             self.faults.fail("sleep")
@@ -348,9 +285,7 @@ class ContractEngine(RolloutEngine):
     @torch.inference_mode()
     def wake(self, tags: Iterable[str]) -> None:
         """See RolloutEngine."""
-        tags = _known(tags)
-        if self.state is EngineState.ASLEEP and WEIGHTS not in tags:
-            raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
+        tags = self.require_wake(tags)
         effect = self.faults.enter("wake")
         if effect == "raise":
             self.faults.fail("wake")
@@ -369,15 +304,25 @@ class ContractEngine(RolloutEngine):
         else:
             self.state = EngineState.WEIGHTS if self.kv_region.is_asleep else EngineState.READY
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """See RolloutEngine."""
+        return len(self._kv)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return self.kv_region.num_bytes
+
     def stats(self) -> EngineStats:
         """See RolloutEngine."""
         pool = self._scheduler.pool
         return EngineStats(
             state=self.state,
             policy_version=self.policy_version,
-            num_waiting=len(self._scheduler.waiting),
-            num_queueable=self._num_queueable,
-            num_running=len(self._scheduler.running),
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
             num_finished=self._num_finished,
             num_prompt_tokens=self._num_prompt_tokens,
             num_shared_prompt_tokens=self._num_shared_tokens,
@@ -388,10 +333,3 @@ class ContractEngine(RolloutEngine):
             kv_cache_bytes=0 if self.kv_region.is_asleep else self.kv_region.num_bytes,
             kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
         )
-
-
-def _known(tags: Iterable[str]) -> frozenset[str]:
-    tags = frozenset(tags)
-    if not tags or tags - TAGS:
-        raise ValueError(f"tags {sorted(tags)} must be some of {sorted(TAGS)}")
-    return tags

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.load import DTYPES
@@ -16,6 +18,7 @@ from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import BlockSource
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.workers.shared_shards import move_to_region
 
 
 def build_model(
@@ -49,6 +52,8 @@ def build_model(
         for child in module.modules():
             child._buffers.update({n: b if b is None else b.to(context.device) for n, b in child._buffers.items()})
     model.source.close()
+    if is_trained and context.device.type == "cpu" and isinstance(config.rollout, VLLMRolloutConfig):
+        shards = replace(shards, region=move_to_region(shards, "actor"))  # engines of other ranks read them there
     return ShardedCausalLM(shards, config.model.attention, **options)
 
 

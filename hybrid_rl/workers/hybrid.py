@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,19 @@ from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
-from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.errors import ConfigError, HandoffError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models.weights.likeness import check_fingerprint
 from hybrid_rl.report import JsonLines
-from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import KV_CACHE
 from hybrid_rl.rollout.client import EngineClient
-from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.workers.actor import Actor
 from hybrid_rl.workers.base import WorkerBase, rank_plan
-from hybrid_rl.workers.build import build_model, gathered_bytes, generating_model
+from hybrid_rl.workers.build import build_model
 from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
@@ -35,11 +31,10 @@ from hybrid_rl.workers.residents import (
     ENGINE_WEIGHTS,
     OPTIMIZER,
     REFERENCE,
-    engine_weights_resident,
-    kv_cache_resident,
     module_resident,
     optimizer_resident,
 )
+from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.step import options_of
 
@@ -50,11 +45,6 @@ SCORING = frozenset({ACTOR, REFERENCE})
 PROBE_TOKENS = 4
 PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-
-
-def num_ranks_of_host(context: RankContext) -> int:
-    """Ranks that share the host memory from which this rank takes what is not on an accelerator."""
-    return context.gather(socket.gethostname()).count(socket.gethostname()) if context.device.type == "cpu" else 1
 
 
 class HybridWorker(WorkerBase):
@@ -74,21 +64,12 @@ class HybridWorker(WorkerBase):
             check_fingerprint(model, setup.fingerprint)
         self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
         self._actor = Actor(model, self._algorithm, config, context, num_optimizer_steps=setup.num_optimizer_steps)
-        if not isinstance(config.rollout, InPlaceRolloutConfig):
-            raise NotYetSupportedError(f"rollout.engine={config.rollout.engine} does not work yet; use inplace")
-        with generating_model(model) as plain:
-            self._engine = InPlaceEngine(
-                plain,
-                config.rollout.inplace,
-                max_length=setup.max_length,
-                decode=setup.decode,
-                memory_share=1 / num_ranks_of_host(context),
-            )
+        self._side = rollout_side(setup, model, context)
+        self._engine = self._side.engine
         if self._engine.kv_cache_tokens < setup.max_length:
             raise ConfigError(
-                f"kv_cache_memory_bytes={config.rollout.inplace.kv_cache_memory_bytes} holds "
-                f"{self._engine.kv_cache_tokens} tokens, but prompt and completion may take {setup.max_length}; "
-                f"raise it, leave it out, or lower max_completion_length"
+                f"the KV cache holds {self._engine.kv_cache_tokens} tokens, but prompt and completion may take "
+                f"{setup.max_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
             )
         self._rewards = setup.rewards.runner(config)
         self._samples: JsonLines | None = None
@@ -99,8 +80,8 @@ class HybridWorker(WorkerBase):
         self.leases.add(
             module_resident(REFERENCE, self._reference.model.module if self._reference else torch.nn.Module())
         )
-        self.leases.add(engine_weights_resident(model))
-        self.leases.add(kv_cache_resident(self._engine))
+        for resident in self._side.residents:
+            self.leases.add(resident)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -147,12 +128,16 @@ class HybridWorker(WorkerBase):
         Raises HandoffError where engine and trainer give other logprobs than the tolerance allows: the run stops before
         anything is generated with such weights.
         """
-        report = self._engine.update_weights(TensorSource.of(self._actor.model.module), version)
+        report = self._side.publish(version)
         metrics = {
             "handoff/version": float(report.version),
-            "handoff/bytes": float(report.num_bytes + gathered_bytes(self._actor.model)),
+            "handoff/bytes": float(report.num_bytes),
             "timing/handoff": report.seconds,
         }
+        metrics.update({f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()})
+        verify_seconds = self._side.verify(version)
+        if verify_seconds is not None:
+            metrics["timing/verify"] = verify_seconds
         every = self._config.rollout.probe_steps
         if every and version % every == 0:
             start = now()
@@ -217,8 +202,9 @@ class HybridWorker(WorkerBase):
         return self._engine.stats()
 
     def close(self) -> None:
-        """Stop scoring."""
+        """Stop scoring and generating."""
         self._rewards.close()
+        self._side.close()
 
     # --------------------------------------------------------------------------------------------- checkpoints
 

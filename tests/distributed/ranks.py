@@ -1,16 +1,24 @@
-"""Functions run on several ranks: one spawned process each, gloo over the loopback device between them."""
+"""Functions run on several ranks: one process each, gloo over the loopback device between them.
+
+The processes are forks of a server that has imported what all of them need, and has done nothing else: importing takes
+six seconds of a core, a fork some milliseconds. Nothing of the test's own process gets into them but its environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +27,17 @@ import torch.distributed as dist
 
 DEADLINE_SECONDS = 180.0
 GRACE_SECONDS = 3.0
+STACK_SECONDS = 5.0
+# A collective that nobody joins ends with an error of its own, and its traceback, before the deadline.
+TIMEOUT_SHARE = 0.8
+PRELOADED = (
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "hybrid_rl.workers.hybrid",
+)
 
 
 class RankError(RuntimeError):
@@ -30,23 +49,30 @@ def run_ranks(
 ) -> list[Any]:
     """`function(rank, num_ranks, *args)` on every rank, with the default process group set up; results by rank.
 
-    The function is one of a module (processes are spawned and import it); arguments and results are pickled. Raises
-    RankError with the tracebacks of the ranks that fail, or where not all are done by the deadline. No process is
-    left behind in any case.
+    The function is one of a module, which the processes import; arguments and results are pickled. Raises RankError
+    with the tracebacks of the ranks that fail, or, where not all are done by the deadline, with the stacks of those
+    that are not. No process is left behind in any case, but for the server.
     """
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     processes, connections = [], []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         try:
             for rank in range(num_ranks):
-                ours, theirs = spawn.Pipe(duplex=False)
-                call = (str(Path(folder) / "store"), deadline_seconds, theirs, function, rank, num_ranks, args)
-                process = spawn.Process(target=_rank_main, args=call, daemon=True)
+                ours, theirs = context.Pipe(duplex=False)
+                call = (folder, dict(os.environ), deadline_seconds, theirs, function, rank, num_ranks, args)
+                process = context.Process(target=_rank_main, args=call, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
-            results = _collect(connections, time.monotonic() + deadline_seconds)
+            try:
+                results = _collect(connections, time.monotonic() + deadline_seconds)
+            except _Late as late:
+                stacks = {rank: _stacks(processes[rank], folder / f"stacks-{rank}") for rank in late.ranks}
+                told = "\n".join(f"rank {rank} was at:\n{text}" for rank, text in stacks.items())
+                raise RankError(f"ranks {late.ranks} were not done by the deadline\n{told}") from None
             for process in processes:
                 process.join(timeout=10)
             return results
@@ -58,6 +84,28 @@ def run_ranks(
                 connection.close()
 
 
+class _Late(Exception):
+    """The deadline has passed, and these ranks have said nothing."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+def _stacks(process: BaseProcess, path: Path) -> str:
+    """Where all threads of a rank are. They cannot be asked for before it has begun, or while it is stopped."""
+    if not path.exists():
+        return "  the imports before its function"
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    end = time.monotonic() + STACK_SECONDS
+    # The last line of a dump is the outermost call of the thread that came first: written to its end.
+    while time.monotonic() < end and "_rank_main" not in path.read_text():
+        time.sleep(0.05)
+    return path.read_text() or "  an unknown place: it does not answer"
+
+
 def _collect(connections: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -65,7 +113,7 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
         pending = {c: rank for rank, c in enumerate(connections) if rank not in {*results, *failures}}
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready and not failures:
-            raise RankError(f"ranks {sorted(pending.values())} were not done by the deadline")
+            raise _Late(sorted(pending.values()))
         if not ready:
             break
         for connection in ready:
@@ -87,7 +135,8 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
 
 
 def _rank_main(
-    store: str,
+    folder: Path,
+    environment: dict[str, str],
     deadline_seconds: float,
     connection: Connection,
     function: Callable[..., Any],
@@ -96,16 +145,20 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     # Plain pickle: torch's own would pass tensors as handles on memory that goes with this process.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.clear()
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
+    # Written by the interpreter's own handler, whatever the thread is in; the file stays open as long as the process.
+    stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, num_ranks),
+            store=dist.FileStore(str(folder / "store"), num_ranks),
             rank=rank,
             world_size=num_ranks,
-            timeout=timedelta(seconds=deadline_seconds),
+            timeout=timedelta(seconds=TIMEOUT_SHARE * deadline_seconds),
         )
         message = pickle.dumps((True, function(rank, num_ranks, *args)))
     except BaseException:

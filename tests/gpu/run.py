@@ -49,7 +49,7 @@ REQUIRED = {
 }
 # Without these less is run, which the report says.
 OPTIONAL = {
-    "triton": "the decode kernel",
+    "triton": "the decode kernel and the fused head",
     "pytest_timeout": "limits of single tests",
     "setuptools": "building csrc",
     "flash_attn": "attention=flash_attn",

@@ -14,33 +14,31 @@ import psutil
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.errors import DataError, EngineStateError, HandoffError, QueueFullError
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource, check_shared
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.rollout.base import (
     KV_CACHE,
-    TAGS,
     WEIGHTS,
     EngineState,
     EngineStats,
     FinishedSample,
     FinishReason,
-    PauseMode,
-    RolloutEngine,
     RolloutRequest,
 )
+from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.inplace.blocks import BlockPool
 from hybrid_rl.rollout.inplace.kv_cache import PagedCache, ShapeRecorder
 from hybrid_rl.rollout.inplace.runner import Runner, Sampled
 from hybrid_rl.rollout.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.rollout.inplace.seats import SeatTable
-from hybrid_rl.rollout.stopping import StopStrings
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
 
 
-class InPlaceEngine(RolloutEngine):
+class InPlaceEngine(GuardedEngine):
     """A RolloutEngine over a `CausalLM` of this process.
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
@@ -57,11 +55,14 @@ class InPlaceEngine(RolloutEngine):
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            vocab_size=model.vocab_size,
+            max_positions=model.max_positions,
+            max_num_waiting=config.max_num_waiting,
+            decode=decode,
+        )
         self._model = model
         self._weights = named_weights(model.module)
-        self._decode = decode
-        self._max_num_waiting = config.max_num_waiting
         with torch.inference_mode():
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -76,10 +77,6 @@ class InPlaceEngine(RolloutEngine):
             remember_prefixes=config.enable_prefix_caching,
         )
         self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
-        self._ids: set[int] = set()
-        self._aborted: set[int] = set()
-        self._stopping: dict[tuple[str, ...], StopStrings] = {}
-        self._paused: PauseMode | None = None
         self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
 
@@ -87,83 +84,26 @@ class InPlaceEngine(RolloutEngine):
 
     def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
         """See RolloutEngine."""
-        self.require_ready(version)
-        if len(requests) > self._num_queueable:
-            raise QueueFullError(
-                f"{len(requests)} requests were submitted, but only {self._num_queueable} of "
-                f"rollout.inplace.max_num_waiting={self._max_num_waiting} may still wait; submit fewer at a time, or "
-                "raise it"
-            )
-        seen = set(self._ids)
-        for request in requests:
-            self._check(request, seen)
-            seen.add(request.id)
+        self.check(requests, version)
         if not self._ids:
             # What is found in the cache must not depend on what was generated before: a resumed run repeats its rollout
             # to the bit, whatever was evaluated between.
             self._scheduler.pool.forget()
-        self._ids = seen
+        self._ids.update(request.id for request in requests)
         lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
         self._scheduler.seats.widen(self._scheduler.blocks_for(max(lengths, default=0)))
         self._scheduler.add(Sequence(request) for request in requests)
         return [request.id for request in requests]
 
-    def _check(self, request: RolloutRequest, seen: set[int]) -> None:
-        if request.id in seen:
-            raise DataError(f"request id {request.id} is in use")
-        if not request.prompt_ids:
-            raise DataError(f"request {request.id} has an empty prompt")
-        outside = [
-            t for t in (*request.prompt_ids, *request.params.stop_token_ids) if not 0 <= t < self._model.vocab_size
-        ]
-        if outside:
-            raise DataError(
-                f"request {request.id}: token {outside[0]} is outside the vocabulary of {self._model.vocab_size}"
-            )
-        length = len(request.prompt_ids) + request.params.max_tokens
-        limit = self._model.max_positions
-        if limit is not None and length > limit:
-            raise DataError(
-                f"request {request.id}: {len(request.prompt_ids)} prompt tokens and "
-                f"max_tokens={request.params.max_tokens} exceed "
-                f"the model's {limit} positions; shorten the prompt or lower max_completion_length"
-            )
-        if self._scheduler.blocks_for(length) > self._cache.num_blocks:
-            raise DataError(
-                f"request {request.id}: {length} tokens do not fit the KV cache of {self.kv_cache_tokens}; raise "
-                "kv_cache_memory_bytes or lower max_completion_length"
-            )
-        strings = request.params.stop_strings
-        if strings and strings not in self._stopping:
-            if self._decode is None:
-                raise DataError(f"request {request.id} has stop strings, but the engine was given no decode function")
-            self._stopping[strings] = StopStrings(self._decode, strings)
+    @property
+    def num_running(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.running)
 
     @property
-    def _num_queueable(self) -> int:
-        # Those that were pushed out wait as well, beyond the limit if need be.
-        return max(0, self._max_num_waiting - len(self._scheduler.waiting))
-
-    @property
-    def num_unfinished(self) -> int:
-        """See RolloutEngine."""
-        return len(self._ids)
-
-    def abort(self, ids: Iterable[int]) -> None:
-        """See RolloutEngine."""
-        self._aborted |= self._ids & set(ids)
-
-    def pause(self, mode: PauseMode) -> None:
-        """See RolloutEngine."""
-        if mode not in ("abort", "wait", "keep"):
-            raise ValueError(f"pause mode {mode!r} is unknown; use abort, wait or keep")
-        if mode == "abort":
-            self.abort(self._ids)
-        self._paused = mode
-
-    def resume(self) -> None:
-        """See RolloutEngine."""
-        self._paused = None
+    def num_waiting(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.waiting)
 
     # ---------------------------------------------------------------------------------------------------- step
 
@@ -221,19 +161,16 @@ class InPlaceEngine(RolloutEngine):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            reason = self._finish_reason(sequence, token)
+            reason = self._finish_reason(sequence)
             if reason is not None:
                 self._scheduler.remove(sequence)
                 finished.append(self._finish(sequence, reason))
         return finished
 
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        params = sequence.request.params
-        if token in params.stop_token_ids:
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if self._is_stopped(sequence.request, sequence.tokens):
             return "stop"
-        if params.stop_strings and self._stopping[params.stop_strings].is_completed(sequence.tokens):
-            return "stop"
-        return "length" if len(sequence.tokens) >= params.max_tokens else None
+        return "length" if len(sequence.tokens) >= sequence.request.params.max_tokens else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
         self._ids.discard(sequence.request.id)
@@ -242,20 +179,12 @@ class InPlaceEngine(RolloutEngine):
 
     # --------------------------------------------------------------------------------------- weights and memory
 
-    def update_weights(self, source: TensorSource, version: int) -> HandoffReport:
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
         """See RolloutEngine. The source must be the very tensors that this engine decodes from."""
         start = time.perf_counter()
-        if self.state is EngineState.ASLEEP:
-            raise EngineStateError("the engine is asleep; wake its weights before updating them")
-        if version <= self.policy_version:
-            raise EngineStateError(
-                f"policy version {version} does not follow version {self.policy_version}, which the engine holds"
-            )
-        if (self._ids and self._paused is None) or (self._scheduler.running and self._paused != "keep"):
-            raise EngineStateError(
-                f"{len(self._scheduler.running)} requests are running and {len(self._scheduler.waiting)} waiting; "
-                f"finish them, or hold them by pause('keep'), or end them by pause('abort') and a step"
-            )
+        self.require_update(version)
+        if not isinstance(source, TensorSource):
+            raise HandoffError(f"the in-place engine shares tensors with the trainer; no {type(source).__name__} has any")
         current = named_weights(self._model.module)
         if any(current.get(name) is not tensor for name, tensor in self._weights.items()):
             raise HandoffError("modules of the model were replaced since the engine was made; make a new engine")
@@ -270,11 +199,7 @@ class InPlaceEngine(RolloutEngine):
 
     def sleep(self, tags: Iterable[str]) -> None:
         """See RolloutEngine. The weights are the actor's: its own resident decides about their memory."""
-        tags = _known(tags)
-        if self._scheduler.running and self._paused != "keep":
-            raise EngineStateError(
-                f"{len(self._scheduler.running)} requests are running; finish or pause them before sleeping"
-            )
+        tags = self.require_sleep(tags)
         self._drop_cache()
         self._runner.drop_graphs()
         self._cache.free()
@@ -282,9 +207,7 @@ class InPlaceEngine(RolloutEngine):
 
     def wake(self, tags: Iterable[str]) -> None:
         """See RolloutEngine."""
-        tags = _known(tags)
-        if self.state is EngineState.ASLEEP and WEIGHTS not in tags:
-            raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
+        tags = self.require_wake(tags)
         if KV_CACHE in tags and not self._cache.is_allocated:
             self._cache.allocate()
         self.state = EngineState.READY if self._cache.is_allocated else EngineState.WEIGHTS
@@ -294,12 +217,12 @@ class InPlaceEngine(RolloutEngine):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens that the cache holds: no sequence can be longer."""
+        """See RolloutEngine."""
         return self._cache.num_blocks * self._cache.block_size
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the cache while it is awake."""
+        """See RolloutEngine."""
         return self._cache.num_bytes
 
     def stats(self) -> EngineStats:
@@ -308,9 +231,9 @@ class InPlaceEngine(RolloutEngine):
         return EngineStats(
             state=self.state,
             policy_version=self.policy_version,
-            num_waiting=len(self._scheduler.waiting),
-            num_queueable=self._num_queueable,
-            num_running=len(self._scheduler.running),
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
             num_finished=self._num_finished,
             num_prompt_tokens=self._num_prompt_tokens,
             num_shared_prompt_tokens=self._num_shared_tokens,
@@ -321,13 +244,6 @@ class InPlaceEngine(RolloutEngine):
             kv_cache_bytes=self._cache.num_bytes if self._cache.is_allocated else 0,
             kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
         )
-
-
-def _known(tags: Iterable[str]) -> frozenset[str]:
-    tags = frozenset(tags)
-    if not tags or tags - TAGS:
-        raise ValueError(f"tags {sorted(tags)} must be some of {sorted(TAGS)}")
-    return tags
 
 
 def _num_blocks(

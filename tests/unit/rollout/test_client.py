@@ -4,6 +4,7 @@ import pytest
 
 from hybrid_rl.errors import EngineStateError
 from hybrid_rl.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.rollout import RolloutEngine
 from hybrid_rl.rollout import client as client_module
 from hybrid_rl.rollout.client import EngineClient
 from tests.unit.rollout.engines import inplace, request, same_samples
@@ -23,6 +24,8 @@ class Engine:
     def pause(self, mode):
         self.num_aborts += mode == "abort"
         self.engine.pause(mode)
+
+    break_off = RolloutEngine.break_off
 
     def step(self):
         self.num_steps += 1

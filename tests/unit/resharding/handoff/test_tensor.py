@@ -55,7 +55,7 @@ def test_a_tied_weight_is_listed_once_and_in_the_order_of_names(module):
     module[2].weight = nn.Parameter(torch.zeros(3, 4))
     module.append(nn.Linear(4, 3))
     module[3].weight = module[2].weight
-    layout = TensorSource.of(module).layout()
+    layout = TensorSource.of(module).weight_layout()
     names = [spec.name for spec in layout.tensors]
     assert names == sorted(names)
     assert "2.weight" in names
@@ -65,6 +65,6 @@ def test_a_tied_weight_is_listed_once_and_in_the_order_of_names(module):
 
 
 def test_the_digest_tells_layouts_apart(module):
-    layout = TensorSource.of(module).layout()
-    assert layout.digest() == TensorSource.of(module).layout().digest()
-    assert layout.digest() != TensorSource.of(module.double()).layout().digest()
+    layout = TensorSource.of(module).weight_layout()
+    assert layout.digest() == TensorSource.of(module).weight_layout().digest()
+    assert layout.digest() != TensorSource.of(module.double()).weight_layout().digest()

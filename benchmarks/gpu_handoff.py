@@ -1,0 +1,235 @@
+"""Weights from a trainer in float32 into vLLM in bfloat16, in one process on one GPU, for the largest model that fits.
+
+Two lines of JSON. `handoff`: seconds of `update_weights` by the traced write; `peer` casts every tensor and gives it to
+vLLM's own loader, one at a time, which is the least that a library without a plan can do (in the details: the same from
+a full state in bfloat16). `bandwidth`: bytes read and written per second while a plan is carried out, with and without
+the content hash; `peer` is what a plain copy on the device reads and writes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import device, report  # noqa: E402
+from benchmarks.device import Shape  # noqa: E402
+
+# Qwen2.5's; the largest comes first. Only the 7B has a head of its own.
+SHAPES = {
+    "7B": Shape(3584, 18944, 28, 28, 4, 152064),
+    "3B": Shape(2048, 11008, 36, 16, 2, 151936),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
+    "0.5B": device.HALF_BILLION,
+}
+TINY = Shape(128, 256, 2, 4, 2, 128)
+MAX_LENGTH = 64
+# Trainer, engine, a full state; and room for what vLLM and CUDA take besides.
+BYTES_PER_PARAMETER, ROOM_BYTES = 4 + 2 + 2, 6 << 30
+
+
+def main() -> None:
+    """Both lines."""
+    parser = device.parser_of(__doc__, repeats=5)
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="default: the largest that fits")
+    given = device.parse(parser)
+    if given.tiny:
+        given.repeats = 1
+    if importlib.util.find_spec("vllm") is None:
+        for name in ("handoff", "bandwidth"):
+            line(given, name, None, None, None, "", {"left_out": "vllm is not installed"})
+        return
+    given.shape = "tiny" if given.tiny else given.shape or largest(given)
+    measure(given, trainer_of(TINY if given.tiny else SHAPES[given.shape], given))
+
+
+def largest(given: Namespace) -> str:
+    """The first shape for which there is memory; the smallest where that cannot be known."""
+    if torch.device(given.device).type != "cuda":
+        return list(SHAPES)[-1]
+    free = torch.cuda.mem_get_info()[0] - ROOM_BYTES
+    fitting = [name for name, shape in SHAPES.items() if num_parameters(shape) * BYTES_PER_PARAMETER < free]
+    return (fitting or list(SHAPES)[-1:])[0]
+
+
+def num_parameters(shape: Shape) -> int:
+    """Of a Qwen2 with one table of embeddings."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Qwen2ForCausalLM(config_of(shape)).parameters())
+
+
+def config_of(shape: Shape) -> Qwen2Config:
+    """The configuration of a shape."""
+    return Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_heads,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=shape is not SHAPES["7B"],
+    )
+
+
+def trainer_of(shape: Shape, given: Namespace) -> Qwen2ForCausalLM:
+    """A model with random weights in float32."""
+    torch.manual_seed(given.seed)
+    with torch.device(given.device):
+        return Qwen2ForCausalLM(config_of(shape))
+
+
+def measure(given: Namespace, module: Any) -> None:
+    """Engine, handoffs, verdict."""
+    from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.resharding.handoff.tensor import TensorSource
+    from hybrid_rl.resharding.verify import Verifier
+    from hybrid_rl.rollout.base import TAGS
+    from hybrid_rl.rollout.vllm.engine import VLLMEngine  # imports vLLM
+
+    engine = VLLMEngine(
+        module,
+        VLLMConfig(max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True, kv_cache_memory_bytes=64 << 20),
+        dtype=device.DTYPES[given.dtype],
+        device=torch.device(given.device),
+        max_length=MAX_LENGTH,
+    )
+    engine.wake(TAGS)
+    source = TensorSource.of(module)
+    reports = [engine.update_weights(source, version + 1) for version in range(given.repeats + 1)]
+    seconds = [item.seconds for item in reports[1:]]
+    extra = extra_bytes(given, lambda: engine.update_weights(source, len(reports) + 1))
+    weights = engine.weights
+    verified = Verifier(weights.trace, source.layout()).verify(source, weights.destinations, version=len(reports) + 1)
+    peers = {name: timed(given, lambda load=load: load(module, weights.model)) for name, load in PEERS.items()}
+    details = {
+        "seconds": report.spread(seconds),
+        "first_seconds": reports[0].seconds,  # makes the plan
+        "verify_seconds": verified.seconds,
+        "link_bytes": dict(reports[-1].link_bytes),
+        "num_pieces": reports[-1].num_pieces,
+        "num_buckets": reports[-1].num_buckets,
+        "staging_bytes": reports[-1].staging_bytes,
+        "extra_bytes": extra,
+        "derived": dict(weights.derived.reasons),
+        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "peers": peers,
+    }
+    ours, peer = median(seconds), peers["one_by_one"]["seconds"]
+    line(given, "handoff", ours, peer, peer / ours, "s", details)
+    measure_bandwidth(given, source, weights)
+    engine.close()
+
+
+def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
+    """The plan alone, beside a plain copy."""
+    from hybrid_rl.resharding.execute import name_seed
+    from hybrid_rl.resharding.plan import make_plan
+
+    layout = source.layout()
+    plan = make_plan(weights.trace, layout, 0)
+    names = [sharded.spec.name for sharded in layout.tensors]
+    kind: dict[str, Any] = {"dtype": torch.int64, "device": given.device}
+    sums, seeds = torch.zeros(len(names), **kind), torch.tensor([name_seed(name) for name in names], **kind)
+    num_bytes = 0
+    for bucket in plan.buckets:
+        sizes = [source.tensors[name].itemsize for name in names], [t.itemsize for t in weights.destinations]
+        for count, taken, put in zip(
+            bucket.pieces.num_elements, bucket.pieces.source, bucket.pieces.destination, strict=True
+        ):
+            num_bytes += int(count) * (sizes[0][taken] + sizes[1][put])
+    plain = median(device.seconds_each(lambda: source.deliver(plan, weights.destinations), given, calls=3))
+    hashed = median(
+        device.seconds_each(
+            lambda: source.deliver(plan, weights.destinations, hashes=sums, seeds=seeds), given, calls=3
+        )
+    )
+    copied = copy_bandwidth(given)
+    details = {
+        "seconds": plain,
+        "hashed_seconds": hashed,
+        "hashed_share": num_bytes / hashed / copied,
+        "num_bytes": num_bytes,
+        "num_buckets": len(plan.buckets),
+        "peak_share": None if (peak := device.peaks(given.device)[1]) is None else num_bytes / plain / peak,
+    }
+    line(given, "bandwidth", num_bytes / plain, copied, num_bytes / plain / copied, "bytes/s", details)
+
+
+def one_by_one(module: Any, model: Any) -> None:
+    """Cast a tensor, let vLLM's loader copy it, go on to the next."""
+    dtype = next(model.parameters()).dtype
+    model.load_weights((name, parameter.detach().to(dtype)) for name, parameter in module.named_parameters())
+
+
+def full_state(module: Any, model: Any) -> None:
+    """Cast everything, then let vLLM's loader copy it."""
+    dtype = next(model.parameters()).dtype
+    state = {name: parameter.detach().to(dtype) for name, parameter in module.named_parameters()}
+    model.load_weights(iter(state.items()))
+
+
+PEERS: dict[str, Callable[[Any, Any], None]] = {"one_by_one": one_by_one, "full_state": full_state}
+
+
+def timed(given: Namespace, call: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of a call, and what it takes above what was there before."""
+    with torch.no_grad():
+        extra = extra_bytes(given, call)
+        return {"seconds": median(device.seconds_each(call, given, calls=1)), "extra_bytes": extra}
+
+
+def extra_bytes(given: Namespace, call: Callable[[], Any]) -> int | None:
+    """The most bytes that a call takes; None on a CPU."""
+    if torch.device(given.device).type != "cuda":
+        call()
+        return None
+    before = torch.cuda.memory_allocated()
+    device.reset_peak(given.device)
+    call()
+    device.synchronize(given.device)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def copy_bandwidth(given: Namespace) -> float:
+    """Bytes that a plain copy reads and writes per second."""
+    elements = 1 << (10 if given.tiny else 29)
+    source = torch.zeros(elements, dtype=torch.bfloat16, device=given.device)
+    target: Tensor = torch.empty_like(source)
+    return 2 * source.nbytes / median(device.seconds_each(lambda: target.copy_(source), given))
+
+
+def line(
+    given: Namespace,
+    name: str,
+    ours: float | None,
+    peer: float | None,
+    ratio: float | None,
+    unit: str,
+    details: dict[str, Any],
+) -> None:
+    """Print the line of one measurement."""
+    report.print_line(
+        f"gpu_handoff {name}",
+        ours=ours,
+        peer=peer,
+        ratio=ratio,
+        unit=unit,
+        hardware=device.hardware(given.device),
+        settings=report.settings(given),
+        details=details,
+    )
+
+
+if __name__ == "__main__":
+    main()

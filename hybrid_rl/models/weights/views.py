@@ -1,0 +1,94 @@
+"""A checkpoint of a module as views of the module's own tensors.
+
+A checkpoint may call a tensor otherwise than the module does, or hold in parts what the module has fused. Here
+transformers' conversion to a checkpoint runs on meta tensors: what comes out says which part of which tensor of the
+module each tensor of the checkpoint is, without any weight being read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
+
+
+@dataclass(frozen=True)
+class CheckpointViews:
+    """tensors: of the module, by its own names, a tied one once: contiguous meta tensors of the global shapes. views:
+    (checkpoint name, view of one of the tensors), in the order of a checkpoint. tied: further names of tied tensors,
+    which a checkpoint need not hold. without_view: checkpoint names that are computed, not cut out, and by what.
+    """
+
+    tensors: dict[str, Tensor]
+    views: list[tuple[str, Tensor]]
+    tied: list[tuple[str, Tensor]]
+    without_view: dict[str, str]
+
+
+def checkpoint_views(module: PreTrainedModel) -> CheckpointViews:
+    """The parameters and persistent buffers of a module, plain, sharded or on meta, as views by checkpoint name."""
+    with own_classes(module):
+        tensors, aliases = _global_tensors(module)
+        conversions = checkpoint_conversions(module, list(tensors))
+        views: list[tuple[str, Tensor]] = []
+        without_view: dict[str, str] = {}
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+        for conversion in conversions:
+            results, failure = _run(module, conversion, tensors)
+            for name, view in results.items():
+                if view.untyped_storage()._cdata in storages:
+                    views.append((name, view))
+                else:
+                    without_view[name] = f"{type(conversion.transform).__name__} computes new values or a new order"
+            if failure:
+                without_view.update({name: failure for _, name in conversion.parts})
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        tied = []
+        for alias, tensor in aliases.items():
+            like = checkpoint_conversions(module, [alias])
+            tied += [(c.name, tensor) for c in like if len(c.parts) == 1 and names[id(tensor)] != c.name]
+    return CheckpointViews(tensors, views, tied, without_view)
+
+
+class _KeepStorage(TorchDispatchMode):
+    """`contiguous` and `clone` give the tensor itself: how it is laid out in memory is of no interest here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def _run(
+    module: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], str | None]:
+    """The results of a conversion, or why it has none on tensors that are not laid out anew."""
+    try:
+        with torch.no_grad(), _KeepStorage():
+            return conversion.run(module, tensors.__getitem__), None
+    except Exception as error:  # conversions are transformers' code, and reshape what contiguous() did not lay out
+        return {}, f"{type(conversion.transform).__name__} fails on views: {error}"
+
+
+def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Meta tensors of the global shapes, by the name under which a checkpoint holds them; and other names of them."""
+    tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
+    ignored = set(module._keys_to_ignore_on_save or ())
+    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in ignored}
+    found: dict[str, Tensor] = {}
+    by_identity: dict[int, Tensor] = {}
+    aliases: dict[str, Tensor] = {}
+    for name in sorted(state, key=lambda name: name in tied):
+        tensor = state[name]
+        if id(tensor) in by_identity:
+            aliases[name] = by_identity[id(tensor)]
+            continue
+        by_identity[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        found[name] = by_identity[id(tensor)]
+    return found, aliases

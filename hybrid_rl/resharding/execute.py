@@ -1,0 +1,393 @@
+"""Carrying out a bucket of a plan: all of its pieces copied and cast in one call, hashed on the way if asked for.
+
+The compiled operator `strided_copy` (csrc) does the work on CPUs and on CUDA; the PyTorch forms here are its oracle and
+stand in where it was not built. Everything is checked before anything is written.
+
+The *content hash* of a tensor is a sum over its elements, modulo 2^64, so that everybody adds up what he holds of it:
+
+    H = sum of (bits XOR 0x9E3779B9) * (key(seed, number) + 1)
+
+bits: the element's bits, as a number of at most 32 bits (an element of 8 bytes counts as two of 4, of the numbers 2n
+and 2n + 1). number: which element of the global tensor it is. key: 32 pseudo-random bits. It is a universal hash
+(Carter and Wegman 1979; "multilinear" in Lemire and Kaser, "Strongly universal string hashing is fast", 2014): contents
+that differ agree with a probability of at most 2^-32, and never where one element differs or two within 2^32 neighbours
+were exchanged. -0.0 and the payload of a NaN count as any other bits. It is no defence against somebody who knows the
+seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rl import native
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces, Table
+
+_OPERATOR = "strided_copy"
+_CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's names for dtypes that convert
+_MASK_32 = 0xFFFFFFFF
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
+_WEYL, _MIX_1, _MIX_2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+_ORACLE_ELEMENTS = 1 << 22  # hashed at once by PyTorch: it takes some 50 bytes each
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+@dataclass(frozen=True)
+class Walk(Table):
+    """Boxes of global tensors as they lie in memory, to be hashed.
+
+    tensor [R]: which tensor they lie in. offset [R], strides [R, MAX_DIMS]: where, from its first element, in elements.
+    shape [R, MAX_DIMS]: extents. dtype [R]: number of the dtype whose bits count. parameter [R]: which global tensor.
+    global_offset [R], global_strides [R, MAX_DIMS]: the number of the first element in that, and the way to the next.
+    """
+
+    tensor: Column
+    offset: Column
+    strides: Column
+    shape: Column
+    dtype: Column
+    parameter: Column
+    global_offset: Column
+    global_strides: Column
+
+
+def name_seed(name: str) -> int:
+    """The seed of a parameter's content hash, int64."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def copy_pieces(
+    pieces: Pieces,
+    sources: Sequence[Tensor | None],
+    destinations: Sequence[Tensor],
+    *,
+    hashes: Tensor | None = None,
+    seeds: Tensor | None = None,
+) -> None:
+    """Write the pieces: the elements of each to its place, in the dtype of its destination.
+
+    float32, bfloat16 and float16 convert into each other as Tensor.to does, rounded to nearest even; a NaN becomes the
+    canonical one. All other dtypes are copied as bytes, between equal dtypes only.
+
+    Args:
+        pieces: what to copy; `source_rank` is not read.
+        sources: by `pieces.source` the part that is read, contiguous; None where there is none.
+        destinations: by `pieces.destination` the tensor that is written, of any strides.
+        hashes: int64 [tensors]; the content hash of what is written, in its new dtype, is added by `pieces.source`.
+        seeds: int64 [tensors]; needed with `hashes`, see name_seed.
+
+    Raises:
+        HandoffError: a piece lies outside of its tensors, dtypes do not convert, or tensors lie on several devices;
+            nothing has been written then.
+    """
+    read = _Tensors.of(sources, pieces.source, "source")
+    written = _Tensors.of(destinations, pieces.destination, "destination")
+    device = _one_device([*read.used, *written.used])
+    read.check_reach(pieces.source, pieces.source_offset, pieces.source_strides, pieces.shape)
+    written.check_reach(pieces.destination, pieces.destination_offset, pieces.destination_strides, pieces.shape)
+    _check_dtypes(read, pieces.source, [t.dtype for t in destinations], pieces.destination)
+    _check_hashes(hashes, seeds, pieces.source, device)
+    operator = native.operator(_OPERATOR, device.type)
+    if operator is None:
+        _copy_torch(pieces, sources, destinations, hashes, seeds)
+        return
+    table = _Columns(len(pieces))
+    table.put(0, read.addresses[pieces.source] + pieces.source_offset * read.sizes[pieces.source])
+    table.put(1, written.addresses[pieces.destination] + pieces.destination_offset * written.sizes[pieces.destination])
+    table.put(2, read.types[pieces.source])
+    table.put(3, written.types[pieces.destination])
+    table.put_dims(0, pieces.shape, pieces.source_strides, pieces.destination_strides, pieces.global_strides)
+    table.run(operator, pieces.global_offset, pieces.source, hashes, seeds, device)
+
+
+def hash_pieces(
+    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], *, hashes: Tensor, seeds: Tensor
+) -> None:
+    """Add the content hash of every box to that of its parameter. Nothing is written but `hashes`.
+
+    Args:
+        walk: the boxes; `walk.dtype` numbers `dtypes`, into which elements are converted before they are hashed.
+        tensors: by `walk.tensor`.
+        hashes, seeds: int64 [parameters], by `walk.parameter`.
+
+    Raises:
+        HandoffError: as copy_pieces.
+    """
+    read = _Tensors.of(tensors, walk.tensor, "tensor")
+    device = _one_device(read.used)
+    read.check_reach(walk.tensor, walk.offset, walk.strides, walk.shape)
+    _check_dtypes(read, walk.tensor, dtypes, walk.dtype)
+    _check_hashes(hashes, seeds, walk.parameter, device)
+    operator = native.operator(_OPERATOR, device.type)
+    if operator is None:
+        _hash_torch(walk, tensors, dtypes, hashes, seeds)
+        return
+    table = _Columns(len(walk))
+    table.put(0, read.addresses[walk.tensor] + walk.offset * read.sizes[walk.tensor])
+    table.put(2, read.types[walk.tensor])
+    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[walk.dtype])
+    table.put_dims(0, walk.shape, walk.strides, np.zeros_like(walk.strides), walk.global_strides)
+    table.run(operator, walk.global_offset, walk.parameter, hashes, seeds, device)
+
+
+def content_hash(
+    view: Tensor,
+    seed: int,
+    global_offset: int,
+    global_strides: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> int:
+    """The content hash of a tensor or view of at most MAX_DIMS dims, as a part of a global tensor; int64.
+
+    global_offset: the number of its first element; global_strides: from an element's number to the next one's, by dim.
+    dtype: the one whose bits count; the view's own if None.
+
+    Raises:
+        HandoffError: too many dims, or a dtype that does not convert.
+    """
+    if view.dim() > MAX_DIMS or len(global_strides) != view.dim():
+        raise HandoffError(
+            f"a view of shape {list(view.shape)} with global strides {list(global_strides)}: give one for each dim, of "
+            f"at most {MAX_DIMS}; flatten dims that run through"
+        )
+    zero = np.zeros(1, dtype=np.int64)
+    walk = Walk(
+        tensor=zero,
+        offset=zero,
+        strides=_row(view.stride(), 0),
+        shape=_row(view.shape, 1),
+        dtype=zero,
+        parameter=zero,
+        global_offset=zero + global_offset,
+        global_strides=_row(global_strides, 0),
+    )
+    hashes = torch.zeros(1, dtype=torch.int64, device=view.device)
+    seeds = torch.tensor([seed], dtype=torch.int64)
+    hash_pieces(walk, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
+    return int(hashes)
+
+
+def _row(values: Sequence[int], fill: int) -> Column:
+    return np.array([[*values, *[fill] * (MAX_DIMS - len(values))]], dtype=np.int64)
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Tensors as columns. addresses: of the first element; sizes: bytes of an element; reach: elements from the first
+    one to the last one, in memory; types: csrc's names of their dtypes; used: those that are used at all."""
+
+    what: str
+    addresses: Column
+    sizes: Column
+    reach: Column
+    types: Column
+    used: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], index: Column, what: str) -> _Tensors:
+        """The columns; of tensors that are not in `index` all is 0. Raises HandoffError where a used one is None."""
+        unknown = index[(index < 0) | (index >= len(tensors))]
+        if len(unknown):
+            raise HandoffError(f"a piece names {what} {unknown[0]} of {len(tensors)}; plan for these tensors")
+        columns = np.zeros((4, len(tensors)), dtype=np.int64)
+        used = []
+        for i in np.unique(index).tolist():
+            tensor = tensors[i]
+            if tensor is None:
+                raise HandoffError(f"nothing is held of {what} {i}, from which a piece is read; plan for these tensors")
+            reach = 0
+            if tensor.numel():
+                reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            columns[:, i] = tensor.data_ptr(), tensor.element_size(), reach, _type_of(tensor.dtype)
+            used.append(tensor)
+        return cls(what, *columns, used)
+
+    def check_reach(self, index: Column, offset: Column, strides: Column, shape: Column) -> None:
+        """Raises HandoffError where a piece lies outside of its tensor's memory."""
+        span = (shape - 1) * strides
+        low = offset + np.minimum(span, 0).sum(axis=1)
+        high = offset + np.maximum(span, 0).sum(axis=1)
+        wrong = ((low < 0) | (high >= self.reach[index])) & (shape.min(axis=1, initial=1) > 0)
+        wrong |= shape.min(axis=1, initial=0) < 0
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise HandoffError(
+                f"piece {i} of shape {shape[i].tolist()} takes the elements {low[i]} to {high[i]} of {self.what} "
+                f"{index[i]}, which has {self.reach[index[i]]}; plan for these tensors"
+            )
+
+
+def _type_of(dtype: torch.dtype) -> int:
+    if dtype in _CASTS:
+        return _CASTS[dtype]
+    if dtype.itemsize > 8:
+        raise HandoffError(f"elements of {dtype} have {dtype.itemsize} bytes; at most 8 can be handed over")
+    return dtype.itemsize
+
+
+def _check_dtypes(read: _Tensors, index: Column, dtypes: Sequence[torch.dtype], other: Column) -> None:
+    tensors = dict(zip(np.unique(index).tolist(), read.used, strict=True))
+    for i, j in np.unique(np.stack([index, other], axis=1), axis=0).tolist():
+        mine, theirs = tensors[i].dtype, dtypes[j]
+        if mine != theirs and not (mine in _CASTS and theirs in _CASTS):
+            raise HandoffError(
+                f"{read.what} {i} is {mine} and is to become {theirs}; only {', '.join(map(str, _CASTS))} convert into "
+                f"each other"
+            )
+
+
+def _check_hashes(hashes: Tensor | None, seeds: Tensor | None, index: Column, device: torch.device) -> None:
+    if hashes is None:
+        return
+    if seeds is None:
+        raise HandoffError("hashes are asked for without seeds; give int64 seeds, one for each tensor (name_seed)")
+    for name, tensor in (("hashes", hashes), ("seeds", seeds)):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise HandoffError(f"{name} is {tensor.dtype} {list(tensor.shape)}; give contiguous int64 [tensors]")
+        if len(index) and len(tensor) <= int(index.max()):
+            raise HandoffError(f"{name} has {len(tensor)} elements, but a piece is of tensor {int(index.max())}")
+    if len(index) and hashes.device != device:
+        raise HandoffError(f"hashes lies on {hashes.device} and the tensors on {device}; put it there")
+
+
+def _one_device(tensors: Sequence[Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise HandoffError(f"pieces lie on several devices ({', '.join(sorted(map(str, devices)))}); use one device")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- compiled
+
+
+class _Columns:
+    """The table that csrc takes (csrc/strided_copy.h names its columns): int64 [P, columns]."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self._table = np.zeros((num_pieces, 7 + 4 * MAX_DIMS), dtype=np.int64)
+
+    def put(self, column: int, values: Column) -> None:
+        """Fill a column: 0 and 1 addresses, 2 and 3 types."""
+        self._table[:, column] = values
+
+    def put_dims(self, first: int, *columns: Column) -> None:
+        """Fill the columns of dims: shape, strides in source, destination and global tensor."""
+        self._table[:, 4 : 4 + 4 * MAX_DIMS] = np.concatenate(columns, axis=1)
+
+    def run(
+        self,
+        operator: Any,
+        number: Column,
+        slot: Column,
+        hashes: Tensor | None,
+        seeds: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        """Fill the columns of the hash and do it."""
+        if hashes is None or seeds is None:
+            hashes = torch.empty(0, dtype=torch.int64, device=device)
+        else:
+            self._table[:, -3], self._table[:, -1] = number, slot
+            self._table[:, -2] = seeds.cpu().numpy()[slot]
+        operator(torch.from_numpy(self._table), hashes)
+
+
+# ------------------------------------------------------------------------------------------------------------ PyTorch
+
+
+@torch.no_grad()
+def _copy_torch(
+    pieces: Pieces,
+    sources: Sequence[Tensor | None],
+    destinations: Sequence[Tensor],
+    hashes: Tensor | None,
+    seeds: Tensor | None,
+) -> None:
+    for i in range(len(pieces)):
+        number = int(pieces.source[i])
+        source, target = sources[number], destinations[int(pieces.destination[i])]
+        assert source is not None
+        shape = pieces.shape[i].tolist()
+        values = _cast(_view(source, shape, pieces.source_strides[i], pieces.source_offset[i]), target.dtype)
+        _view(target, shape, pieces.destination_strides[i], pieces.destination_offset[i]).copy_(values)
+        if hashes is not None and seeds is not None:
+            offset, strides = int(pieces.global_offset[i]), pieces.global_strides[i].tolist()
+            hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
+
+
+@torch.no_grad()
+def _hash_torch(
+    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], hashes: Tensor, seeds: Tensor
+) -> None:
+    for i in range(len(walk)):
+        tensor, number = tensors[int(walk.tensor[i])], int(walk.parameter[i])
+        assert tensor is not None
+        view = _view(tensor, walk.shape[i].tolist(), walk.strides[i], walk.offset[i])
+        values = _cast(view, dtypes[int(walk.dtype[i])])
+        offset, strides = int(walk.global_offset[i]), walk.global_strides[i].tolist()
+        hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
+
+
+def _view(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Tensor:
+    return tensor.as_strided(shape, strides.tolist(), tensor.storage_offset() + int(offset))
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if values.dtype == dtype:
+        return values
+    # Sign and payload of a converted NaN depend on the machine; the constant's do not.
+    return values.to(dtype).masked_fill(values.isnan(), math.nan)
+
+
+def _sum_of_terms(values: Tensor, seed: int, offset: int, strides: list[int]) -> Tensor:
+    """The content hash of elements, int64 []; arithmetic modulo 2^64 in int64."""
+    if values.numel() > _ORACLE_ELEMENTS:
+        dim = max(range(values.dim()), key=lambda d: values.shape[d])
+        half = values.shape[dim] // 2
+        first, second = values.narrow(dim, 0, half), values.narrow(dim, half, values.shape[dim] - half)
+        return _sum_of_terms(first, seed, offset, strides) + _sum_of_terms(
+            second, seed, offset + half * strides[dim], strides
+        )
+    number = torch.full((), offset, dtype=torch.int64, device=values.device)
+    for extent, stride in zip(values.shape, strides, strict=True):
+        number = number[..., None] + stride * torch.arange(extent, device=values.device)
+    words = values.clone(memory_format=torch.contiguous_format).view(_BITS[values.itemsize])
+    bits = words.to(torch.int64) & ((1 << min(8 * values.itemsize, 32)) - 1)
+    if values.itemsize == 8:
+        number = (2 * number[..., None] + torch.arange(2, device=values.device)).flatten(-2)
+    flipped = bits ^ _WEYL
+    return (flipped * _keys(seed, number) + flipped).sum()
+
+
+def _keys(seed: int, number: Tensor) -> Tensor:
+    """The keys of elements by their numbers: 32 bits each, in int64."""
+    upper = number >> 32
+    first, second = torch.zeros_like(number), torch.zeros_like(number)
+    for value in upper.unique().tolist():
+        mixed = _splitmix(seed + (value + 1) * 0x9E3779B97F4A7C15)
+        first[upper == value], second[upper == value] = mixed & _MASK_32, mixed >> 32
+    key = ((number & _MASK_32) * _WEYL + first) & _MASK_32
+    key ^= key >> 16
+    key = (key * _MIX_1 + second) & _MASK_32
+    key ^= key >> 15
+    key = key * _MIX_2 & _MASK_32
+    return key ^ key >> 16
+
+
+def _splitmix(z: int) -> int:
+    """The finalizer of splitmix64 (Steele et al. 2014)."""
+    z &= _MASK_64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK_64
+    return z ^ z >> 31

@@ -1,0 +1,275 @@
+"""Handoff through files, to engines that share nothing with the trainer but a folder.
+
+A version is a folder of its own. Every rank writes its shards; hashes of all files go into a manifest that is written
+last, and the folder gets its name when everything in it is on the disk: a version is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hybrid_rl.errors import CheckpointError, HandoffError
+from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.resharding.handoff.base import (
+    DISK,
+    Delivered,
+    Gather,
+    Parts,
+    PeerError,
+    Source,
+    alone,
+    assembled,
+    gathered,
+    pull,
+)
+from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
+from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.shards import stored_boxes, write_shards
+
+MANIFEST = "manifest.json"
+_PREFIX = "version-"
+_CHUNK_BYTES = 2**24
+
+
+def version_folder(root: Path, version: int) -> Path:
+    """Where a version lies."""
+    return root / f"{_PREFIX}{version:08d}"
+
+
+def write_version(
+    root: Path, version: int, tensors: Mapping[str, Tensor], *, rank: int = 0, gather: Gather = alone, keep: int = 1
+) -> Path:
+    """Write the weights of a policy version, plain or sharded, by name; its folder. Collective; each rank its own part.
+
+    keep: how many versions stay, the new one included; older ones are removed. Raises HandoffError on every rank where
+    one cannot write; what was there before is then still there.
+    """
+    folder = version_folder(root, version)
+    partial = root / f".{folder.name}.partial"
+    if rank == 0:
+        for left_over in root.glob(f".{_PREFIX}*.partial"):  # of writers that were killed
+            shutil.rmtree(left_over, ignore_errors=True)
+    _agree(gather, None, version)
+    written: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        if folder.exists():
+            raise HandoffError(f"{folder} is there already; versions rise")
+        partial.mkdir(parents=True, exist_ok=True)
+        path = write_shards(partial, tensors, rank)
+        if path is not None:
+            written = {path.name: {"bytes": path.stat().st_size, "blake2b": _hash(path)}}
+            _sync(path)
+    except Exception as error:  # safetensors raises errors of its own
+        failure = error
+    files: dict[str, Any] = {}
+    for part in _agree(gather, failure, version, written):
+        files.update(part)
+    failure = None
+    if rank == 0:
+        try:
+            _finish(root, folder, partial, _manifest(version, tensors, files), keep)
+        except OSError as error:
+            failure = error
+    _agree(gather, failure, version)
+    return folder
+
+
+class DiskSource(Source):
+    """The weights of one version, read from its folder where a plan wants them. Its layout's ranks are the files.
+
+    reader, num_readers: which of the readers that share the work of checking hashes this is. gather: over all readers.
+
+    Raises HandoffError on every reader where the version is not there, or where its files are not what was written.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        version: int,
+        *,
+        reader: int = 0,
+        num_readers: int = 1,
+        gather: Gather = alone,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._folder = version_folder(root, version)
+        self._version, self._reader, self._num_readers, self._gather = version, reader, num_readers, gather
+        self._device = torch.device(device)
+        failure: Exception | None = None
+        try:
+            manifest = _read_manifest(root, self._folder, version)
+            _check_files(self._folder, manifest["files"], reader, num_readers)
+            self._names = sorted(manifest["files"])
+            self._layout = _layout(self._folder, self._names, manifest["tensors"], num_readers)
+        except (OSError, CheckpointError, HandoffError) as error:
+            failure = error
+        _agree(gather, failure, version)
+        self._opened: dict[int, list[Tensor | None]] = {}
+
+    def layout(self) -> SourceLayout:
+        """See Source."""
+        return self._layout
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Source."""
+        return self._gather(value)
+
+    def prepare(self, version: int) -> None:
+        """See Source. Raises HandoffError for a version other than that of the folder."""
+        super().prepare(version)
+        if version != self._version:
+            raise HandoffError(f"{self._folder} holds policy version {self._version}, not {version}; open that version")
+
+    def deliver(
+        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Delivered:
+        """See Source. Files are mapped; what a plan does not want is not read."""
+        return pull(plan, self._parts, destinations, lambda rank: DISK, hashes, seeds)
+
+    def full(self, name: str) -> Tensor:
+        """See Source; not collective."""
+        return assembled(self._layout, name, self._parts, self._device)
+
+    def held(self) -> dict[int, Parts]:
+        """See Source: readers answer for the files in turn."""
+        return {number: self._parts(number) for number in range(self._reader, len(self._names), self._num_readers)}
+
+    def close(self) -> None:
+        """See Source."""
+        self._opened = {}
+
+    def _parts(self, number: int) -> Parts:
+        if number not in self._opened:
+            with safe_open(self._folder / self._names[number], framework="pt", device=str(self._device)) as file:
+                inside = set(file.keys())
+                names = [sharded.spec.name for sharded in self._layout.tensors]
+                self._opened[number] = [file.get_tensor(name) if name in inside else None for name in names]
+        return self._opened[number]
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def _manifest(version: int, tensors: Mapping[str, Tensor], files: Mapping[str, Any]) -> dict[str, Any]:
+    specs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sorted(tensors.items())}
+    return {"version": version, "files": files, "tensors": specs}
+
+
+def _finish(root: Path, folder: Path, partial: Path, manifest: Mapping[str, Any], keep: int) -> None:
+    path = partial / MANIFEST
+    path.write_text(json.dumps(manifest))
+    _sync(path)
+    _sync(partial)
+    os.rename(partial, folder)
+    _sync(root)
+    for old in _versions(root)[:-keep] if keep else []:
+        shutil.rmtree(version_folder(root, old), ignore_errors=True)
+
+
+def _agree(gather: Gather, failure: Exception | None, version: int, value: Any = None) -> list[Any]:
+    """The values of all. Raises HandoffError on every participant where one failed."""
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    answers = gathered(gather, (said, value), f"the files of policy version {version}")
+    if isinstance(failure, HandoffError):
+        raise failure
+    if failure is not None:
+        raise HandoffError(f"files of policy version {version}: {said}") from failure
+    for number, (theirs, _) in enumerate(answers):
+        if theirs is not None:
+            raise PeerError(f"participant {number} failed over the files of policy version {version}: {theirs}")
+    return [theirs for _, theirs in answers]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _hash(path: Path) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _versions(root: Path) -> list[int]:
+    names = [path.name for path in root.glob(f"{_PREFIX}*")]
+    return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdecimal())
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def _read_manifest(root: Path, folder: Path, version: int) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.exists():
+        there = _versions(root)
+        raise HandoffError(f"{root} does not hold policy version {version}; it holds {there[-3:] or 'none'}")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        stored = manifest["version"], manifest["files"].keys(), manifest["tensors"].keys()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise HandoffError(f"{path} is damaged ({error}); write the version again") from error
+    if stored[0] != version:
+        raise HandoffError(f"{folder} holds policy version {stored[0]}, not {version}; it was moved or copied")
+    return manifest
+
+
+def _check_files(folder: Path, files: Mapping[str, Any], reader: int, num_readers: int) -> None:
+    for number, (name, expected) in enumerate(sorted(files.items())):
+        path = folder / name
+        size = path.stat().st_size if path.exists() else None
+        if size != expected["bytes"]:
+            raise HandoffError(
+                f"{path} has {size if size is not None else 'no'} bytes where {expected['bytes']} were written; write "
+                f"the version again"
+            )
+        if number % num_readers == reader and _hash(path) != expected["blake2b"]:
+            raise HandoffError(f"{path} is not what was written: its hash differs; write the version again")
+
+
+def _layout(folder: Path, names: Sequence[str], tensors: Mapping[str, Any], num_readers: int) -> SourceLayout:
+    """Cells and owners from the boxes that the files say they hold. Every reader is a rank, if one without a file."""
+    numbers = {name: number for number, name in enumerate(names)}
+    boxes = stored_boxes(folder)
+    sharded = []
+    for name, (dtype, shape) in sorted(tensors.items()):
+        spec = TensorSpec(name, tuple(shape), getattr(torch, dtype))
+        sharded.append(_grid(folder, spec, [(box, numbers[file]) for file, box in boxes.get(name, [])]))
+    return SourceLayout(tuple(sharded), (socket.gethostname(),) * max(len(names), num_readers))
+
+
+def _grid(folder: Path, spec: TensorSpec, boxes: Sequence[tuple[Box, int]]) -> ShardedTensor:
+    cuts = tuple(
+        tuple(sorted({0, extent, *(at for box, _ in boxes for at in (box[dim].start, box[dim].stop))}))
+        for dim, extent in enumerate(spec.shape)
+    )
+    owners = np.full((*(len(c) - 1 for c in cuts), 1), -1, dtype=np.int32)
+    for box, number in boxes:
+        if 0 not in owners.shape:
+            cell = tuple(c.index(side.start) for c, side in zip(cuts, box, strict=True))
+            is_cell = all(c[at + 1] == side.stop for c, at, side in zip(cuts, cell, box, strict=True))
+            owners[cell] = number if is_cell else -1
+    if (owners < 0).any():
+        raise HandoffError(
+            f"{folder} is incomplete: {int((owners < 0).sum())} of {owners.size} parts of {spec.name} "
+            f"{list(spec.shape)} are in none of its files; write the version again"
+        )
+    return ShardedTensor(spec, cuts, owners)

@@ -1,0 +1,315 @@
+"""Handoff by messages, for trainer ranks that cannot map each other's memory.
+
+Every rank is sender and receiver. The buckets of a receiver's plan are its rounds: in round k each rank gets its k-th
+remote bucket and sends what others get from it in theirs, so that all know the whole order and nothing waits in a
+circle. The sender packs a bucket in the engine's dtypes, the receiver unpacks it into the engine: with the message
+itself three writes per byte. While a round travels, the one before is unpacked and the next one packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_rl.resharding.execute import copy_pieces
+from hybrid_rl.resharding.handoff.base import (
+    DTYPES,
+    Delivered,
+    Gather,
+    Parts,
+    PeerError,
+    Source,
+    bytes_written,
+    cells,
+    dtype_code,
+    link_between,
+    local_parts,
+    number_of,
+)
+from hybrid_rl.resharding.layout import SourceLayout
+from hybrid_rl.resharding.pieces import contiguous_strides
+from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces
+
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+_ALIGNMENT_BYTES = 16  # of each piece in a message: the widest access of a GPU
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A bucket as it travels: its pieces one after the other, contiguous. dtype [P]: index in DTYPES; at [P]: where
+    each piece begins, in elements of its dtype; strides [P, MAX_DIMS]: in the message."""
+
+    pieces: Pieces
+    dtype: Column
+    at: Column
+    strides: Column
+    num_bytes: int
+
+    @classmethod
+    def of(cls, pieces: Pieces, dtype: Column) -> _Message:
+        sizes = pieces.num_elements * _SIZES[dtype]
+        taken = -(-sizes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        begin = np.cumsum(taken) - taken
+        return cls(pieces, dtype, begin // _SIZES[dtype], contiguous_strides(pieces.shape), int(taken.sum()))
+
+    def pack(self, parts: Parts, staging: Tensor) -> None:
+        """Write the pieces of this rank's parts into `staging`, uint8, cast to their dtypes."""
+        packing = replace(
+            self.pieces, destination=self.dtype, destination_offset=self.at, destination_strides=self.strides
+        )
+        copy_pieces(packing, parts, _as_dtypes(staging))
+
+    def unpack(
+        self, staging: Tensor, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
+    ) -> None:
+        """Write the pieces where they belong; hashes and seeds count the tensors of the layout."""
+        # In the message tensors are told apart by dtype, in the hashes by their number: one view for each pair.
+        pairs, row = np.unique(np.stack([self.pieces.source, self.dtype], 1), axis=0, return_inverse=True)
+        views = _as_dtypes(staging)
+        unpacking = replace(self.pieces, source=row.reshape(-1), source_offset=self.at, source_strides=self.strides)
+        sources = [views[dtype] for dtype in pairs[:, 1].tolist()]
+        if hashes is None or seeds is None:
+            copy_pieces(unpacking, sources, destinations)
+            return
+        number = torch.from_numpy(pairs[:, 0]).to(hashes.device)
+        found = torch.zeros(len(pairs), dtype=torch.int64, device=hashes.device)
+        copy_pieces(unpacking, sources, destinations, hashes=found, seeds=seeds[number.to(seeds.device)])
+        hashes.index_add_(0, number, found)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One receiver's wishes to this rank: its plan's digest and, by round, what it gets."""
+
+    digest: str
+    messages: Mapping[int, _Message]
+
+
+class DistributedSource(Source):
+    """The shards of all ranks of a process group, sent to those who need them.
+
+    layout: its ranks are those of the group, in order. tensors: this rank's, plain or DTensor, by name. gather: over
+    the same ranks. timeout_seconds: how long a message may take before its peer counts as gone.
+
+    A rank stages at most two buckets that it receives, and as much as it sends in two rounds.
+    """
+
+    def __init__(
+        self,
+        layout: SourceLayout,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        gather: Gather,
+        group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 120.0,
+    ) -> None:
+        self._layout, self._rank, self._tensors = layout, rank, dict(tensors)
+        self._gather, self._group, self._timeout = gather, group, timedelta(seconds=timeout_seconds)
+        self._parts: list[Tensor | None] = local_parts(layout, rank, tensors)
+        self._device = next((part.device for part in self._parts if part is not None), torch.device("cpu"))
+        self._orders: dict[int, _Order] = {}
+        self._version = -1
+
+    def layout(self) -> SourceLayout:
+        """See Source."""
+        return self._layout
+
+    def gather(self, value: Any) -> list[Any]:
+        """See Source."""
+        return self._gather(value)
+
+    def held(self) -> dict[int, Parts]:
+        """See Source."""
+        return {self._rank: self._parts}
+
+    def prepare(self, version: int) -> None:
+        """See Source."""
+        super().prepare(version)
+        self._version = version
+        parts = local_parts(self._layout, self._rank, self._tensors)
+        self._parts = [None if part is None else part.contiguous() for part in parts]
+
+    def deliver(
+        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Delivered:
+        """See Source. Collective."""
+        dtype = np.array([dtype_code(tensor.dtype) for tensor in destinations], dtype=np.int64)
+        num_rounds = self._agree(plan, dtype)
+        incoming = dict(enumerate(self._messages(plan, dtype)))
+        outgoing = [
+            {receiver: order.messages[k] for receiver, order in self._orders.items() if k in order.messages}
+            for k in range(num_rounds)
+        ]
+        sizes_in = [incoming[k].num_bytes if k in incoming else 0 for k in range(num_rounds)]
+        sizes_out = [sum(message.num_bytes for message in messages.values()) for messages in outgoing]
+        room_in, room_out = _room(sizes_in, self._device), _room(sizes_out, self._device)
+        under_way: list[dist.Work] = []
+        senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
+        for k in range(num_rounds + 1):
+            started: list[dist.Work] = []
+            if k < num_rounds:
+                sender = senders[k] if k in incoming else None
+                into = room_in[k % 2][: sizes_in[k]]
+                started = self._start(outgoing[k], room_out[k % 2], sender, into)
+            if k == 0:
+                for bucket in plan.buckets:
+                    if bucket.source_rank == self._rank:
+                        copy_pieces(bucket.pieces, self._parts, destinations, hashes=hashes, seeds=seeds)
+                under_way = started
+                continue
+            self._wait(under_way)
+            if k - 1 in incoming:
+                incoming[k - 1].unpack(room_in[(k - 1) % 2], destinations, hashes, seeds)
+            under_way = started
+        hosts = self._layout.hosts
+        link = link_between(hosts, self._rank, hosts[self._rank])
+        staging_bytes = sum(buffer.numel() for buffer in (*room_in, *room_out))
+        num_pieces = sum(len(bucket.pieces) for bucket in plan.buckets)
+        return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets), staging_bytes)
+
+    def full(self, name: str) -> Tensor:
+        """See Source. Collective."""
+        number = number_of(self._layout, name)
+        sharded = self._layout.tensors[number]
+        full = torch.empty(sharded.spec.shape, dtype=sharded.spec.dtype, device=self._device)
+        for box, owners in cells(sharded):
+            part = self._parts[number] if owners[0] == self._rank else None
+            if part is None:
+                part = torch.empty_like(full[box], memory_format=torch.contiguous_format)
+            # As bytes: not every backend knows every dtype.
+            flat = part.reshape(-1).view(torch.uint8)
+            self._wait([self._calling(dist.broadcast, flat, group=self._group, group_src=owners[0], async_op=True)])
+            full[box] = part.view(full[box].shape)
+        return full
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def _messages(self, plan: Plan, dtype: Column) -> list[_Message]:
+        """What this rank receives, by round."""
+        remote = (bucket.pieces for bucket in plan.buckets if bucket.source_rank != self._rank)
+        return [_Message.of(pieces, dtype[pieces.destination]) for pieces in remote]
+
+    def _start(
+        self, messages: Mapping[int, _Message], room: Tensor, sender: int | None, into: Tensor
+    ) -> list[dist.Work]:
+        operations = []
+        if sender is not None:
+            operations.append(dist.P2POp(dist.irecv, into, group=self._group, group_peer=sender))
+        begin = 0
+        for receiver, message in messages.items():
+            staging = room[begin : begin + message.num_bytes]
+            message.pack(self._parts, staging)
+            operations.append(dist.P2POp(dist.isend, staging, group=self._group, group_peer=receiver))
+            begin += message.num_bytes
+        if not operations:
+            return []
+        works: list[dist.Work] = self._calling(dist.batch_isend_irecv, operations)
+        return works
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            # On CUDA the stream waits, not this thread; a peer that is gone is then the process group's to find.
+            self._calling(work.wait, *(() if self._device.type == "cuda" else (self._timeout,)))
+
+    def _calling(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return call(*arguments, **options)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._rank}: a message of the handoff of policy version {self._version} failed; a peer is "
+                f"gone, or took longer than {self._timeout.total_seconds():g} s: {error}"
+            ) from error
+
+    # --------------------------------------------------------------------------------------------------- agreement
+
+    def _agree(self, plan: Plan, dtype: Column) -> int:
+        """Tell the senders what this rank wants, where they do not know; the number of rounds of all."""
+        digest = f"{plan.digest} {hashlib.blake2b(dtype.tobytes(), digest_size=8).hexdigest()}"
+        num_rounds = sum(bucket.source_rank != self._rank for bucket in plan.buckets)
+        known = {receiver: order.digest for receiver, order in self._orders.items()}
+        answers = self.tell(("plan", self._version, digest, (num_rounds, known)))
+        wanted = [answer[2] for answer in answers]
+        changed = [
+            receiver
+            for receiver, digest in enumerate(wanted)
+            if any(answer[3][1].get(receiver) != digest for rank, answer in enumerate(answers) if rank != receiver)
+        ]
+        if changed:
+            self._exchange(changed, wanted, plan, dtype)
+        return int(max(answer[3][0] for answer in answers))
+
+    def _exchange(self, changed: Sequence[int], wanted: Sequence[str], plan: Plan, dtype: Column) -> None:
+        """Send the tables of this rank's plan to the ranks that it reads from, and receive theirs."""
+        others = [rank for rank in range(len(wanted)) if rank != self._rank]
+        tables = {rank: np.empty((0, _WIDTH), np.int64) for rank in others}
+        if self._rank in changed:
+            remote = [bucket for bucket in plan.buckets if bucket.source_rank != self._rank]
+            for rank in others:
+                rows = [_encoded(k, b.pieces, dtype) for k, b in enumerate(remote) if b.source_rank == rank]
+                tables[rank] = np.concatenate([tables[rank], *rows])
+        sizes = [answer[3] for answer in self.tell(("tables", self._version, "", {r: len(tables[r]) for r in others}))]
+        operations, received = [], {}
+        for rank in others:
+            if len(tables[rank]):
+                sent = torch.from_numpy(tables[rank]).to(self._device)
+                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=rank))
+            theirs = torch.empty((sizes[rank][self._rank], _WIDTH), dtype=torch.int64, device=self._device)
+            if len(theirs):
+                operations.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=rank))
+            if rank in changed:
+                received[rank] = theirs
+        if operations:
+            self._wait(self._calling(dist.batch_isend_irecv, operations))
+        for rank, theirs in received.items():
+            self._orders[rank] = _Order(wanted[rank], _decoded(theirs.cpu().numpy()))
+
+
+# Columns of a table that travels: round, source, offset, dtype, strides, shape.
+_WIDTH = 4 + 2 * MAX_DIMS
+
+
+def _encoded(k: int, pieces: Pieces, dtype: Column) -> Any:
+    columns = [np.full(len(pieces), k), pieces.source, pieces.source_offset, dtype[pieces.destination]]
+    return np.concatenate([np.stack(columns, 1), pieces.source_strides, pieces.shape], 1).astype(np.int64)
+
+
+def _decoded(table: Any) -> dict[int, _Message]:
+    """Messages by round. What only their receiver needs, where elements go, is zero."""
+    messages = {}
+    for k in np.unique(table[:, 0]).tolist():
+        rows = table[table[:, 0] == k]
+        nothing, nowhere = np.zeros(len(rows), np.int64), np.zeros((len(rows), MAX_DIMS), np.int64)
+        pieces = Pieces(
+            source=rows[:, 1],
+            source_rank=nothing,
+            source_offset=rows[:, 2],
+            source_strides=rows[:, 4 : 4 + MAX_DIMS],
+            destination=nothing,
+            destination_offset=nothing,
+            destination_strides=nowhere,
+            shape=rows[:, 4 + MAX_DIMS :],
+            global_offset=nothing,
+            global_strides=nowhere,
+        )
+        messages[k] = _Message.of(pieces, rows[:, 3])
+    return messages
+
+
+def _as_dtypes(staging: Tensor) -> list[Tensor]:
+    """A message of bytes as a tensor of each of DTYPES; its length is a multiple of every size."""
+    return [staging.view(dtype) for dtype in DTYPES]
+
+
+def _room(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Memory for what even and what odd rounds stage."""
+    return [torch.empty(max(sizes[start::2], default=0), dtype=torch.uint8, device=device) for start in (0, 1)]

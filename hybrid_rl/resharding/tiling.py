@@ -1,0 +1,155 @@
+"""Proof that copies and constants write every element of an engine's tensors exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.pieces import spread
+from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Table
+from hybrid_rl.resharding.trace import DestinationSpec, Fills
+
+
+@dataclass(frozen=True)
+class _Writes(Table):
+    """Elements of memory that are written. destination, offset [R]; shape, strides [R, D], largest stride first."""
+
+    destination: Column
+    offset: Column
+    shape: Column
+    strides: Column
+
+
+def check_tiling(
+    copies: Copies, fills: Fills, destinations: Sequence[DestinationSpec], untraced: Collection[str] = ()
+) -> None:
+    """Raise HandoffError unless each element of each destination is written exactly once, and nothing beside them.
+
+    untraced: names of destinations that are written in another way, and must not be written here. Exact for any shapes
+    and strides: padded, fused, stacked and transposed destinations, of whatever order the writes are.
+    """
+    writes = _Writes.join(
+        [
+            _ordered(copies.destination, copies.offset, copies.high - copies.low, copies.strides),
+            _ordered(fills.destination, fills.offset, fills.shape, fills.strides),
+        ]
+    )
+    writes = writes.select(writes.shape.prod(axis=1) > 0)
+    memory = _memory(destinations)
+    elsewhere = np.array([spec.name in untraced for spec in destinations], dtype=bool)
+    wrong = []
+    for index in np.flatnonzero(~_is_row_of_runs(writes, memory) | elsewhere).tolist():
+        rows = writes.select(np.flatnonzero(writes.destination == index))
+        if elsewhere[index]:
+            problem = f"{len(rows)} copies write it, though it is to be loaded otherwise" if len(rows) else None
+        else:
+            problem = _problem(rows, memory.select([index]))
+        if problem:
+            wrong.append(f"{destinations[index].name} {list(destinations[index].shape)}: {problem}")
+    if wrong:
+        raise HandoffError(
+            f"the weights that the engine would get are not complete: {len(wrong)} of its {len(destinations)} tensors, "
+            f"e.g. {'; '.join(wrong[:3])}. Trainer and engine must be built from one config; is the model supported?"
+        )
+
+
+def _ordered(destination: Column, offset: Column, shape: Column, strides: Column) -> _Writes:
+    """Writes in the order of memory, with neighbouring dims as one where they are contiguous."""
+    strides = np.where(shape == 1, 0, strides)
+    order = np.argsort(-strides, axis=1, kind="stable")
+    shape, strides = np.take_along_axis(shape, order, axis=1), np.take_along_axis(strides, order, axis=1)
+    for dim in reversed(range(shape.shape[1] - 1)):
+        joins = (strides[:, dim + 1] > 0) & (strides[:, dim] == strides[:, dim + 1] * shape[:, dim + 1])
+        rows = np.flatnonzero(joins)
+        shape[rows, dim + 1] *= shape[rows, dim]
+        for column, fill in ((shape, 1), (strides, 0)):
+            column[rows, dim:-1] = column[rows, dim + 1 :]
+            column[rows, -1] = fill
+    return _Writes(destination, offset, shape, strides)
+
+
+def _memory(destinations: Sequence[DestinationSpec]) -> _Writes:
+    """The elements that the destinations have, one row each."""
+    num_dims = max([MAX_DIMS, *(len(spec.shape) for spec in destinations)])
+    shape = np.ones((len(destinations), num_dims), dtype=np.int64)
+    strides = np.zeros_like(shape)
+    for index, spec in enumerate(destinations):
+        shape[index, : len(spec.shape)] = spec.shape
+        strides[index, : len(spec.shape)] = spec.strides
+    return _ordered(np.arange(len(destinations)), np.zeros(len(destinations), dtype=np.int64), shape, strides)
+
+
+def _is_row_of_runs(writes: _Writes, memory: _Writes) -> Column:
+    """Which destinations are contiguous and written in contiguous runs, one after the other. bool [destinations]
+
+    Nearly all are; the others are counted.
+    """
+    length = memory.shape.prod(axis=1)
+    good = _is_run(memory)
+    good &= np.bincount(writes.destination, ~_is_run(writes), minlength=len(length)) == 0
+    order = np.lexsort((writes.offset, writes.destination))
+    destination, begin = writes.destination[order], writes.offset[order]
+    end = begin + writes.shape.prod(axis=1)[order]
+    # Each run begins where the one before ends, the first one at 0, the last one ends at the length.
+    starts = np.diff(destination, prepend=-1) != 0
+    expected = np.where(starts, 0, np.concatenate([end[:1], end[:-1]]))
+    good &= np.bincount(destination, begin != expected, minlength=len(length)) == 0
+    reached = np.zeros_like(length)
+    reached[destination] = end  # the last one stays
+    return good & (reached == length)
+
+
+def _is_run(writes: _Writes) -> Column:
+    stride, extent = writes.strides[:, 0], writes.shape[:, 0]
+    return (writes.shape[:, 1:] == 1).all(axis=1) & ((stride == 1) | (extent == 1))
+
+
+def _problem(writes: _Writes, memory: _Writes) -> str | None:
+    """Count how often each element of one destination is written; what is wrong, if anything."""
+    shape, strides = memory.shape[0], memory.strides[0]
+    num_elements = int(shape.prod())
+    if not num_elements and not len(writes):
+        return None
+    length = int(((shape - 1) * strides).sum()) + 1 if num_elements else 0
+    last = writes.offset + ((writes.shape - 1) * writes.strides).sum(axis=1)
+    outside = int(((writes.offset < 0) | (last >= length)).sum())
+    if outside:
+        return f"{outside} copies go beyond its memory of {length} elements"
+    grain = int(np.gcd.reduce(_grains(_Writes.join([writes, memory]))))
+    counts, present = (_counts(rows, grain, -(-length // grain)) for rows in (writes, memory))
+    missing = int(((counts == 0) & (present == 1)).sum()) * grain
+    doubled = int(((counts > 1) & (present == 1)).sum()) * grain
+    beside = int(((counts > 0) & (present == 0)).sum()) * grain
+    if not missing and not doubled and not beside:
+        return None
+    return f"of {num_elements} elements {missing} are missing, {doubled} written more than once, {beside} beside it"
+
+
+def _is_inner(writes: _Writes) -> Column:
+    """The dim of contiguous elements, where there is one: the last of stride 1. bool [R, D]"""
+    is_one = writes.strides == 1
+    return is_one & (np.cumsum(is_one[:, ::-1], axis=1)[:, ::-1] == 1)
+
+
+def _grains(writes: _Writes) -> Column:
+    """Each write is made of aligned runs of so many elements. int64 [R]"""
+    is_inner = _is_inner(writes)
+    run = np.where(is_inner, writes.shape, 1).prod(axis=1)
+    steps = np.where(is_inner | (writes.shape == 1), 0, writes.strides)
+    return np.gcd(np.gcd.reduce(steps, axis=1), np.gcd(run, writes.offset))
+
+
+def _counts(writes: _Writes, grain: int, num_grains: int) -> Column:
+    """How often each run of `grain` elements is written. int64 [num_grains]"""
+    is_inner = _is_inner(writes)
+    shape = np.where(is_inner, writes.shape // grain, writes.shape)
+    steps = np.where(is_inner, 1, writes.strides // grain)
+    row, rest = spread(shape.prod(axis=1))
+    at = writes.offset[row] // grain
+    for dim in reversed(range(shape.shape[1])):
+        rest, step = np.divmod(rest, shape[row, dim])
+        at += step * steps[row, dim]
+    return np.bincount(at, minlength=num_grains)

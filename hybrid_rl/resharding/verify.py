@@ -1,0 +1,233 @@
+"""Proof that engines hold the trainer's weights: each side hashes what it has by what it alone knows.
+
+The hash of a parameter is the sum over its elements of a function of its name, the element's number in the global
+tensor, and the element's bits in the engine's dtype. Sources find the elements by their layout, engines by the trace of
+their own loader; the plan is not asked. So a wrong plan shows as much as a corrupted byte, a parameter that was not
+written, or one that still has its old value. Engines that hold the same (data-parallel replicas) are one for the
+sources: an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.execute import Walk, hash_pieces, name_seed
+from hybrid_rl.resharding.handoff.base import DTYPES, Gather, Parts, PeerError, Source, alone, dtype_code, gathered
+from hybrid_rl.resharding.layout import SourceLayout
+from hybrid_rl.resharding.pieces import contiguous_strides
+from hybrid_rl.resharding.tables import MAX_DIMS, Column, Table
+from hybrid_rl.resharding.tiling import check_tiling
+from hybrid_rl.resharding.trace import Trace
+
+Hashes = npt.NDArray[np.int64]
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+_LISTED = 5  # parameters named in an error
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a proof took. num_bytes: re-read from this participant's engine; num_tensors: global tensors compared."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Image(Table):
+    """What an engine holds, wherever it keeps it: boxes of global tensors, sorted. source [R]: number in the layout;
+    dtype [R]: number in DTYPES; low, high [R, MAX_DIMS]."""
+
+    source: Column
+    dtype: Column
+    low: Column
+    high: Column
+
+    def digest(self) -> str:
+        """Equal for engines that hold the same elements in the same dtypes."""
+        found = hashlib.blake2b(digest_size=16)
+        for item in fields(self):
+            found.update(np.ascontiguousarray(getattr(self, item.name)).tobytes())
+        return found.hexdigest()
+
+
+class Verifier:
+    """Compares what engines hold with what sources hold, parameter by parameter. Every participant has one.
+
+    trace: what this participant's engine takes; None where it has no engine. What a trace leaves out, as layers that an
+    engine derives, is not compared. gather: over all participants. Making it is collective.
+
+    Raises HandoffError where a trace does not write every element once, or takes what the trainer does not have.
+    """
+
+    def __init__(self, trace: Trace | None, layout: SourceLayout, *, gather: Gather = alone) -> None:
+        self._trace, self._layout, self._gather = trace, layout, gather
+        self._names = [sharded.spec.name for sharded in layout.tensors]
+        self._seeds = torch.tensor([name_seed(name) for name in self._names], dtype=torch.int64)
+        shape = np.ones((len(self._names), MAX_DIMS), dtype=np.int64)
+        for number, sharded in enumerate(layout.tensors):
+            shape[number, : sharded.check_dims()] = sharded.spec.shape
+        self._strides = contiguous_strides(shape)  # of the global tensors
+        self._reading: Walk | None = None
+        own: _Image | None = None
+        if trace is not None:
+            self._reading, own = self._of_trace(trace)
+        digest = None if own is None else own.digest()
+        token = secrets.token_bytes(8)
+        answers = gathered(gather, (layout.digest(), digest, token), "what engines hold")
+        if len({theirs for theirs, _, _ in answers}) > 1:
+            raise PeerError("participants verify different weights: the digests of their layouts differ")
+        # The first one of those that hold the same tells the others what that is.
+        firsts = {theirs: who for _, theirs, who in reversed(answers) if theirs is not None}
+        told = gathered(gather, own if digest is not None and firsts[digest] == token else None, "what engines hold")
+        self.images = [image for image in told if image is not None]
+        numbers = {image.digest(): number for number, image in enumerate(self.images)}
+        self._image_of = [None if theirs is None else numbers[theirs] for _, theirs, _ in answers]
+        self._walks: dict[int, list[Walk]] = {}
+
+    def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> Verified:
+        """Prove that every engine holds the weights that the sources hold now. Collective.
+
+        destinations: this participant's engine's tensors, as in its trace. Raises HandoffError on every participant,
+        naming the parameters, where an engine does not hold them or participants verify different versions.
+        """
+        start = time.perf_counter()
+        said: str | None = None
+        mine: tuple[Hashes, Hashes | None, list[str]] | None = None
+        try:
+            mine = self._sides(source.held(), destinations)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            failure = error
+        answers = gathered(self._gather, (version, said, mine), f"the content of policy version {version}")
+        if said is not None:
+            raise failure
+        for number, (theirs, problem, _) in enumerate(answers):
+            if problem is not None:
+                raise PeerError(f"participant {number} failed to verify policy version {theirs}: {problem}")
+            if theirs != version:
+                raise PeerError(f"participant {number} verifies policy version {theirs}, here it is {version}")
+        self._compare(version, [sides for _, _, sides in answers])
+        num_bytes = 0 if self._reading is None else _num_bytes(self._reading)
+        return Verified(len(self._names), num_bytes, time.perf_counter() - start)
+
+    def _sides(
+        self, held: Mapping[int, Parts], destinations: Sequence[Tensor]
+    ) -> tuple[Hashes, Hashes | None, list[str]]:
+        """By image and parameter, what the parts held here add to it; by parameter, what the engine here holds; and the
+        names of the engine's tensors whose constants are not as its loader set them."""
+        expected = np.zeros((len(self.images), len(self._names)), dtype=np.int64)
+        for rank, parts in held.items():
+            if rank not in self._walks:
+                self._walks[rank] = [self._of_rank(rank, image) for image in self.images]
+            for number, walk in enumerate(self._walks[rank]):
+                expected[number] += self._sums(walk, parts)
+        if self._trace is None or self._reading is None:
+            return expected, None, []
+        return expected, self._sums(self._reading, destinations), _wrong_constants(self._trace, destinations)
+
+    def _compare(self, version: int, sides: Sequence[tuple[Hashes, Hashes | None, list[str]]]) -> None:
+        expected = np.sum([part for part, _, _ in sides], axis=0)  # wraps around, as it should
+        problems = []
+        for number, (_, actual, constants) in enumerate(sides):
+            image = self._image_of[number]
+            wrong = list(constants)
+            if actual is not None and image is not None:
+                wrong += [self._names[i] for i in np.flatnonzero(actual != expected[image])]
+            if wrong:
+                more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+                problems.append(f"that of participant {number} in {', '.join(wrong[:_LISTED])}{more}")
+        if problems:
+            raise HandoffError(
+                f"engines do not hold the trainer's weights of policy version {version}: {'; '.join(problems)}. "
+                f"Nothing may be generated with them; run again, and report it if it comes back"
+            )
+
+    # ----------------------------------------------------------------------------------------------- what to hash
+
+    def _of_trace(self, trace: Trace) -> tuple[Walk, _Image]:
+        """Where the engine keeps the boxes that it takes, and what these are."""
+        check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
+        known = {sharded.spec.name: (i, sharded.spec.shape) for i, sharded in enumerate(self._layout.tensors)}
+        numbers = np.full(len(trace.sources), -1, dtype=np.int64)
+        for i in np.unique(trace.copies.source).tolist():
+            spec = trace.sources[i]
+            number, shape = known.get(spec.name, (-1, None))
+            if shape != spec.shape:
+                raise HandoffError(
+                    f"the engine takes {spec.name} {list(spec.shape)}, the trainer has "
+                    f"{'none' if shape is None else list(shape)}; build both from one config"
+                )
+            numbers[i] = number
+        copies, parameter = trace.copies, numbers[trace.copies.source]
+        code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
+        walk = Walk(
+            tensor=copies.destination,
+            offset=copies.offset,
+            strides=copies.strides,
+            shape=copies.high - copies.low,
+            dtype=code,
+            parameter=parameter,
+            global_offset=(copies.low * self._strides[parameter]).sum(axis=1),
+            global_strides=self._strides[parameter],
+        )
+        order = np.lexsort((*copies.high.T, *copies.low.T, code, parameter))
+        return walk, _Image(parameter, code, copies.low, copies.high).select(order)
+
+    def _of_rank(self, rank: int, image: _Image) -> Walk:
+        """The parts of an image that lie in a rank's cells; of a cell that several ranks hold the first answers."""
+        low, high = self._layout.parts(rank)
+        answers = [bool((sharded.owners[..., 0] == rank).any()) for sharded in self._layout.tensors]
+        high = np.where(np.array(answers, dtype=bool)[:, None], high, low)
+        cell_low, cell_high = low[image.source], high[image.source]
+        begin, end = np.maximum(image.low, cell_low), np.minimum(image.high, cell_high)
+        rows = np.flatnonzero((end > begin).all(axis=1))
+        parameter, begin, shape = image.source[rows], begin[rows], (end - begin)[rows]
+        strides = contiguous_strides((cell_high - cell_low)[rows])
+        return Walk(
+            tensor=parameter,
+            offset=((begin - cell_low[rows]) * strides).sum(axis=1),
+            strides=strides,
+            shape=shape,
+            dtype=image.dtype[rows],
+            parameter=parameter,
+            global_offset=(begin * self._strides[parameter]).sum(axis=1),
+            global_strides=self._strides[parameter],
+        )
+
+    def _sums(self, walk: Walk, tensors: Parts) -> Hashes:
+        """The hash of each parameter over the boxes, int64 [parameters]."""
+        first = tensors[walk.tensor[0]] if len(walk) else None
+        device = None if first is None else first.device
+        sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        hash_pieces(walk, tensors, DTYPES, hashes=sums, seeds=self._seeds)
+        found: Hashes = sums.cpu().numpy()
+        return found
+
+
+def _num_bytes(walk: Walk) -> int:
+    return int((walk.shape.prod(axis=1) * _SIZES[walk.dtype]).sum())
+
+
+def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:
+    """Names of the destinations that hold something else where their loader sets a constant."""
+    wrong: dict[str, None] = {}
+    for i in range(len(trace.fills)):
+        number = int(trace.fills.destination[i])
+        target = destinations[number]
+        first = target.storage_offset() + int(trace.fills.offset[i])
+        view = target.as_strided(trace.fills.shape[i].tolist(), trace.fills.strides[i].tolist(), first)
+        value = torch.full((), float(trace.fills.value[i]), dtype=target.dtype, device=target.device)
+        if not bool(((view == value) | ((view != view) & (value != value))).all()):
+            wrong[trace.destinations[number].name] = None
+    return list(wrong)

@@ -1,0 +1,38 @@
+"""vLLM's CPU worker, with shared memory that is this run's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm.config import VllmConfig
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from hybrid_rl.rollout.vllm.arguments import RUN
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class RunWorker(CPUWorker):
+    """Tensor-parallel ranks on CPUs meet in files of shared memory. vLLM names them after the address at which ranks
+    find each other, which is the same for all runs that were launched from outside: two runs on one machine would take
+    each other's memory, and one that was killed would leave files that no later run gets past. Here they carry the name
+    of the run, and have none any more once all ranks have opened them."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        self._run: str = vllm_config.additional_config[RUN]
+        # What stands behind the last colon is the name; ranks have found each other already.
+        address = f"{distributed_init_method}:{self._run}"
+        super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)
+
+    def init_device(self) -> None:
+        """See CPUWorker. All ranks have opened each other's files behind it."""
+        super().init_device()
+        for path in SHARED_MEMORY.glob(f"{self._run}-*"):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,407 @@
+"""vLLM inside the trainer's process, as a RolloutEngine.
+
+One step of ours is one step of vLLM. What waits, waits here: vLLM is given as many requests as may run, so that a
+pause, an abort or a new version need not look into its queues.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from vllm import EngineArgs, envs
+from vllm.distributed import parallel_state
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.rollout.base import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    EngineState,
+    EngineStats,
+    FinishedSample,
+    FinishReason,
+    RolloutRequest,
+)
+from hybrid_rl.rollout.guards import GuardedEngine
+from hybrid_rl.rollout.sampling import check_finite
+from hybrid_rl.rollout.vllm.arguments import engine_arguments, kv_cache_bytes, write_config
+from hybrid_rl.rollout.vllm.environment import EngineRandom, environment_kept, process_kept
+from hybrid_rl.rollout.vllm.loader import LoadedWeights
+from hybrid_rl.rollout.vllm.memory import EngineMemory
+from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, vllm_params
+from hybrid_rl.rollout.vllm.versions import has
+from hybrid_rl.rollout.vllm.weights import WeightWriter
+
+
+class VLLMEngine(GuardedEngine):
+    """A RolloutEngine over one vLLM replica of this process.
+
+    With tensor parallelism this is one rank of a replica: all of its ranks make the same calls in the same order (see
+    SharedEngine). torch.distributed is set up by whoever has several ranks, before; a single rank gets a group of its
+    own for as long as the engine lives.
+
+    module: the trainer's model: its class, its config and the names of its weights are used, never its weights. dtype:
+    of the engine's weights. max_length: longest prompt and completion together. seed: equal on the ranks of a replica.
+    decode: token ids to text. memory_share: of the free memory that is this engine's to use. can_sleep: whether the
+    platform gives memory back.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: VLLMConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        memory_share: float = 1.0,
+    ) -> None:
+        super().__init__(
+            vocab_size=int(module.config.get_text_config().vocab_size),
+            max_positions=max_length,
+            max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
+            decode=decode,
+        )
+        self._config = config
+        self._layout = WeightLayout.of(named_weights(module).items())
+        self._random = EngineRandom(seed % 2**32)
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="hybrid_rl-vllm-")
+        self.can_sleep = can_sleep = device.type == "cuda"
+        self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
+        with process_kept(_variables(device)), self._random.active():
+            write_config(module, Path(self._folder.name))
+            arguments = engine_arguments(
+                config,
+                Path(self._folder.name),
+                dtype=dtype,
+                max_length=max_length,
+                seed=seed % 2**32,
+                trust_remote_code=trust_remote_code,
+                device=device,
+                run=_run_name(),
+            )
+            arguments |= self._writer.arguments()
+            self._llm, self._kv_cache_bytes = _build(arguments, config, max_length, device, memory_share)
+            cache = self._llm.vllm_config.cache_config
+            # One block is vLLM's own.
+            self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size
+            self._memory = EngineMemory(self._llm, can_sleep=can_sleep)
+            self._memory.sleep(TAGS)
+        self._waiting: deque[Generation] = deque()
+        self._running: dict[int, Generation] = {}
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
+        self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
+        self._num_generated_tokens = self._num_steps = 0
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Where vLLM runs: with its own random generators; the environment is put back behind it."""
+        with environment_kept(), self._random.active():
+            yield
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def require_ready(self, version: int) -> None:
+        """See RolloutEngine."""
+        if self._is_closed or self._failure is not None:
+            reason = "is closed" if self._is_closed else f"failed ({type(self._failure).__name__}: {self._failure})"
+            raise EngineStateError(f"the engine {reason}; make a new one") from self._failure
+        super().require_ready(version)
+
+    def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
+        """See RolloutEngine."""
+        super().check(requests, version)
+        for request in requests:
+            check_sampling(request)
+
+    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
+        """See RolloutEngine."""
+        self.check(requests, version)
+        if not self._ids:
+            # What is found in the cache must not depend on what was generated before: a resumed run repeats its
+            # rollout, whatever was evaluated between.
+            self._forget_prefixes()
+        self._ids.update(request.id for request in requests)
+        self._waiting.extend(map(Generation, requests))
+        return [request.id for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM has."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that vLLM has not been given yet."""
+        return len(self._waiting)
+
+    def _forget_prefixes(self) -> None:
+        """Drop the cache; running requests are computed again, with the weights of then."""
+        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
+            raise HandoffError("vLLM did not drop its prefix cache: old keys would meet new weights")
+
+    # ---------------------------------------------------------------------------------------------------- step
+
+    def step(self) -> list[FinishedSample]:
+        """See RolloutEngine. After an error of vLLM the engine cannot be used any more."""
+        self.require_ready(self.policy_version)
+        finished = self._take_aborted()
+        if self._paused is None:
+            self._admit()
+        if not self._running or self._paused == "keep":
+            return finished
+        try:
+            with self._inside():
+                outputs = self._llm.step()
+                finished += self._postprocess(outputs)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._num_steps += 1
+        return finished
+
+    def _take_aborted(self) -> list[FinishedSample]:
+        if not self._aborted:
+            return []
+        aborted, self._aborted = self._aborted, set()
+        leaving = [self._running.pop(identity) for identity in [*self._running] if identity in aborted]
+        self._llm.abort_request([str(generation.request.id) for generation in leaving])
+        leaving += [generation for generation in self._waiting if generation.request.id in aborted]
+        self._waiting = deque(generation for generation in self._waiting if generation.request.id not in aborted)
+        return [self._finish(generation, "abort") for generation in leaving]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            generation = self._waiting.popleft()
+            request = generation.request
+            params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds)
+            self._llm.add_request(str(request.id), generation.prompt, params)
+            self._running[request.id] = generation
+
+    def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
+        finished, stopped = [], []
+        for output in outputs:
+            generation, made = self._running[int(output.request_id)], output.outputs[0]
+            if not generation.tokens and made.token_ids:
+                cached = output.num_cached_tokens or 0
+                self._num_prompt_tokens += len(generation.request.prompt_ids) - cached
+                self._num_prefix_tokens += cached
+            logprobs = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs or (), strict=True)]
+            check_finite(logprobs)
+            reason = self._extend(generation, made.token_ids, logprobs)
+            if reason is not None:
+                del self._running[generation.request.id]
+                finished.append(self._finish(generation, reason))
+                if not output.finished:
+                    stopped.append(output.request_id)
+            elif output.finished:
+                raise EngineStateError(
+                    f"vLLM ended request {generation.request.id} after {len(generation.tokens)} of "
+                    f"{generation.request.params.max_tokens} tokens, by {made.finish_reason!r}"
+                )
+        self._llm.abort_request(stopped)
+        return finished
+
+    def _extend(
+        self, generation: Generation, token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> FinishReason | None:
+        """Append tokens up to the one that ends the completion; why it ends, if it does."""
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            generation.tokens.append(token)
+            generation.logprobs.append(logprob)
+            generation.versions.append(self.policy_version)
+            self._num_generated_tokens += 1
+            self.fingerprint = zlib.crc32(token.to_bytes(4, "little"), self.fingerprint)
+            if self._is_stopped(generation.request, generation.tokens):
+                return "stop"
+            if len(generation.tokens) >= generation.request.params.max_tokens:
+                return "length"
+        return None
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
+        self._ids.discard(generation.request.id)
+        self._num_finished += 1
+        return generation.finished(reason)
+
+    # --------------------------------------------------------------------------------------- weights and memory
+
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """See RolloutEngine. Collective over all ranks."""
+        start = time.perf_counter()
+        self.require_update(version)
+        if source.weight_layout() != self._layout:
+            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        self.policy_version = -1
+        with self._inside():
+            delivered = self._writer.write(source, version, self._llm.vllm_config.model_config)
+            self._forget_prefixes()
+        self.policy_version = version
+        return HandoffReport(
+            version,
+            delivered.num_bytes,
+            len(self._layout.tensors),
+            time.perf_counter() - start,
+            link_bytes=delivered.link_bytes,
+            num_pieces=delivered.num_pieces,
+            num_buckets=delivered.num_buckets,
+            staging_bytes=delivered.staging_bytes,
+        )
+
+    def weight_layout(self) -> WeightLayout:
+        """See RolloutEngine. The names are the trainer's."""
+        return self._layout
+
+    def sleep(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them."""
+        tags = self.require_sleep(tags)
+        with self._inside():
+            if KV_CACHE not in self._memory.asleep:
+                self._forget_prefixes()
+            self._memory.sleep(tags)
+        self._settle()
+
+    def wake(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine."""
+        tags = self.require_wake(tags)
+        with self._inside():
+            self._memory.wake(tags)
+        self._settle()
+
+    def _settle(self) -> None:
+        if WEIGHTS in self._memory.asleep:
+            self.state = EngineState.ASLEEP
+        else:
+            self.state = EngineState.WEIGHTS if KV_CACHE in self._memory.asleep else EngineState.READY
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """vLLM's own tensors, and where each of their elements comes from."""
+        return self._writer.weights
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most that one launch of a handoff writes."""
+        return self._writer.bucket_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights while they are awake."""
+        return sum(tensor.nbytes for tensor in self._writer.weights.destinations)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """See RolloutEngine."""
+        return self._kv_cache_tokens
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return self._kv_cache_bytes
+
+    def stats(self) -> EngineStats:
+        """See RolloutEngine. What vLLM does not tell is 0: tokens shared within a group (they count as found in the
+        cache) and preemptions."""
+        return EngineStats(
+            state=self.state,
+            policy_version=self.policy_version,
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_shared_prompt_tokens=0,
+            num_prefix_tokens=self._num_prefix_tokens,
+            num_preemptions=0,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
+            kv_cache_bytes=0 if KV_CACHE in self._memory.asleep else self._kv_cache_bytes,
+            kv_cache_used_share=self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage,
+        )
+
+    def close(self) -> None:
+        """See RolloutEngine. The trainer's process groups stay; nothing happens the second time."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with process_kept():
+            _tear_down(self._llm, with_groups=self._owns_group)
+        del self._writer, self._memory, self._llm
+        self._folder.cleanup()
+        gc.collect()
+
+
+def _run_name() -> str:
+    """A name that all ranks know and no other run has."""
+    names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def _variables(device: torch.device) -> dict[str, str]:
+    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(torch.cuda.current_device() if device.type == "cuda" else 0),
+        "LOCAL_WORLD_SIZE": "1",
+    }
+
+
+def _build(
+    arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
+) -> tuple[LLMEngine, int]:
+    """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config()
+        num_bytes = kv_cache_bytes(
+            config, vllm_config, max_length=max_length, device=device, memory_share=memory_share
+        )
+        vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
+        return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
+    except ValueError as error:
+        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {error}") from error
+
+
+def _tear_down(llm: LLMEngine, *, with_groups: bool) -> None:
+    """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
+    core = llm.engine_core.engine_core
+    if has("shuts_down_when_collected", llm):
+        llm.engine_core._finalizer.detach()
+    llm.renderer.shutdown()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    envs.disable_envs_cache()
+    parallel_state.destroy_model_parallel()
+    if with_groups:
+        parallel_state.destroy_distributed_environment()

@@ -1,0 +1,121 @@
+"""What vLLM changes in a process that is not its own, put back.
+
+It draws from and seeds the global random generators, exports environment variables (LD_PRELOAD among them), configures
+logging and replaces functions of PyTorch. Whoever trains in the same process must not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Set while vLLM is imported and built, unless the user set them: no logging of its own, no reports to its makers.
+QUIET = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of the global random generators: Python's, NumPy's, PyTorch's and those of all CUDA devices in use."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    cuda: list[Tensor]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """The states as they are."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def apply(self) -> None:
+        """Make these the states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+class EngineRandom:
+    """The random generators as an engine sees them: its own sequence, whatever others draw in between.
+
+    Ranks that share an engine have to sample the same tokens: their sequences start from the same seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """seed: below 2**32, as NumPy wants it."""
+        before = RandomState.now()
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self._state = RandomState.now()
+        before.apply()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The engine's generators inside, everybody else's again behind."""
+        before = RandomState.now()
+        self._state.apply()
+        try:
+            yield
+        finally:
+            self._state = RandomState.now()
+            before.apply()
+
+
+@contextmanager
+def environment_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Environment variables are the same behind the block as before it; inside, `variables` are set too."""
+    before = dict(os.environ)
+    os.environ.update(variables or {})
+    try:
+        yield
+    finally:
+        if os.environ != before:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update(before)
+
+
+@contextmanager
+def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """The whole process is the same behind the block: environment, random generators, default dtype and device,
+    threads, logging and signal handlers. For building an engine, which may touch any of them."""
+    quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
+    random_state = RandomState.now()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    signals = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with environment_kept(quiet | dict(variables or {})):
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            set_num_threads(num_threads)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in signals.items():
+                if signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+        random_state.apply()

