@@ -1,7 +1,8 @@
-"""Builds csrc/ as an optional shared library; everything else is in pyproject.toml.
+"""Builds csrc/ as optional shared libraries; everything else is in pyproject.toml.
 
-The library stands on LibTorch's stable ABI and is loaded with `torch.ops.load_library`: it needs torch's headers and a
-C++ compiler, not Python's. Where one of them is missing the installation goes on without it (see hybrid_rl/native.py).
+They stand on LibTorch's stable ABI and are loaded with `torch.ops.load_library`: they need torch's headers and a C++
+compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. Where one of them is missing
+the installation goes on without (see hybrid_rl/native.py).
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-LIBRARY = "hybrid_rl._native"
+LIBRARY, CUDA_LIBRARY = "hybrid_rl._native", "hybrid_rl._native_cuda"
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
 HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h*"))
 # The oldest torch whose stable ABI is used: a library built against a newer torch still loads there.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
+# Where no GPU says what it is: code for two generations, and what a driver can make code of for later ones.
+ARCHITECTURES = [
+    *("-gencode", "arch=compute_80,code=[sm_80,compute_80]"),
+    *("-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
+]
 
 
 class BuildNative(build_ext):
-    """Compiles the sources with one compiler call into `_native.so`, without Python's name tag."""
+    """Compiles each library with one compiler call into `<name>.so`, without Python's name tag."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """Path of the library inside the package; one name for every Python version."""
@@ -36,40 +43,93 @@ class BuildNative(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         # A library of an earlier build must not outlive a failing one.
         target.unlink(missing_ok=True)
-        problem = _compile(ext.sources, target)
-        if problem:
-            print(f"hybrid_rl: built without the compiled extension ({problem}); PyTorch stands in", file=sys.stderr)
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            if ext.name == LIBRARY:
+                _without("the compiled extension", "torch is not visible to the build; use --no-build-isolation")
+            return
+        torch_root = Path(spec.origin).parent
+        if ext.name == LIBRARY:
+            problem = _build(cpp_command(torch_root, ext.sources, target), target)
+            _without("the compiled extension", problem)
+        elif (torch_root / "lib" / "libtorch_cuda.so").exists():
+            nvcc = find_nvcc(torch_root)
+            if nvcc is None:
+                _without("the kernels for CUDA", "no nvcc; set CUDA_HOME")
+            else:
+                _without("the kernels for CUDA", _build(cuda_command(nvcc, torch_root, ext.sources, target), target))
 
 
-def _compile(sources: list[str], target: Path) -> str | None:
-    """Compiles `sources` to `target`; returns what stood in the way, or None."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "torch is not visible to the build; install it first and use --no-build-isolation"
-    compiler = shlex.split(os.environ["CXX"]) if "CXX" in os.environ else _default_compiler()
-    if not compiler or shutil.which(compiler[0]) is None:
-        return f"no C++ compiler: {shlex.join(compiler) or 'c++, g++ and clang++'} not found; set CXX"
-    torch_root = Path(spec.origin).parent
-    target.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *compiler,
+def cpp_command(torch_root: Path, sources: list[str], target: Path) -> list[str]:
+    """The call that makes `target` of C++ sources; its first word is missing where there is no compiler."""
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    return [
+        *(shlex.split(os.environ["CXX"]) if "CXX" in os.environ else found or ["c++"]),
         *("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", STABLE_ABI, f"-I{torch_root / 'include'}"),
         *sources,
         *("-o", str(target), f"-L{torch_root / 'lib'}", "-ltorch_cpu"),
     ]
+
+
+def cuda_command(
+    nvcc: Path, torch_root: Path, sources: list[str], target: Path, architectures: list[str] | None = None
+) -> list[str]:
+    """The call that makes `target` of CUDA sources: an object where it is called .o, else a library.
+
+    architectures: options of nvcc; None: the GPU that is here, or ARCHITECTURES where there is none.
+    """
+    if architectures is None:
+        architectures = ["-arch=native"] if _has_gpu() else ARCHITECTURES
+    is_object = target.suffix == ".o"
+    link = ["-shared", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"]
+    return [
+        *(str(nvcc), "-O3", "-std=c++20", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", STABLE_ABI),
+        *architectures,
+        *(f"-I{torch_root / 'include'}", f"-L{nvcc.parents[1] / 'lib'}"),  # pip's nvcc has no lib64
+        *(["-c"] if is_object else link),
+        *sources,
+        *("-o", str(target)),
+    ]
+
+
+def find_nvcc(torch_root: Path) -> Path | None:
+    """nvcc of CUDA_HOME, of the path, or of pip's packages beside torch."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    candidates += [Path(on_path).resolve()] if on_path else []
+    candidates += sorted(torch_root.parent.glob("nvidia/*/bin/nvcc"))
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _has_gpu() -> bool:
+    smi = shutil.which("nvidia-smi")
+    return smi is not None and "GPU" in subprocess.run([smi, "-L"], capture_output=True, text=True, check=False).stdout
+
+
+def _build(command: list[str], target: Path) -> str | None:
+    """Runs a compiler; returns what stood in the way, or None."""
+    if shutil.which(command[0]) is None:
+        return f"no compiler: {command[0]} not found; set CXX"
+    target.parent.mkdir(parents=True, exist_ok=True)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return None
     target.unlink(missing_ok=True)
     errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()[-1:]
-    return f"{compiler[0]} failed: {errors[0].strip() if errors else f'exit status {result.returncode}'}"
+    return f"{Path(command[0]).name} failed: {errors[0].strip() if errors else f'exit status {result.returncode}'}"
 
 
-def _default_compiler() -> list[str]:
-    return [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+def _without(what: str, problem: str | None) -> None:
+    if problem:
+        print(f"hybrid_rl: built without {what} ({problem}); PyTorch stands in", file=sys.stderr)
 
 
-setup(
-    ext_modules=[Extension(LIBRARY, sources=SOURCES, depends=HEADERS, optional=True)],
-    cmdclass={"build_ext": BuildNative},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(LIBRARY, sources=SOURCES, depends=HEADERS, optional=True),
+            Extension(CUDA_LIBRARY, sources=CUDA_SOURCES, depends=HEADERS, optional=True),
+        ],
+        cmdclass={"build_ext": BuildNative},
+    )

@@ -139,8 +139,8 @@ def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
     layout = source.layout()
     plan = make_plan(weights.trace, layout, 0)
     names = [sharded.spec.name for sharded in layout.tensors]
-    kind: dict[str, Any] = {"dtype": torch.int64, "device": given.device}
-    sums, seeds = torch.zeros(len(names), **kind), torch.tensor([name_seed(name) for name in names], **kind)
+    sums = torch.zeros(len(names), dtype=torch.int64, device=given.device)
+    seeds = torch.tensor([name_seed(name) for name in names])
     num_bytes = 0
     for bucket in plan.buckets:
         sizes = [source.tensors[name].itemsize for name in names], [t.itemsize for t in weights.destinations]

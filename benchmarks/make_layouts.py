@@ -84,6 +84,9 @@ def main() -> None:
         config, architecture = configs()[name]
         views = views_on_meta(config)
         for size in arguments.sizes:
+            if config.num_attention_heads % size:
+                print(f"{name}: {config.num_attention_heads} heads cannot be split over {size} ranks", flush=True)
+                continue
             for rank in sorted({0, size - 1}):
                 started = time.process_time()
                 trace = trace_on_meta(config, architecture, views, rank, size, torch.bfloat16)

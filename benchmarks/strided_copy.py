@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
 from hybrid_rl import native  # noqa: E402
-from hybrid_rl.resharding.execute import copy_pieces, hash_pieces, name_seed  # noqa: E402,F401
+from hybrid_rl.resharding.execute import copy_pieces  # noqa: E402
 from hybrid_rl.resharding.tables import Pieces  # noqa: E402
 
 HIDDEN, INTERMEDIATE, KEYS = 3584, 18944, 512
@@ -54,6 +54,8 @@ def pieces_of(shapes: list[tuple[int, int, int]], ranks: int) -> Pieces:
         low = [height // 2 if cut == 0 else 0, width // 2 if cut == 1 else 0]
         size = [height - low[0], width - low[1]]
         for part in np.array_split(np.arange(low[0], height), ranks):
+            if not len(part):
+                continue
             first, count = int(part[0]), len(part)
             source = first * width + low[1]
             rows.append([index, source, [width, 1], (first - low[0]) * size[1], [size[1], 1], [count, size[1]]])
@@ -94,12 +96,14 @@ def measure(given: Namespace, threads: int, name: str, hashed: bool) -> None:
     ours: Callable[[], None] = lambda: copy_pieces(pieces, sources, targets, **extra)  # noqa: E731
     peers = {"memcpy": lambda: memcpy(*plain, num_bytes // 2), "copy_": lambda: plain[0].copy_(plain[1])}
     seconds: dict[str, list[float]] = {"ours": [], **{peer: [] for peer in peers}}
+    cpu_seconds: dict[str, list[float]] = {side: [] for side in seconds}
     for turn in range(given.repeats + 1):
         for side, function in {"ours": ours, **peers}.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             function()
             if turn:
                 seconds[side].append(time.perf_counter() - start)
+                cpu_seconds[side].append(time.process_time() - cpu_start)
     rates = {side: num_bytes / float(np.median(values)) for side, values in seconds.items()}
     report.print_line(
         f"strided_copy {name}{' hashed' if hashed else ''}",
@@ -112,6 +116,8 @@ def measure(given: Namespace, threads: int, name: str, hashed: bool) -> None:
         details={
             "num_bytes": num_bytes,
             "seconds": {side: report.spread(values) for side, values in seconds.items()},
+            "cpu_seconds": {side: report.spread(values) for side, values in cpu_seconds.items()},
+            "cpu_ratio": report.ratio_of_medians(cpu_seconds["memcpy"], cpu_seconds["ours"]),
             "ratio_of_best": min(seconds["memcpy"]) / min(seconds["ours"]),
             "ratio_to_copy_": report.ratio_of_medians(seconds["copy_"], seconds["ours"]),
             "compiled": native.operator("strided_copy") is not None,

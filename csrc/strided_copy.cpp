@@ -160,14 +160,16 @@ HYBRID_RL_INLINE void store_bits(char* target, Words bits, bool bypass) {
   }
 }
 
-// The terms of kStep elements whose numbers are `stride` apart; weyl: of the first one. A plain loop: GCC multiplies 32
-// by 32 bits in the compiler's vectors only where it made them itself.
+// The terms of elements whose numbers are `stride` apart; weyl: of the first one. A plain loop: in its own vectors GCC
+// multiplies 32 by 32 bits, in those of lanes.h it cannot. In two sums, or it would add before it multiplies 64 by 64.
 HYBRID_RL_INLINE uint64_t sum_of_terms(const uint32_t* bits, int64_t count, uint32_t weyl, uint32_t stride, uint32_t second) {
-  uint64_t sum = 0;
+  uint64_t products = 0, flips = 0;
   for (int64_t i = 0; i < count; ++i) {
-    sum += term_of(bits[i], key_of(weyl + static_cast<uint32_t>(i) * stride, second));
+    const uint32_t flipped = bits[i] ^ kFlip;
+    products += static_cast<uint64_t>(flipped) * key_of(weyl + static_cast<uint32_t>(i) * stride, second);
+    flips += flipped;
   }
-  return sum;
+  return products + flips;
 }
 
 // Runs of `length` elements that are walked side by side.
@@ -250,28 +252,24 @@ HYBRID_RL_INLINE uint64_t walk_one_as(const Walk& w, Work work) {
                          : walk_runs<kFrom, kTo, true, true, 1>(w);
 }
 
-constexpr int32_t both(int32_t from, int32_t to) {
-  return from == to ? static_cast<int32_t>(size_of(from)) : from * 32 + to;
-}
-
 HYBRID_RL_TARGETS
 uint64_t walk_one(const Walk& w, int32_t from, int32_t to, Work work) {
-  switch (both(from, to)) {
+  switch (pair_of(from, to)) {
     case 1:
       return walk_one_as<kBytes1, kBytes1>(w, work);
     case 2:
       return walk_one_as<kBytes2, kBytes2>(w, work);
     case 4:
       return walk_one_as<kBytes4, kBytes4>(w, work);
-    case both(kFloat, kBFloat16):
+    case pair_of(kFloat, kBFloat16):
       return walk_one_as<kFloat, kBFloat16>(w, work);
-    case both(kFloat, kHalf):
+    case pair_of(kFloat, kHalf):
       return walk_one_as<kFloat, kHalf>(w, work);
-    case both(kBFloat16, kFloat):
+    case pair_of(kBFloat16, kFloat):
       return walk_one_as<kBFloat16, kFloat>(w, work);
-    case both(kBFloat16, kHalf):
+    case pair_of(kBFloat16, kHalf):
       return walk_one_as<kBFloat16, kHalf>(w, work);
-    case both(kHalf, kFloat):
+    case pair_of(kHalf, kFloat):
       return walk_one_as<kHalf, kFloat>(w, work);
     default:
       return walk_one_as<kHalf, kBFloat16>(w, work);
@@ -285,13 +283,13 @@ HYBRID_RL_INLINE uint64_t walk_abreast_as(const Walk& w, Work work) {
 
 // The dtypes of large weights: code for every pair would be slow to compile.
 bool has_abreast(int32_t from, int32_t to, Work work) {
-  const int32_t pair = both(from, to);
-  return work != kHashes && (pair == 2 || pair == 4 || pair == both(kFloat, kBFloat16));
+  const int32_t pair = pair_of(from, to);
+  return work != kHashes && (pair == 2 || pair == 4 || pair == pair_of(kFloat, kBFloat16));
 }
 
 HYBRID_RL_TARGETS
 uint64_t walk_abreast(const Walk& w, int32_t from, int32_t to, Work work) {
-  switch (both(from, to)) {
+  switch (pair_of(from, to)) {
     case 2:
       return walk_abreast_as<kBytes2, kBytes2>(w, work);
     case 4:
@@ -322,6 +320,8 @@ class Cut {
     } else {
       unit_ = p_.is_run() ? kUnit : kTile * kTile / 4;
       units_per_row_ = (row_length() + unit_ - 1) / unit_;
+      // As equal as whole steps allow: what is walked abreast ends with the shortest.
+      unit_ = ((row_length() + units_per_row_ - 1) / units_per_row_ + kStep - 1) / kStep * kStep;
     }
   }
 
@@ -398,28 +398,30 @@ class Cut {
 
   uint64_t run_units(int64_t first, int64_t count) const {
     Walk w{};
-    bool alike = true;
+    Place places[kAbreast];
     int64_t lengths[kAbreast];
     w.stride = p_.global_strides[kDims - 1];
     w.seed = p_.seed;
     w.bypass = true;
+    w.length = kUnit;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t begin = (first + i) % units_per_row_ * unit_;
-      const Place place = step(row((first + i) / units_per_row_, kDims - 1), kDims - 1, begin);
+      places[i] = step(row((first + i) / units_per_row_, kDims - 1), kDims - 1, begin);
       lengths[i] = std::min(unit_, row_length() - begin);
-      w.source[i] = place.source;
-      w.target[i] = place.target;
-      w.number[i] = place.number;
-      w.bypass = w.bypass && is_aligned(place.target);
-      alike = alike && lengths[i] == lengths[0] && stays_below(place.number, lengths[i]);
-    }
-    w.length = lengths[0];
-    if (count == kAbreast && alike && has_abreast(p_.source_type, p_.destination_type, work_)) {
-      return walk_abreast(w, p_.source_type, p_.destination_type, work_);
+      w.source[i] = places[i].source;
+      w.target[i] = places[i].target;
+      w.number[i] = places[i].number;
+      w.length = std::min(w.length, stays_below(places[i].number, lengths[i]) ? lengths[i] : 0);
+      w.bypass = w.bypass && is_aligned(places[i].target);
     }
     uint64_t sum = 0;
+    int64_t done = 0;
+    if (count == kAbreast && w.length >= kStep && has_abreast(p_.source_type, p_.destination_type, work_)) {
+      sum = walk_abreast(w, p_.source_type, p_.destination_type, work_);
+      done = w.length;
+    }
     for (int64_t i = 0; i < count; ++i) {
-      sum += walk({w.source[i], w.target[i], w.number[i]}, lengths[i]);
+      sum += walk(step(places[i], kDims - 1, done), lengths[i] - done);
     }
     return sum;
   }
@@ -429,8 +431,8 @@ class Cut {
     return number >> 32 == (number + static_cast<uint64_t>((length - 1) * p_.global_strides[kDims - 1])) >> 32;
   }
 
-  // One run, in parts where the upper half of its numbers changes.
-  uint64_t walk(Place place, int64_t length, int dim = kDims - 1) const {
+  // One run, in parts where the upper half of its numbers changes. bypass: the caches, if the target is aligned.
+  uint64_t walk(Place place, int64_t length, int dim = kDims - 1, bool bypass = true) const {
     Walk w{};
     w.stride = p_.global_strides[dim];
     w.seed = p_.seed;
@@ -442,6 +444,7 @@ class Cut {
       w.source[0] = place.source;
       w.target[0] = place.target;
       w.number[0] = place.number;
+      w.bypass = bypass && is_aligned(place.target);
       sum += walk_one(w, p_.source_type, p_.destination_type, work_);
       length -= w.length;
       place.source += w.length * from_;
@@ -458,7 +461,7 @@ class Cut {
     const int64_t length = std::min(unit_, row_length() - begin);
     const Place place = step(row(unit / units_per_row_, kDims - 1), kDims - 1, begin);
     spread(gathered, from_, place.source, p_.source_strides[kDims - 1] * from_, length, from_);
-    const uint64_t sum = walk({gathered, converted, place.number}, length);
+    const uint64_t sum = walk({gathered, converted, place.number}, length, kDims - 1, false);
     if (work_ != kHashes) {
       spread(place.target, p_.destination_strides[kDims - 1] * to_, converted, to_, length, to_);
     }
@@ -476,7 +479,7 @@ class Cut {
     uint64_t sum = 0;
     for (int64_t column = 0; column < width; ++column) {
       const Place place = step(corner, kDims - 1, column);
-      sum += walk({place.source, line, place.number}, height, kDims - 2);
+      sum += walk({place.source, line, place.number}, height, kDims - 2, false);
       spread(tile + column * to_, kTile * to_, line, to_, height, to_);
     }
     for (int64_t at = 0; at < height; ++at) {

@@ -63,6 +63,11 @@ HYBRID_RL_SHARED constexpr int64_t size_of(int32_t type) {
   return type == kFloat ? 4 : type == kBFloat16 || type == kHalf ? 2 : type;
 }
 
+// One number for a pair of dtypes; equal ones are plain bytes of their size.
+HYBRID_RL_SHARED constexpr int32_t pair_of(int32_t from, int32_t to) {
+  return from == to ? static_cast<int32_t>(size_of(from)) : from * 32 + to;
+}
+
 // Columns of the table: int64, one row per piece. Offsets and strides count elements. Destination 0: only hashed.
 constexpr int64_t kTableDims = 4;
 enum Column : int64_t {

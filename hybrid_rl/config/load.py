@@ -202,8 +202,11 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
         return f"unknown key {path!r}: {HABITS[leaf]}"
     for section, union in UNIONS.items():
         for other in set(union.members) - {tags[section]}:
-            elsewhere = visible_leaves({**tags, section: other}).keys() - leaves.keys()
-            if path in elsewhere or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
+            theirs = visible_leaves({**tags, section: other})
+            elsewhere = theirs.keys() - leaves.keys()
+            rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
+            is_theirs = path in elsewhere or path.rpartition(".")[0] in rests
+            if is_theirs or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
                 advice = "; set num_ranks above 1, or that" if (section, other) == ("controller", "ray") else ""
                 return (
                     f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not "

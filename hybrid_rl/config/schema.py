@@ -185,7 +185,9 @@ class VLLMConfig:
         "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory",
         minimum=1,
     )
-    engine_args: dict[str, Any] = key({}, "other arguments of vLLM: rollout.vllm.<name>=...", takes_rest=True)
+    engine_args: dict[str, Any] = key(
+        {}, "every other argument of vLLM, each under its own name beside these keys", takes_rest=True
+    )
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,9 @@ class VLLMRolloutConfig(RolloutConfig):
         "(sent between ranks) or disk; auto = ipc on CPUs of one host, else distributed; one rank copies its own",
     )
     weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
+    adopt_weights: bool = key(
+        False, "one rank: the trainer's weights lie in the engine's memory, so a handoff writes nothing; it cannot sleep"
+    )
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )

@@ -96,7 +96,12 @@ def _check_vllm(config: TrainerConfig) -> None:
         )
     if rollout.transport in ("ipc", "distributed") and config.num_ranks == 1:
         raise ConfigError(
-            f"rollout.transport={rollout.transport} carries weights between ranks, and num_ranks=1 has one; leave it out"
+            f"rollout.transport={rollout.transport} carries weights between ranks, but num_ranks=1; leave it out"
+        )
+    if rollout.adopt_weights and (config.num_ranks > 1 or rollout.transport != "auto"):
+        raise ConfigError(
+            f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={config.num_ranks} and "
+            f"transport={rollout.transport}; leave it out, or use num_ranks=1 without a transport"
         )
     if (rollout.transport == "disk") != (rollout.weights_path is not None):
         raise ConfigError(

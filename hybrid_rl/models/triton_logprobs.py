@@ -26,9 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of the vocabulary and row tiles that run side by side: they fill a GPU, and what they share stays in its cache.
 NUM_PARTS = 16
 ROW_GROUP = 16
-# Elements of the gradient of the logits that exist at once, and the fewest columns: each range reads and writes the
-# gradient of the hidden states once, which wide ranges make up for.
-RANGE_ELEMENTS = 1 << 27
+# Elements that a range may have, in the gradient of its logits and in that of its part of the head; and the fewest
+# columns: each range reads and writes the gradient of the hidden states once, which wide ranges make up for.
+RANGE_ELEMENTS = 1 << 26
 MIN_RANGE = 4096
 
 
@@ -60,7 +60,8 @@ def linear_logprobs(
     """
     _check(hidden, weight, bias, labels, temperature, softcap)
     apply: Any = _LinearLogprobs.apply
-    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, scale, softcap)
+    # As floats: an int would be compiled for anew, and 1 as a constant.
+    logprobs, entropy = apply(hidden, weight, bias, labels, float(temperature), float(scale), softcap)
     return logprobs, entropy
 
 
@@ -92,7 +93,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
         num_rows, num_columns = hidden.shape[0], weight.shape[0]
-        width = max(MIN_RANGE, RANGE_ELEMENTS // max(num_rows, 1))
+        width = max(MIN_RANGE, RANGE_ELEMENTS // max(hidden.shape))
         for start in range(0, num_columns if num_rows else 0, width):
             columns = slice(start, min(start + width, num_columns))
             grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, *ctx.options)
@@ -137,7 +138,7 @@ def _statistics(
             mean,
             chosen,
             scale,
-            softcap or 0.0,
+            float(softcap or 0),
             temperature,
             num_rows,
             num_columns,
@@ -179,7 +180,7 @@ def _logit_gradients(
         *rows,
         grad,
         scale,
-        softcap or 0.0,
+        float(softcap or 0),
         temperature,
         num_rows,
         columns.start,

@@ -206,12 +206,13 @@ class _Tensors:
             tensor = tensors[i]
             if tensor is None:
                 raise HandoffError(f"nothing is held of {what} {i}, from which a piece is read; plan for these tensors")
-            reach = 0
+            span = 0
             if tensor.numel():
-                reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            columns[:, i] = tensor.data_ptr(), tensor.element_size(), reach, _type_of(tensor.dtype)
+                span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            columns[:, i] = tensor.data_ptr(), tensor.element_size(), span, _type_of(tensor.dtype)
             used.append(tensor)
-        return cls(what, *columns, used)
+        addresses, sizes, reach, types = columns
+        return cls(what, addresses, sizes, reach, types, used)
 
     def check_reach(self, index: Column, offset: Column, strides: Column, shape: Column) -> None:
         """Raises HandoffError where a piece lies outside of its tensor's memory."""

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.execute import Walk, hash_pieces, name_seed
-from hybrid_rl.resharding.handoff.base import DTYPES, Gather, Parts, PeerError, Source, alone, dtype_code, gathered
+from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, alone, gathered
+from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.pieces import contiguous_strides
 from hybrid_rl.resharding.tables import MAX_DIMS, Column, Table
@@ -207,11 +208,14 @@ class Verifier:
 
     def _sums(self, walk: Walk, tensors: Parts) -> Hashes:
         """The hash of each parameter over the boxes, int64 [parameters]."""
-        first = tensors[walk.tensor[0]] if len(walk) else None
-        device = None if first is None else first.device
-        sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
-        hash_pieces(walk, tensors, DTYPES, hashes=sums, seeds=self._seeds)
-        found: Hashes = sums.cpu().numpy()
+        found: Hashes = np.zeros(len(self._names), dtype=np.int64)
+        devices = {tensor.device for tensor in tensors if tensor is not None}
+        for device in devices:
+            is_there = np.array([tensor is not None and tensor.device == device for tensor in tensors], dtype=bool)
+            rows = walk if len(devices) == 1 else walk.select(is_there[walk.tensor])
+            sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+            hash_pieces(rows, tensors, DTYPES, hashes=sums, seeds=self._seeds)
+            found += sums.cpu().numpy()
         return found
 
 

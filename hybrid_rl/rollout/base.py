@@ -225,6 +225,10 @@ class RolloutEngine(ABC):
         finally:
             self.resume()
 
+    def distrust(self) -> None:
+        """Generate nothing more with the weights that are there: they turned out not to be what they should be."""
+        self.policy_version = -1
+
     def close(self) -> None:
         """Let go of everything. The engine cannot be used afterwards."""
         return

@@ -109,9 +109,7 @@ class GuardedEngine(RolloutEngine):
 
     def pause(self, mode: PauseMode) -> None:
         """See RolloutEngine."""
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"pause mode {mode!r} is unknown; use {', '.join(get_args(PauseMode))}")
-        if mode == "abort":
+        if known_pause(mode) == "abort":
             self.abort(self._ids)
         self._paused = mode
 
@@ -150,6 +148,13 @@ class GuardedEngine(RolloutEngine):
         if self.state is EngineState.ASLEEP and WEIGHTS not in known:
             raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
         return known
+
+
+def known_pause(mode: PauseMode) -> PauseMode:
+    """The mode. Raises ValueError for an unknown one."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"pause mode {mode!r} is unknown; use {', '.join(get_args(PauseMode))}")
+    return mode
 
 
 def known_tags(tags: Iterable[str]) -> frozenset[str]:

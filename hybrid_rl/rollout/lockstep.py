@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rollout.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
+from hybrid_rl.rollout.guards import known_pause
 from hybrid_rl.rollout.wrapper import EngineWrapper
 
 
@@ -98,7 +99,7 @@ class SharedEngine(EngineWrapper):
 
     def pause(self, mode: PauseMode) -> None:
         """See RolloutEngine. It holds for the requests of all ranks."""
-        self._wishes.pauses.append(mode)
+        self._wishes.pauses.append(known_pause(mode))
 
     def resume(self) -> None:
         """See RolloutEngine."""

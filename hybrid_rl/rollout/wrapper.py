@@ -100,6 +100,10 @@ class EngineWrapper(RolloutEngine):
         """See RolloutEngine."""
         self._inner.break_off()
 
+    def distrust(self) -> None:
+        """See RolloutEngine."""
+        self._inner.distrust()
+
     def close(self) -> None:
         """See RolloutEngine."""
         self._inner.close()

@@ -123,10 +123,10 @@ class HybridWorker(WorkerBase):
 
     @dispatch(collect="all", needs=GENERATING)
     def publish_weights(self, version: int) -> dict[str, float]:
-        """Hand the actor's weights to the engine as this policy version, and prove on a probe that it uses them.
+        """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
+        often as configured, that it has them and computes with them.
 
-        Raises HandoffError where engine and trainer give other logprobs than the tolerance allows: the run stops before
-        anything is generated with such weights.
+        Raises HandoffError where it does not: the run stops before anything is generated with such weights.
         """
         report = self._side.publish(version)
         metrics = {
@@ -135,6 +135,14 @@ class HybridWorker(WorkerBase):
             "timing/handoff": report.seconds,
         }
         metrics.update({f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()})
+        try:
+            return metrics | self._prove(version)
+        except BaseException:
+            self._engine.distrust()
+            raise
+
+    def _prove(self, version: int) -> dict[str, float]:
+        metrics = {}
         verify_seconds = self._side.verify(version)
         if verify_seconds is not None:
             metrics["timing/verify"] = verify_seconds

@@ -102,6 +102,7 @@ class VLLMSide(RolloutSide):
             trust_remote_code=setup.config.model.trust_remote_code,
             decode=setup.decode,
             memory_share=1 / num_ranks_of_host(context),
+            adopts=config.adopt_weights,
         )
         engine: RolloutEngine = self._vllm
         if size > 1:

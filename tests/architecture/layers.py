@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Exceptions to "siblings do not import each other": (importing room, imported room). Every room may raise our errors.
 SIBLINGS_ALLOWED = frozenset(
     {("rollout", "models"), ("callbacks", "batch"), ("checkpoint", "resharding"), ("report", "metrics")}
-    | {("__main__", "cli")}
+    | {("resharding", "memory"), ("__main__", "cli")}
     | {(room, "errors") for room in LAYERS[0] - {"errors"}}
 )
 

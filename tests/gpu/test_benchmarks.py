@@ -18,6 +18,9 @@ EXPECTED = {
     "gpu_rollout": {"gpu_rollout heavy-tail 2x2", "gpu_rollout equal 2x2"},
     "gpu_step": {"gpu_step heavy-tail", "gpu_step shared-prompt"},
     "gpu_attention": {"gpu_attention training heavy-tail sdpa", "gpu_attention decode ragged"},
+    "gpu_logprobs": {"gpu_logprobs 0.5B"},
+    "gpu_handoff": {"gpu_handoff handoff", "gpu_handoff bandwidth"},
+    "gpu_strided_copy": {"gpu_strided_copy "},
 }
 
 

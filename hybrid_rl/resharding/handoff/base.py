@@ -15,17 +15,13 @@ from torch import Tensor
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.boxes import local_tensor
 from hybrid_rl.resharding.execute import copy_pieces
+from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
-from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.plan import Bucket, Plan
+from hybrid_rl.resharding.tables import Pieces
 
 Gather = Callable[[Any], list[Any]]  # the objects of all participants, in a fixed order, on every participant
 Parts = Sequence[Tensor | None]  # what one rank holds of each tensor of a layout; None or empty: nothing
-
-# What weights may be made of; tables name a dtype by its number here.
-DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
 
 LOCAL, HOST, REMOTE, DISK = "local", "host", "remote", "disk"
 
@@ -217,17 +213,49 @@ def pull(
     seeds: Tensor | None,
 ) -> Delivered:
     """Carry out a plan whose sources this process can read where they lie: `parts(rank)`."""
-    for bucket in plan.buckets:
-        copy_pieces(bucket.pieces, parts(bucket.source_rank), destinations, hashes=hashes, seeds=seeds)
+    staging_bytes = copy_buckets(plan.buckets, parts, destinations, hashes, seeds)
     num_pieces = sum(len(bucket.pieces) for bucket in plan.buckets)
-    return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets))
+    return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets), staging_bytes)
 
 
-def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in DTYPES. Raises HandoffError where it is none of them."""
-    if dtype not in DTYPES:
-        raise HandoffError(f"weights of {dtype} cannot be handed over; use one of {', '.join(map(str, DTYPES))}")
-    return DTYPES.index(dtype)
+def copy_buckets(
+    buckets: Sequence[Bucket],
+    parts: Callable[[int], Parts],
+    destinations: Sequence[Tensor],
+    hashes: Tensor | None,
+    seeds: Tensor | None,
+) -> int:
+    """Copy buckets from parts that this process can read. Returns the bytes staged at most at a time: none, but where
+    parts and destinations lie on several devices; a bucket is then cast where the part lies and sent over as one."""
+    staging_bytes = 0
+    for bucket in buckets:
+        held = parts(bucket.source_rank)
+        for pieces in by_device(bucket.pieces, held, destinations):
+            source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
+            if source is None or source.device == target.device:
+                copy_pieces(pieces, held, destinations, hashes=hashes, seeds=seeds)
+                continue
+            message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
+            staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
+            message.pack(held, staging)
+            message.unpack(staging.to(target.device), destinations, hashes, seeds)
+            staging_bytes = max(staging_bytes, 2 * message.num_bytes)
+    return staging_bytes
+
+
+def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) -> list[Pieces]:
+    """The pieces, apart for each pair of devices that they lead from and to."""
+    read, row = np.unique(pieces.source, return_inverse=True)
+    written, column = np.unique(pieces.destination, return_inverse=True)
+    held = [sources[i] for i in read.tolist()]
+    froms = [None if tensor is None else tensor.device for tensor in held]
+    tos = [destinations[i].device for i in written.tolist()]
+    devices = {device: number for number, device in enumerate(dict.fromkeys([*froms, *tos]))}
+    if len(devices) <= 1:
+        return [pieces] if len(pieces) else []
+    pairs = np.array([devices[d] for d in froms])[row.ravel()] * len(devices)
+    pairs += np.array([devices[d] for d in tos])[column.ravel()]
+    return [pieces.select(np.flatnonzero(pairs == pair)) for pair in np.unique(pairs)]
 
 
 def link_between(hosts: Sequence[str], rank: int | None, host: str) -> Callable[[int], str]:
@@ -269,9 +297,10 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
     Raises HandoffError where a tensor is missing or is not what the layout says.
     """
     found: list[Tensor | None] = []
-    for sharded in layout.tensors:
-        name, box = sharded.spec.name, sharded.cell(rank)
-        if box is None:
+    low, high = layout.parts(rank)
+    for sharded, extents in zip(layout.tensors, (high - low).tolist(), strict=True):
+        name, shape = sharded.spec.name, tuple(extents[: len(sharded.spec.shape)])
+        if 0 in extents:
             found.append(None)
             continue
         if name not in tensors:
@@ -279,7 +308,6 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
                 f"rank {rank} has no {name!r}, of which the layout gives it a part; hand over all weights"
             )
         part = local_tensor(tensors[name])
-        shape = tuple(side.stop - side.start for side in box)
         if (tuple(part.shape), part.dtype) != (shape, sharded.spec.dtype):
             raise HandoffError(
                 f"rank {rank} holds {part.dtype} {list(part.shape)} of {name!r}, where the layout says "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.base import (
-    DTYPES,
     Delivered,
     Gather,
     Parts,
@@ -29,61 +27,15 @@ from hybrid_rl.resharding.handoff.base import (
     Source,
     bytes_written,
     cells,
-    dtype_code,
+    copy_buckets,
     link_between,
     local_parts,
     number_of,
 )
+from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.pieces import contiguous_strides
 from hybrid_rl.resharding.plan import Plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces
-
-_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
-_ALIGNMENT_BYTES = 16  # of each piece in a message: the widest access of a GPU
-
-
-@dataclass(frozen=True)
-class _Message:
-    """A bucket as it travels: its pieces one after the other, contiguous. dtype [P]: index in DTYPES; at [P]: where
-    each piece begins, in elements of its dtype; strides [P, MAX_DIMS]: in the message."""
-
-    pieces: Pieces
-    dtype: Column
-    at: Column
-    strides: Column
-    num_bytes: int
-
-    @classmethod
-    def of(cls, pieces: Pieces, dtype: Column) -> _Message:
-        sizes = pieces.num_elements * _SIZES[dtype]
-        taken = -(-sizes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        begin = np.cumsum(taken) - taken
-        return cls(pieces, dtype, begin // _SIZES[dtype], contiguous_strides(pieces.shape), int(taken.sum()))
-
-    def pack(self, parts: Parts, staging: Tensor) -> None:
-        """Write the pieces of this rank's parts into `staging`, uint8, cast to their dtypes."""
-        packing = replace(
-            self.pieces, destination=self.dtype, destination_offset=self.at, destination_strides=self.strides
-        )
-        copy_pieces(packing, parts, _as_dtypes(staging))
-
-    def unpack(
-        self, staging: Tensor, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
-    ) -> None:
-        """Write the pieces where they belong; hashes and seeds count the tensors of the layout."""
-        # In the message tensors are told apart by dtype, in the hashes by their number: one view for each pair.
-        pairs, row = np.unique(np.stack([self.pieces.source, self.dtype], 1), axis=0, return_inverse=True)
-        views = _as_dtypes(staging)
-        unpacking = replace(self.pieces, source=row.reshape(-1), source_offset=self.at, source_strides=self.strides)
-        sources = [views[dtype] for dtype in pairs[:, 1].tolist()]
-        if hashes is None or seeds is None:
-            copy_pieces(unpacking, sources, destinations)
-            return
-        number = torch.from_numpy(pairs[:, 0]).to(hashes.device)
-        found = torch.zeros(len(pairs), dtype=torch.int64, device=hashes.device)
-        copy_pieces(unpacking, sources, destinations, hashes=found, seeds=seeds[number.to(seeds.device)])
-        hashes.index_add_(0, number, found)
 
 
 @dataclass(frozen=True)
@@ -91,7 +43,7 @@ class _Order:
     """One receiver's wishes to this rank: its plan's digest and, by round, what it gets."""
 
     digest: str
-    messages: Mapping[int, _Message]
+    messages: Mapping[int, Message]
 
 
 class DistributedSource(Source):
@@ -116,7 +68,11 @@ class DistributedSource(Source):
         self._layout, self._rank, self._tensors = layout, rank, dict(tensors)
         self._gather, self._group, self._timeout = gather, group, timedelta(seconds=timeout_seconds)
         self._parts: list[Tensor | None] = local_parts(layout, rank, tensors)
-        self._device = next((part.device for part in self._parts if part is not None), torch.device("cpu"))
+        sizes: dict[torch.device, int] = {}
+        for part in self._parts:
+            if part is not None:
+                sizes[part.device] = sizes.get(part.device, 0) + part.nbytes
+        self._device = max(sizes, key=lambda device: sizes[device]) if sizes else torch.device("cpu")
         self._orders: dict[int, _Order] = {}
         self._version = -1
 
@@ -137,7 +93,8 @@ class DistributedSource(Source):
         super().prepare(version)
         self._version = version
         parts = local_parts(self._layout, self._rank, self._tensors)
-        self._parts = [None if part is None else part.contiguous() for part in parts]
+        # With shards in host memory buffers may lie on the GPU.
+        self._parts = [None if part is None else part.to(self._device).contiguous() for part in parts]
 
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
@@ -154,6 +111,7 @@ class DistributedSource(Source):
         sizes_out = [sum(message.num_bytes for message in messages.values()) for messages in outgoing]
         room_in, room_out = _room(sizes_in, self._device), _room(sizes_out, self._device)
         under_way: list[dist.Work] = []
+        room_own = 0
         senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
         for k in range(num_rounds + 1):
             started: list[dist.Work] = []
@@ -162,9 +120,8 @@ class DistributedSource(Source):
                 into = room_in[k % 2][: sizes_in[k]]
                 started = self._start(outgoing[k], room_out[k % 2], sender, into)
             if k == 0:
-                for bucket in plan.buckets:
-                    if bucket.source_rank == self._rank:
-                        copy_pieces(bucket.pieces, self._parts, destinations, hashes=hashes, seeds=seeds)
+                own = [bucket for bucket in plan.buckets if bucket.source_rank == self._rank]
+                room_own = copy_buckets(own, lambda rank: self._parts, destinations, hashes, seeds)
                 under_way = started
                 continue
             self._wait(under_way)
@@ -173,7 +130,7 @@ class DistributedSource(Source):
             under_way = started
         hosts = self._layout.hosts
         link = link_between(hosts, self._rank, hosts[self._rank])
-        staging_bytes = sum(buffer.numel() for buffer in (*room_in, *room_out))
+        staging_bytes = room_own + sum(buffer.numel() for buffer in (*room_in, *room_out))
         num_pieces = sum(len(bucket.pieces) for bucket in plan.buckets)
         return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets), staging_bytes)
 
@@ -194,13 +151,13 @@ class DistributedSource(Source):
 
     # ---------------------------------------------------------------------------------------------------- messages
 
-    def _messages(self, plan: Plan, dtype: Column) -> list[_Message]:
+    def _messages(self, plan: Plan, dtype: Column) -> list[Message]:
         """What this rank receives, by round."""
         remote = (bucket.pieces for bucket in plan.buckets if bucket.source_rank != self._rank)
-        return [_Message.of(pieces, dtype[pieces.destination]) for pieces in remote]
+        return [Message.of(pieces, dtype[pieces.destination]) for pieces in remote]
 
     def _start(
-        self, messages: Mapping[int, _Message], room: Tensor, sender: int | None, into: Tensor
+        self, messages: Mapping[int, Message], room: Tensor, sender: int | None, into: Tensor
     ) -> list[dist.Work]:
         operations = []
         if sender is not None:
@@ -283,7 +240,7 @@ def _encoded(k: int, pieces: Pieces, dtype: Column) -> Any:
     return np.concatenate([np.stack(columns, 1), pieces.source_strides, pieces.shape], 1).astype(np.int64)
 
 
-def _decoded(table: Any) -> dict[int, _Message]:
+def _decoded(table: Any) -> dict[int, Message]:
     """Messages by round. What only their receiver needs, where elements go, is zero."""
     messages = {}
     for k in np.unique(table[:, 0]).tolist():
@@ -301,13 +258,8 @@ def _decoded(table: Any) -> dict[int, _Message]:
             global_offset=nothing,
             global_strides=nowhere,
         )
-        messages[k] = _Message.of(pieces, rows[:, 3])
+        messages[k] = Message.of(pieces, rows[:, 3])
     return messages
-
-
-def _as_dtypes(staging: Tensor) -> list[Tensor]:
-    """A message of bytes as a tensor of each of DTYPES; its length is a multiple of every size."""
-    return [staging.view(dtype) for dtype in DTYPES]
 
 
 def _room(sizes: Sequence[int], device: torch.device) -> list[Tensor]:

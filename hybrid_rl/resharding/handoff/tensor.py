@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,7 @@ class TensorSource(Source):
     """The trainer's weights in this process, by name; the only participant."""
 
     tensors: Mapping[str, Tensor]
+    _layout: SourceLayout | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorSource:
@@ -30,7 +31,9 @@ class TensorSource(Source):
 
     def layout(self) -> SourceLayout:
         """See Source: rank 0 of this host holds everything."""
-        return SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
+        if self._layout is None:
+            self._layout = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
+        return self._layout
 
     def weight_layout(self) -> WeightLayout:
         """See Source; cheap, for engines that read the trainer's own memory."""

@@ -184,7 +184,7 @@ class InPlaceEngine(GuardedEngine):
         start = time.perf_counter()
         self.require_update(version)
         if not isinstance(source, TensorSource):
-            raise HandoffError(f"the in-place engine shares tensors with the trainer; no {type(source).__name__} has any")
+            raise HandoffError(f"the in-place engine shares the trainer's tensors; a {type(source).__name__} has none")
         current = named_weights(self._model.module)
         if any(current.get(name) is not tensor for name, tensor in self._weights.items()):
             raise HandoffError("modules of the model were replaced since the engine was made; make a new engine")

@@ -54,6 +54,7 @@ def engine_arguments(
     max_length: int,
     seed: int,
     trust_remote_code: bool,
+    can_sleep: bool,
     device: torch.device,
     run: str,
 ) -> dict[str, Any]:
@@ -92,9 +93,9 @@ def engine_arguments(
         "disable_log_stats": True,
         "generation_config": "vllm",
     }
-    if device.type == "cuda":
+    if can_sleep:
         ours["enable_sleep_mode"] = True
-    else:
+    if device.type == "cpu":
         given = config.engine_args.get("additional_config", {})
         ours |= {"worker_cls": WORKER, "additional_config": {**given, RUN: run}}
     return {**defaults, **config.engine_args, **ours}

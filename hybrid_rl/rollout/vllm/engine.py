@@ -7,7 +7,6 @@ pause, an abort or a new version need not look into its queues.
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 import time
 import zlib
@@ -20,12 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
-from vllm import EngineArgs, envs
-from vllm.distributed import parallel_state
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
@@ -41,12 +37,13 @@ from hybrid_rl.rollout.base import (
 )
 from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.sampling import check_finite
-from hybrid_rl.rollout.vllm.arguments import engine_arguments, kv_cache_bytes, write_config
+from hybrid_rl.rollout.vllm.arguments import engine_arguments, write_config
+from hybrid_rl.rollout.vllm.build import build, release_groups, run_name, tear_down, variables
+from hybrid_rl.rollout.vllm.derived import log_derived
 from hybrid_rl.rollout.vllm.environment import EngineRandom, environment_kept, process_kept
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
 from hybrid_rl.rollout.vllm.memory import EngineMemory
 from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, vllm_params
-from hybrid_rl.rollout.vllm.versions import has
 from hybrid_rl.rollout.vllm.weights import WeightWriter
 
 
@@ -59,8 +56,9 @@ class VLLMEngine(GuardedEngine):
 
     module: the trainer's model: its class, its config and the names of its weights are used, never its weights. dtype:
     of the engine's weights. max_length: longest prompt and completion together. seed: equal on the ranks of a replica.
-    decode: token ids to text. memory_share: of the free memory that is this engine's to use. can_sleep: whether the
-    platform gives memory back.
+    decode: token ids to text. memory_share: of the free memory that is this engine's to use. adopts: have the
+    trainer's weights in the engine's memory, for one rank of the engine's dtype; such memory cannot sleep. can_sleep:
+    whether memory is given back.
     """
 
     def __init__(
@@ -75,6 +73,7 @@ class VLLMEngine(GuardedEngine):
         trust_remote_code: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         memory_share: float = 1.0,
+        adopts: bool = False,
     ) -> None:
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
@@ -91,27 +90,32 @@ class VLLMEngine(GuardedEngine):
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
         self._folder = tempfile.TemporaryDirectory(prefix="hybrid_rl-vllm-")
-        self.can_sleep = can_sleep = device.type == "cuda"
+        self.can_sleep = can_sleep = device.type == "cuda" and not adopts
         self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
-        with process_kept(_variables(device)), self._random.active():
-            write_config(module, Path(self._folder.name))
-            arguments = engine_arguments(
-                config,
-                Path(self._folder.name),
-                dtype=dtype,
-                max_length=max_length,
-                seed=seed % 2**32,
-                trust_remote_code=trust_remote_code,
-                device=device,
-                run=_run_name(),
-            )
-            arguments |= self._writer.arguments()
-            self._llm, self._kv_cache_bytes = _build(arguments, config, max_length, device, memory_share)
-            cache = self._llm.vllm_config.cache_config
-            # One block is vLLM's own.
-            self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size
-            self._memory = EngineMemory(self._llm, can_sleep=can_sleep)
-            self._memory.sleep(TAGS)
+        try:
+            with process_kept(variables(device)), self._random.active():
+                write_config(module, Path(self._folder.name))
+                arguments = engine_arguments(
+                    config,
+                    Path(self._folder.name),
+                    dtype=dtype,
+                    max_length=max_length,
+                    seed=seed % 2**32,
+                    trust_remote_code=trust_remote_code,
+                    can_sleep=can_sleep,
+                    device=device,
+                    run=run_name(),
+                )
+                arguments |= self._writer.arguments()
+                self._llm, self._kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
+                self._memory = EngineMemory(self._llm, can_sleep=can_sleep)
+                self._memory.sleep(TAGS)
+        except BaseException:
+            release_groups(with_all=self._owns_group)
+            self._folder.cleanup()
+            raise
+        cache = self._llm.vllm_config.cache_config
+        self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
         self._failure: BaseException | None = None
@@ -119,6 +123,12 @@ class VLLMEngine(GuardedEngine):
         self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
         self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
+        if adopts:
+            try:
+                self._writer.adopt(module)
+            except BaseException:
+                self.close()
+                raise
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -351,57 +361,7 @@ class VLLMEngine(GuardedEngine):
             return
         self._is_closed = True
         with process_kept():
-            _tear_down(self._llm, with_groups=self._owns_group)
+            tear_down(self._llm, with_all_groups=self._owns_group)
         del self._writer, self._memory, self._llm
         self._folder.cleanup()
         gc.collect()
-
-
-def _run_name() -> str:
-    """A name that all ranks know and no other run has."""
-    names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
-
-
-def _variables(device: torch.device) -> dict[str, str]:
-    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(torch.cuda.current_device() if device.type == "cuda" else 0),
-        "LOCAL_WORLD_SIZE": "1",
-    }
-
-
-def _build(
-    arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
-) -> tuple[LLMEngine, int]:
-    """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
-    try:
-        vllm_config = EngineArgs(**arguments).create_engine_config()
-        num_bytes = kv_cache_bytes(
-            config, vllm_config, max_length=max_length, device=device, memory_share=memory_share
-        )
-        vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
-        return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
-    except ValueError as error:
-        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {error}") from error
-
-
-def _tear_down(llm: LLMEngine, *, with_groups: bool) -> None:
-    """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
-    core = llm.engine_core.engine_core
-    if has("shuts_down_when_collected", llm):
-        llm.engine_core._finalizer.detach()
-    llm.renderer.shutdown()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    gc.unfreeze()
-    envs.disable_envs_cache()
-    parallel_state.destroy_model_parallel()
-    if with_groups:
-        parallel_state.destroy_distributed_environment()

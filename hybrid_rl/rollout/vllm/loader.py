@@ -28,6 +28,7 @@ from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
 from hybrid_rl.rollout.vllm.quantization import PLAIN
 
+logger = logging.getLogger(__name__)
 LOAD_FORMAT = "hybrid_rl"
 LOADING = "loading"  # the key in model_loader_extra_config
 
@@ -130,6 +131,7 @@ class TracingLoader(BaseModelLoader):
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         assert self._trace is not None
         self._loading.weights = self._compared(model, self._trace)
+        log_derived(self._loading.weights)
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -164,7 +166,7 @@ class TracingLoader(BaseModelLoader):
             if below and not any(_layer(found) == name for found in below):
                 (copies.append if any(True for _ in module.parameters(recurse=False)) else above.add)(name)
         layers = {_layer(name): reason for name, reason in reasons.items()}
-        _check_experts(model, layers)
+        check_reloadable(model, layers)
         derived = {
             spec.name: reasons.get(spec.name, f"of a layer with {layers[_layer(spec.name)]}")
             for spec in trace.destinations
@@ -203,11 +205,27 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
         trace = trace_loader(model.load_weights, offered, views.tensors, _engine_tensors(model), optional=buffers)
     unwritten = [name for name, reason in trace.untraced.items() if reason == UNWRITTEN]
     if unwritten:
+        lost = "".join(f"; {name}: {reason}" for name, reason in list(views.without_view.items())[:1])
         raise HandoffError(
             f"vLLM's {type(model).__name__} has {len(unwritten)} parameters for which the trainer has no weight, e.g. "
-            f"{unwritten[0]}; do both sides have one config?"
+            f"{unwritten[0]}; do both sides have one config?{lost}"
         )
     return trace
+
+
+def log_derived(weights: LoadedWeights) -> None:
+    """Say once what a handoff cannot write directly, and why."""
+    reasons = weights.derived.reasons
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        logger.warning(
+            "%d of %d weights of vLLM's model are loaded anew at every handoff, from whole tensors, instead of being "
+            "written where they are, e.g. %s: %s. That is several times slower.",
+            len(reasons),
+            len(weights.trace.destinations),
+            name,
+            reason,
+        )
 
 
 @contextmanager
@@ -217,12 +235,12 @@ def _casts_expected() -> Iterator[None]:
     def is_of_interest(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Attempted to load weight %s with dtype")
 
-    logger = logging.getLogger("vllm.model_executor.models.utils")
-    logger.addFilter(is_of_interest)
+    theirs = logging.getLogger("vllm.model_executor.models.utils")
+    theirs.addFilter(is_of_interest)
     try:
         yield
     finally:
-        logger.removeFilter(is_of_interest)
+        theirs.removeFilter(is_of_interest)
 
 
 def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -231,7 +249,7 @@ def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _check_experts(model: nn.Module, layers: Iterable[str]) -> None:
+def check_reloadable(model: nn.Module, layers: Iterable[str]) -> None:
     """Raise HandoffError for layers that vLLM's reload is known to leave unpacked: its experts on CPUs pack once."""
     packed = [name for name in layers if isinstance(model.get_submodule(name), RoutedExperts)]
     if packed and current_platform.is_cpu():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -39,6 +40,16 @@ def trace_on_meta(
 
     architecture: the class that vLLM builds. dtype: of the engine.
     """
+    with stand_in_model(config, architecture, rank, size, dtype, "meta") as model:
+        return trace_model(model, views)
+
+
+@contextmanager
+def stand_in_model(
+    config: PreTrainedConfig, architecture: str, rank: int, size: int, dtype: torch.dtype, device: str
+) -> Iterator[Any]:
+    """One rank's model as vLLM builds it, before its weights are loaded, without the other ranks. Inside, it can load
+    weights; it cannot compute."""
     with tempfile.TemporaryDirectory() as folder, _stand_in_groups(rank, size):
         Path(folder, "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}))
         vllm_config = VllmConfig(
@@ -46,9 +57,9 @@ def trace_on_meta(
             parallel_config=ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="external_launcher"),
         )
         with set_current_vllm_config(vllm_config):
-            with set_default_torch_dtype(dtype), torch.device("meta"):
+            with set_default_torch_dtype(dtype), torch.device(device):
                 model = initialize_model(vllm_config)
-            return trace_model(model, views)
+            yield model
 
 
 @contextmanager

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rl.models.weights.views import CheckpointViews
-from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Source
+from hybrid_rl.resharding.adopt import adopted_views, check_adopted
+from hybrid_rl.resharding.handoff.base import Delivered, Source
+from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.resharding.plan import BUCKET_BYTES, Plan, make_plan
 from hybrid_rl.rollout.vllm.derived import reload_derived
 from hybrid_rl.rollout.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
@@ -29,6 +33,7 @@ class WeightWriter:
         self._views, self._rank, self._is_plain, self.bucket_bytes = views, rank, is_plain, bucket_bytes
         self._loading = Loading(views)
         self._plans: dict[str, Plan] = {}
+        self._adopted: dict[str, Tensor] = {}
 
     def arguments(self) -> Mapping[str, Any]:
         """What vLLM has to be built with."""
@@ -45,6 +50,19 @@ class WeightWriter:
         return self._loading.weights
 
     @torch.no_grad()
+    def adopt(self, module: PreTrainedModel) -> None:
+        """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff writes no byte.
+
+        Raises HandoffError, before anything moves, where the two store weights differently.
+        """
+        tensors = named_weights(module)
+        views = adopted_views(self.weights.trace, self.weights.destinations)
+        for name, view in views.items():
+            view.copy_(tensors[name])
+            tensors[name].data = view
+        self._adopted = views
+
+    @torch.no_grad()
     def write(self, source: Source, version: int, model_config: Any) -> Delivered:
         """Write all weights of a policy version. Collective over the participants of the source.
 
@@ -52,12 +70,15 @@ class WeightWriter:
         """
         with source.opened(version):  # a rank that cannot even plan tells the others in here
             self.weights.check_places()
+            if self._adopted:
+                check_adopted({name: source.full(name) for name in self._adopted}, self._adopted)
+                return Delivered({}, 0, 0)
             self.weights.trace.fill(self.weights.destinations)
             delivered = source.deliver(self._plan(source), self.weights.destinations)
             num_reloaded = reload_derived(self.weights, self._views, source.full, model_config)
         links = dict(delivered.link_bytes)
         if num_reloaded:
-            links[LOCAL] = links.get(LOCAL, 0) + num_reloaded
+            links["reloaded"] = num_reloaded
         return dataclasses.replace(delivered, link_bytes=links)
 
     def _plan(self, source: Source) -> Plan:

@@ -39,8 +39,9 @@ def leaf_name(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def test_leaf_names_are_unique() -> None:
-    repeated = {name for name, count in Counter(map(leaf_name, LEAVES)).items() if count > 1}
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: "-".join(preset.values()))
+def test_leaf_names_are_unique(preset: dict[str, str]) -> None:
+    repeated = {name for name, count in Counter(map(leaf_name, visible_leaves(preset))).items() if count > 1}
     assert not repeated
 
 

@@ -48,6 +48,21 @@ def test_a_tensor_saves_itself_and_not_its_region(tmp_path: Path) -> None:
     assert torch.load(path).tolist() == [3] * 100
 
 
+def test_tensors_are_found_in_the_file_of_their_region() -> None:
+    region, other = Region("test"), Region("other")
+    first, second = filled(region, 100, 1), filled(region, 64, 2)
+    # 100 bytes, rounded up to whole 64.
+    assert (region.offset_of(first), region.offset_of(second)) == (0, 128)
+    assert region.offset_of(second[5:].view(59)) == 133
+    assert region.offset_of(first.view(10, 10).T) == 0
+    assert os.pread(region.fd, 3, 128) == bytes([2, 2, 2])
+    for elsewhere in (torch.zeros(3), filled(other, 100), first[:0], torch.empty(3, device="meta")):
+        assert region.offset_of(elsewhere) is None
+    region.close()
+    with pytest.raises(MemoryStateError, match="region 'test' is closed and cannot be searched"):
+        region.offset_of(first)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     region = Region("kv", capacity_bytes=2 * mmap.PAGESIZE)
     region.allocate((1,), torch.int64)

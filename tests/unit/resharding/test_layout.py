@@ -146,6 +146,7 @@ def test_the_digest_tells_layouts_apart():
     layout = SourceLayout.fsdp([spec(6, 2)], 4)
     assert pickle.loads(pickle.dumps(layout)).digest() == layout.digest() == digest()
     others = [digest(7), digest(name="v"), digest(ranks=3), digest(replicas=2), digest(hosts="abcd")]
-    assert len({digest(), *others}) == 6
+    swapped = SourceLayout((ShardedTensor.of(spec(6, 2), np.array([1, 0, 2, 3]), [Shard(0)]),), layout.hosts)
+    assert len({digest(), swapped.digest(), *others}) == 7
     with pytest.raises(HandoffError, match="replicas=3 does not divide num_ranks=4"):
         digest(replicas=3)

@@ -17,6 +17,8 @@ from hybrid_rl.rollout.base import TAGS
 from hybrid_rl.rollout.contract_engine import ContractEngine, ContractModel
 from hybrid_rl.rollout.faults import Fault
 from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.rollout.lockstep import SharedEngine
+from hybrid_rl.rollout.threaded import ThreadedEngine
 from tests.unit.models.families import VOCABULARY, build
 
 
@@ -85,6 +87,19 @@ def contract(
     return Rig(engine, module)
 
 
+def threaded(**settings: Any) -> Rig:
+    """The contract engine, stepped in a thread that ends with the process."""
+    rig = contract(**settings)
+    return Rig(ThreadedEngine(rig.engine), rig.module)
+
+
+def shared(**settings: Any) -> Rig:
+    """The contract engine as one that ranks share, of which there is one."""
+    rig = contract(**settings)
+    engine = SharedEngine(rig.engine, rank=0, num_ranks=1, gather=lambda value: [value], fingerprint=lambda: 0)
+    return Rig(engine, rig.module)
+
+
 def decode(token_ids: Sequence[int]) -> str:
     """The text of token ids: a letter per token, in turn."""
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
@@ -94,7 +109,7 @@ def decode(token_ids: Sequence[int]) -> str:
 TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
 
 IN_PLACE: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
-FACTORIES = IN_PLACE | {"contract": contract}
+FACTORIES = IN_PLACE | {"contract": contract, "threaded": threaded, "shared": shared}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

@@ -145,6 +145,17 @@ def test_where_one_rank_cannot_write_there_is_no_version(tmp_path):
         DiskSource(tmp_path, 1)
 
 
+def test_what_a_killed_writer_left_is_no_version_and_goes_with_the_next(tmp_path):
+    tensors = globals_of()
+    write_version(tmp_path, 1, tensors)
+    left_over = tmp_path / ".version-00000002.partial"
+    shutil.copytree(version_folder(tmp_path, 1), left_over)
+    with pytest.raises(HandoffError, match=r"does not hold policy version 2; it holds \[1\]"):
+        DiskSource(tmp_path, 2)
+    write_version(tmp_path, 3, tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00000003"]
+
+
 def test_readers_share_the_hashing_and_all_hear_of_damage(tmp_path):
     folder = write_version(tmp_path, 1, globals_of())
     damage(next(folder.glob("*.safetensors")))

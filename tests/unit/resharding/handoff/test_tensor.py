@@ -6,6 +6,7 @@ from torch import nn
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
+from tests.unit.resharding.handoff.parts import empty_engine, engine_trace, expected, globals_of, is_equal, plan_of
 
 
 @pytest.fixture
@@ -68,3 +69,27 @@ def test_the_digest_tells_layouts_apart(module):
     layout = TensorSource.of(module).weight_layout()
     assert layout.digest() == TensorSource.of(module).weight_layout().digest()
     assert layout.digest() != TensorSource.of(module.double()).weight_layout().digest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_engine_of_its_own_memory_gets_every_version(dtype):
+    tensors = globals_of()
+    source = TensorSource(tensors)
+    trace = engine_trace(tensors, 0, 1, dtype)
+    plan, engine = plan_of(trace, source.layout(), 0), empty_engine(trace)
+    for version in range(2):
+        for tensor in tensors.values():
+            tensor.mul_(1.5)
+        with source.opened(version):
+            delivered = source.deliver(plan, engine)
+        assert is_equal(engine, expected(tensors, 0, 1, dtype))
+        assert delivered.link_bytes == {"local": sum(t.nbytes for t in engine)} and delivered.staging_bytes == 0
+    assert source.full("q").data_ptr() == tensors["q"].data_ptr()
+    with pytest.raises(HandoffError, match="the trainer has no weight 'absent'"):
+        source.full("absent")
+
+
+def test_weights_that_are_not_one_piece_of_memory_are_refused():
+    tensors = {"q": torch.zeros(4, 3).T}
+    with pytest.raises(HandoffError, match=r"1 weights are sharded or not contiguous, e\.g\. \['q'\]"):
+        TensorSource(tensors).held()

@@ -1,0 +1,81 @@
+"""Pieces on their way between memories that do not see each other: packed in the engine's dtypes, and unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.execute import copy_pieces
+from hybrid_rl.resharding.pieces import contiguous_strides
+from hybrid_rl.resharding.tables import Column, Pieces
+
+# What weights may be made of; tables name a dtype by its number here.
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+_ALIGNMENT_BYTES = 16  # of each piece in a message: the widest access of a GPU
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number of a dtype in DTYPES. Raises HandoffError where it is none of them."""
+    if dtype not in DTYPES:
+        raise HandoffError(f"weights of {dtype} cannot be handed over; use one of {', '.join(map(str, DTYPES))}")
+    return DTYPES.index(dtype)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A bucket as it travels: its pieces one after the other, contiguous. dtype [P]: index in DTYPES; at [P]: where
+    each piece begins, in elements of its dtype; strides [P, MAX_DIMS]: in the message."""
+
+    pieces: Pieces
+    dtype: Column
+    at: Column
+    strides: Column
+    num_bytes: int
+
+    @classmethod
+    def of(cls, pieces: Pieces, dtype: Column) -> Message:
+        """The message of a bucket's pieces, each in the dtype of that number."""
+        sizes = pieces.num_elements * _SIZES[dtype]
+        taken = -(-sizes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        begin = np.cumsum(taken) - taken
+        return cls(pieces, dtype, begin // _SIZES[dtype], contiguous_strides(pieces.shape), int(taken.sum()))
+
+    def pack(self, parts: Sequence[Tensor | None], staging: Tensor) -> None:
+        """Write the pieces of this rank's parts into `staging`, uint8, cast to their dtypes."""
+        packing = replace(
+            self.pieces, destination=self.dtype, destination_offset=self.at, destination_strides=self.strides
+        )
+        copy_pieces(packing, parts, _as_dtypes(staging))
+
+    def unpack(
+        self, staging: Tensor, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
+    ) -> None:
+        """Write the pieces where they belong; hashes and seeds count the tensors of the layout."""
+        if len(self.pieces):
+            staging = staging.to(destinations[self.pieces.destination[0]].device)
+        # In the message tensors are told apart by dtype, in the hashes by their number: one view for each pair.
+        pairs, row = np.unique(np.stack([self.pieces.source, self.dtype], 1), axis=0, return_inverse=True)
+        views = _as_dtypes(staging)
+        unpacking = replace(self.pieces, source=row.reshape(-1), source_offset=self.at, source_strides=self.strides)
+        sources = [views[dtype] for dtype in pairs[:, 1].tolist()]
+        if hashes is None or seeds is None:
+            copy_pieces(unpacking, sources, destinations)
+            return
+        number = torch.from_numpy(pairs[:, 0]).to(hashes.device)
+        found = torch.zeros(len(pairs), dtype=torch.int64, device=hashes.device)
+        copy_pieces(unpacking, sources, destinations, hashes=found, seeds=seeds[number.to(seeds.device)])
+        hashes.index_add_(0, number, found)
+
+
+def _as_dtypes(staging: Tensor) -> list[Tensor]:
+    """A message of bytes as a tensor of each of DTYPES; its length is a multiple of every size."""
+    return [staging.view(dtype) for dtype in DTYPES]

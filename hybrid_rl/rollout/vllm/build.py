@@ -1,0 +1,74 @@
+"""An LLMEngine of this process: how it is built, and how it goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm import EngineArgs, envs
+from vllm.distributed import parallel_state
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rollout.vllm.arguments import kv_cache_bytes
+from hybrid_rl.rollout.vllm.versions import has
+
+
+def run_name() -> str:
+    """A name that all ranks know and no other run has."""
+    names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def variables(device: torch.device) -> dict[str, str]:
+    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(torch.cuda.current_device() if device.type == "cuda" else 0),
+        "LOCAL_WORLD_SIZE": "1",
+    }
+
+
+def build(
+    arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
+) -> tuple[LLMEngine, int]:
+    """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config()
+        num_bytes = kv_cache_bytes(
+            config, vllm_config, max_length=max_length, device=device, memory_share=memory_share
+        )
+        vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
+        return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
+    except ValueError as error:
+        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {error}") from error
+
+
+def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
+    """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
+    core = llm.engine_core.engine_core
+    if has("shuts_down_when_collected", llm):
+        llm.engine_core._finalizer.detach()
+    llm.renderer.shutdown()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    envs.disable_envs_cache()
+    release_groups(with_all=with_all_groups)
+
+
+def release_groups(*, with_all: bool) -> None:
+    """Take vLLM's process groups down. with_all: and torch.distributed, which is the trainer's where it has ranks."""
+    parallel_state.destroy_model_parallel()
+    if with_all:
+        parallel_state.destroy_distributed_environment()

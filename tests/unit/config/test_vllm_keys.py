@@ -1,0 +1,78 @@
+"""The keys of rollout.engine=vllm, and those that pass through to vLLM itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl.config import TrainerConfig, load_config, resolve, to_yaml, visible_leaves
+from hybrid_rl.config.schema import VLLMConfig, VLLMRolloutConfig
+from hybrid_rl.errors import ConfigError
+
+
+def vllm(config: TrainerConfig) -> VLLMConfig:
+    assert isinstance(config.rollout, VLLMRolloutConfig)
+    return config.rollout.vllm
+
+
+def test_one_key_chooses_the_engine() -> None:
+    assert vllm(load_config({"engine": "vllm"})[0]) == VLLMConfig()
+    assert vllm(load_config(None, {"rollout.engine": "vllm"})[0]) == VLLMConfig()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rollout.vllm.block_size": 32, "rollout.vllm.max_num_seqs": 8},
+        {"rollout": {"vllm": {"block_size": 32, "max_num_seqs": 8}}},
+        {"rollout.vllm": {"block_size": 32}, "max_num_seqs": 8},
+        {"rollout.vllm.engine_args": {"block_size": 32}, "rollout.vllm.max_num_seqs": 8},
+    ],
+    ids=str,
+)
+def test_keys_of_ours_are_typed_and_all_others_pass_through(keys: dict[str, Any]) -> None:
+    config = vllm(load_config({"engine": "vllm"}, keys)[0])
+    assert (config.max_num_seqs, config.engine_args) == (8, {"block_size": 32})
+
+
+def test_keys_that_pass_through_are_overridden_one_by_one() -> None:
+    base = {"engine": "vllm", "rollout.vllm.block_size": 32, "rollout.vllm.compilation_config": {"mode": 3}}
+    arguments = ["rollout.vllm.block_size=64", "rollout.vllm.seed_offset=2"]
+    config, given = load_config(base, {}, arguments)
+    assert vllm(config).engine_args == {"block_size": 64, "compilation_config": {"mode": 3}, "seed_offset": 2}
+    assert "rollout.vllm.engine_args" in given
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout.vllm.no_such": 32}, "belongs to rollout.engine=vllm, not inplace"),
+        ({"tensor_parallel_size": 2}, "set rollout.engine=vllm"),
+        ({"engine": "vllm", "rollout.vllm.block.size": 1}, "unknown key 'rollout.vllm.block.size'"),
+        ({"engine": "vllm", "rollout.vllm.tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
+        ({"engine": "vllm", "rollout.inplace.cuda_graphs": False}, "belongs to rollout.engine=inplace, not vllm"),
+        ({"engine": "vllm", "blok_size": 1}, "unknown key 'blok_size'"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, keys)
+
+
+def test_ranks_that_share_an_engine_divide_all_ranks() -> None:
+    keys = {"engine": "vllm", "num_ranks": 8}
+    assert vllm(resolve(*load_config(None, {**keys, "tensor_parallel_size": 4}))).tensor_parallel_size == 4
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide num_ranks=8; use 1, 2, 4, 8"):
+        resolve(*load_config(None, {**keys, "tensor_parallel_size": 3}))
+
+
+def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path) -> None:
+    config = resolve(*load_config({"engine": "vllm", "num_ranks": 2, "rollout.vllm.block_size": 32}))
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    again, given = load_config(file)
+    assert again == config == resolve(again, given)
+    assert given == set(visible_leaves({"rollout": "vllm", "controller": "ray"}))

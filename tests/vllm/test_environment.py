@@ -1,0 +1,96 @@
+"""What is put back behind a guest: every state that it may touch, also where it fails."""
+
+import logging
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rl.rollout.vllm.environment import EngineRandom, RandomState, environment_kept, process_kept
+
+
+def draw():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_random_states_come_back():
+    state = RandomState.now()
+    first = draw()
+    state.apply()
+    assert draw() == first
+
+
+def test_an_engine_draws_its_own_sequence_and_nobody_notices():
+    engine, twin, other = EngineRandom(7), EngineRandom(7), EngineRandom(8)
+    start = RandomState.now()
+    undisturbed = [draw() for _ in range(3)]
+    start.apply()
+    mine = []
+    for expected in undisturbed:
+        with engine.active():
+            mine.append(draw())
+        assert draw() == expected
+    with twin.active():
+        assert [draw() for _ in range(3)] == mine
+    with other.active():
+        assert draw() != mine[0]
+
+
+def test_an_error_inside_gives_the_generators_back():
+    engine, start = EngineRandom(1), RandomState.now()
+    expected = draw()
+    start.apply()
+    with pytest.raises(KeyError), engine.active():
+        draw()
+        raise KeyError
+    assert draw() == expected
+
+
+def test_environment_variables_that_are_set_changed_or_removed_come_back(monkeypatch):
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.setenv("REMOVED", "before")
+    monkeypatch.delenv("ADDED", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(KeyError), environment_kept({"INSIDE": "1", "KEPT": "given"}):
+        assert (os.environ["INSIDE"], os.environ["KEPT"]) == ("1", "given")
+        os.environ["ADDED"] = os.environ["LD_PRELOAD"] = "x"
+        del os.environ["REMOVED"]
+        raise KeyError
+    assert dict(os.environ) == before
+
+
+def test_what_a_guest_changes_in_a_process_is_put_back():
+    root = logging.getLogger()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    handlers, level, handler = root.handlers[:], root.level, signal.getsignal(signal.SIGTERM)
+    start = RandomState.now()
+    expected = draw()
+    start.apply()
+    with process_kept({"VLLM_X": "1"}):
+        assert os.environ["VLLM_X"] == "1"
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        set_num_threads(num_threads + 1)
+        torch.set_num_threads = lambda number: None
+        root.addHandler(logging.NullHandler())
+        root.setLevel(logging.DEBUG)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        random.seed(5)
+        torch.set_default_device("cpu")
+        torch.manual_seed(5)
+    assert torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu")
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == num_threads
+    assert (root.handlers, root.level) == (handlers, level)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "VLLM_X" not in os.environ
+    assert draw() == expected
+
+
+def test_what_the_user_set_is_not_overridden(monkeypatch):
+    monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "1")
+    with process_kept():
+        assert os.environ["VLLM_CONFIGURE_LOGGING"] == "1"

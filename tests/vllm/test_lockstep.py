@@ -1,0 +1,125 @@
+"""Two real ranks that share one vLLM by tensor parallelism: each gets its own samples, and nobody waits in vain."""
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def share(rank, num_ranks):
+    """What this rank saw, for the tests to look at."""
+    import torch
+    import torch.distributed as dist
+
+    from hybrid_rl.controller.ranks import block_gather
+    from hybrid_rl.errors import EngineStateError
+    from hybrid_rl.resharding.handoff.tensor import TensorSource
+    from hybrid_rl.rollout.base import KV_CACHE, TAGS
+    from hybrid_rl.rollout.client import EngineClient
+    from hybrid_rl.rollout.lockstep import SharedEngine
+    from hybrid_rl.rollout.threaded import ThreadedEngine
+    from tests.unit.rollout.engines import finish, forward_logprobs, request
+    from tests.vllm.rigs import CONFIG, make_engine, tiny
+
+    module = tiny()
+    config = CONFIG.__class__(
+        **{**vars(CONFIG), "tensor_parallel_size": num_ranks, "per_request_seeds": False, "max_num_seqs": 8}
+    )
+    live = make_engine(module, config, seed=7)
+    engine = ThreadedEngine(
+        SharedEngine(
+            live, rank=rank, num_ranks=num_ranks, gather=block_gather(num_ranks), fingerprint=lambda: live.fingerprint
+        )
+    )
+    client = EngineClient(engine)
+    engine.wake(TAGS)
+    engine.update_weights(TensorSource.of(module), 1)
+
+    def gap(requests, samples):
+        sent = {one.id: one for one in requests}
+        gaps = [
+            (forward_logprobs(module, sent[s.id], s) - torch.tensor(s.logprobs)).abs().max().item() for s in samples
+        ]
+        return max(gaps, default=0.0)
+
+    def stream(requests, version):
+        torch.rand(rank)  # ranks draw differently; the replica's noise is its own
+        return sorted((e for events in client.stream(requests, version) for e in events), key=lambda e: e.id)
+
+    seen = {}
+    uneven = [request(i, 3 + i, 6 + i) for i in range(12)] if rank == 0 else []
+    samples = stream(uneven, 1)
+    seen["uneven"] = [s.id for s in samples], gap(uneven, samples)
+    both = [request(i, 4 + rank, 5) for i in range(3 + rank)]  # equal ids, other requests
+    samples = stream(both, 1)
+    seen["both"] = [(s.id, len(s.completion_ids)) for s in samples], gap(both, samples)
+    seen["fingerprint"] = live.fingerprint
+
+    try:
+        for _ in client.stream([request(0, 4, 2 if rank == 1 else 40)], 1):
+            raise ValueError("the reward failed")
+    except (ValueError, EngineStateError) as error:
+        seen["broken off"] = type(error).__name__, str(error), engine.num_unfinished
+
+    engine.submit([request(5, 4, 6)], 1)
+    engine.step()
+    if rank == 1:
+        engine.pause("keep")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05)
+    engine.update_weights(TensorSource.of(module), 2)
+    engine.sleep({KV_CACHE})
+    engine.wake({KV_CACHE})
+    if rank == 1:
+        engine.resume()
+    sample = finish(engine)[0]
+    seen["kept"] = sample.versions, abs(
+        (forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()
+    )
+    engine.close()
+    alive = torch.ones(1)
+    dist.all_reduce(alive)
+    seen["alive"] = alive.item()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(share, 2)
+
+
+def test_a_rank_without_requests_steps_with_the_other(ranks):
+    assert ranks[0]["uneven"][0] == list(range(12))
+    assert ranks[0]["uneven"][1] < 1e-5
+    assert ranks[1]["uneven"] == ([], 0.0)
+
+
+def test_each_rank_gets_its_own_samples_under_its_own_ids(ranks):
+    for rank in range(2):
+        samples, gap = ranks[rank]["both"]
+        assert samples == [(i, 5) for i in range(3 + rank)]
+        assert gap < 1e-5
+
+
+def test_both_sampled_the_same_tokens(ranks):
+    assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"] != 0
+
+
+def test_a_rank_that_breaks_off_frees_the_other(ranks):
+    assert ranks[1]["broken off"] == ("ValueError", "the reward failed", 0)
+    name, message, left = ranks[0]["broken off"]
+    assert (name, left) == ("EngineStateError", 0)
+    assert "rank 1 of those that share this engine broke off" in message
+
+
+def test_a_pause_of_one_rank_holds_the_replica_over_a_handoff(ranks):
+    for seen in ranks:
+        versions, gap = seen["kept"]
+        assert versions == [1, 2, 2, 2, 2, 2]
+        assert gap < 1e-5
+
+
+def test_the_trainers_process_group_outlives_the_engine(ranks):
+    assert [seen["alive"] for seen in ranks] == [2.0, 2.0]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.rollout.vllm.loader import check_reloadable, trace_model
+from hybrid_rl.rollout.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
+from tests.vllm.live import write_by
+
+SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {**SIZE, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 64}
+EXPERTS = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,  # what vLLM's attention can do
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+MODELS: dict[str, tuple[PreTrainedConfig, str]] = {
+    "tied": (Qwen2Config(**SHAPE, tie_word_embeddings=True), "Qwen2ForCausalLM"),
+    "qwen2": (Qwen2Config(**SHAPE, tie_word_embeddings=False), "Qwen2ForCausalLM"),
+    "llama": (LlamaConfig(**SHAPE), "LlamaForCausalLM"),
+    "gemma2": (Gemma2Config(**SHAPE, head_dim=32), "Gemma2ForCausalLM"),
+    "qwen3-moe": (Qwen3MoeConfig(**SHAPE, **EXPERTS), "Qwen3MoeForCausalLM"),
+    "deepseek-v3": (DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 4}, **MLA), "DeepseekV3ForCausalLM"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "rank", "size"), [*((name, 1, 2) for name in MODELS), ("tied", 0, 1), ("llama", 0, 2)]
+)
+def test_the_trace_writes_what_vllm_loads(name: str, rank: int, size: int) -> None:
+    config, architecture = MODELS[name]
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {key: torch.randn(tensor.shape) for key, tensor in module.state_dict().items()}
+    views = checkpoint_views(module)
+    owners = {tensor.untyped_storage()._cdata: weights[key] for key, tensor in views.tensors.items()}
+    checkpoint = [
+        (key, owners[view.untyped_storage()._cdata].as_strided(view.shape, view.stride(), view.storage_offset()))
+        for key, view in views.views
+    ]
+    with stand_in_model(config, architecture, rank, size, torch.bfloat16, "cpu") as model:
+        before = {key: tensor.data_ptr() for key, tensor in model.state_dict().items()}
+        for tensor in model.state_dict().values():
+            tensor.fill_(-7)
+        trace = trace_model(model, views)
+        live: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        destinations = [live[spec.name] for spec in trace.destinations]
+        assert all(bool((tensor == -7).all()) for tensor in destinations)
+        model.load_weights(iter(checkpoint))
+        wanted = [tensor.clone() for tensor in destinations]
+        for tensor in destinations:
+            tensor.fill_(-7)
+        write_by(trace, weights, destinations)
+        assert {key: tensor.data_ptr() for key, tensor in model.state_dict().items()} == before
+    assert trace.untraced == {}
+    assert trace.unused == ()
+    assert {spec.name for spec in trace.destinations} == {key for key, _ in model.named_parameters()}
+    for spec, found, want in zip(trace.destinations, destinations, wanted, strict=True):
+        assert torch.equal(found, want), spec.name
+
+
+def test_a_parameter_that_the_trainer_lacks_is_an_error() -> None:
+    config, architecture = MODELS["qwen2"]
+    views = views_on_meta(config)
+    views.views[:] = [pair for pair in views.views if pair[0] != "model.norm.weight"]
+    with pytest.raises(HandoffError, match="1 parameters for which the trainer has no weight, e.g. model.norm.weight"):
+        trace_on_meta(config, architecture, views, 0, 1, torch.bfloat16)
+
+
+def test_experts_that_a_reload_would_leave_unpacked_are_refused() -> None:
+    config, architecture = MODELS["qwen3-moe"]
+    with stand_in_model(config, architecture, 0, 1, torch.bfloat16, "meta") as model:
+        check_reloadable(model, ["model.layers.0.self_attn.qkv_proj"])
+        with pytest.raises(HandoffError, match="not pack them again; set rollout.vllm.quantization='hybrid_plain'"):
+            check_reloadable(model, ["model.layers.0.mlp.experts.routed_experts"])
+
+
+def test_a_trace_on_meta_is_that_of_the_live_model() -> None:
+    config, architecture = MODELS["qwen3-moe"]
+    views = views_on_meta(config)
+    on_meta = trace_on_meta(config, architecture, views, 1, 2, torch.bfloat16)
+    with stand_in_model(config, architecture, 1, 2, torch.bfloat16, "cpu") as model:
+        assert trace_model(model, views).digest() == on_meta.digest()
+    assert trace_on_meta(config, architecture, views, 0, 2, torch.bfloat16).digest() != on_meta.digest()

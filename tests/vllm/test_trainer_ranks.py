@@ -1,0 +1,41 @@
+"""FSDP2 over two real ranks into live vLLM, tensor parallel and as two replicas, through the traced direct write."""
+
+import logging
+
+import pytest
+
+from hybrid_rl import Trainer
+from hybrid_rl.report import read_jsonl
+from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.vllm.test_trainer import KEYS, SHAPE
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = {
+    "tensor parallel": {"tensor_parallel_size": 2, "transport": "ipc"},
+    "two replicas": {"tensor_parallel_size": 1, "transport": "distributed"},
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, caplog):
+    model = build_model(**SHAPE)  # a tied head
+    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "verify_steps": 5}
+    with caplog.at_level(logging.WARNING), Trainer(
+        model, spread, sums(12), tokenizer=build_tokenizer(), **keys
+    ) as trainer:
+        trainer.fit()
+        truncated = trainer.generate(["1+2=", "3+4=", "5+6="], num_generations=2, top_k=3)
+        lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+    assert len(lines) == 20 and len(truncated) == 6
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-5
+        assert line["handoff/probe_gap"] < 1e-5
+        # The slowest rank's: of two replicas each takes the whole model, of two halves each a half and what both hold.
+        share = line["handoff/bytes"] / num_bytes
+        assert share == 1.0 if layout == "two replicas" else 0.5 < share < 0.6
+        assert "handoff/reloaded_bytes" not in line
+    assert [("timing/verify" in line) for line in lines] == [line["step"] % 5 == 0 for line in lines]
+    assert not [record for record in caplog.records if "loaded anew" in record.message]

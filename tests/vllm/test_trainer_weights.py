@@ -1,0 +1,82 @@
+"""Other ways in which vLLM holds its weights: packed by the platform, and in the trainer's own memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.report import read_jsonl
+from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.vllm.test_trainer import KEYS, SHAPE
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def train(tmp_path):
+    made = []
+
+    def make(model=None, **keys):
+        keys = {**KEYS, "max_steps": 3, "output_dir": str(tmp_path), **keys}
+        made.append(Trainer(model or build_model(**SHAPE), spread, sums(12), tokenizer=build_tokenizer(), **keys))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def gaps(trainer):
+    lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+    return [max(line["handoff/probe_gap"], line["sampling/sampling_logp_difference/max"]) for line in lines]
+
+
+def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train, monkeypatch):
+    """A tied head: vLLM computes with a packed copy of the embedding, which no write to the embedding reaches."""
+    trainer = train(plain_weights=False)
+    trainer.fit()
+    assert len(gaps(trainer)) == 3 and max(gaps(trainer)) < 1e-5
+    worker = trainer.policy._backend._worker
+    loaded = worker._side._vllm.weights
+    assert loaded.derived.copies == ("lm_head",)
+    blind = replace(loaded, derived=replace(loaded.derived, copies=()))
+    monkeypatch.setattr(worker._side._vllm._writer._loading, "_weights", blind)
+    with torch.no_grad():
+        worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
+    with pytest.raises(HandoffError, match="in the logprobs of the probe prompt"):
+        trainer.policy.publish_weights(4)
+    with pytest.raises(EngineStateError, match="never been given weights"):
+        trainer.generate("1+2=")
+
+
+def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
+    model = build_model(**SHAPE)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    trainer = train(model, adopt_weights=True)
+    worker = trainer.policy._backend._worker
+    loaded = worker._side._vllm.weights
+    engine = dict(zip((spec.name for spec in loaded.trace.destinations), loaded.destinations, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    keys = model.model.layers[1].self_attn.k_proj.weight
+    fused = engine["model.layers.1.self_attn.qkv_proj.weight"]
+    assert keys.data_ptr() == fused[64:].data_ptr()
+    trainer.fit()
+    lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+    assert [line["handoff/bytes"] for line in lines] == [0, 0, 0]
+    assert max(gaps(trainer)) < 1e-5
+    assert torch.equal(keys, fused[64:128]) and not torch.equal(keys, before["model.layers.1.self_attn.k_proj.weight"])
+    keys.data = keys.data.clone()
+    with pytest.raises(HandoffError, match=r"k_proj\.weight' is not in the memory that trainer and engine share"):
+        trainer.policy.publish_weights(4)
+
+
+def test_memory_that_cannot_be_shared_is_refused(train):
+    with pytest.raises(HandoffError, match="rearranges .* set plain_weights=true"):
+        train(adopt_weights=True, plain_weights=False)
+    with pytest.raises(ConfigError, match="shares one rank's memory"):
+        train(adopt_weights=True, num_ranks=2)
+    trainer = train(max_steps=1)
+    trainer.fit()
+    assert max(gaps(trainer)) < 1e-5

