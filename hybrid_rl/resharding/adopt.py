@@ -24,8 +24,8 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
     """
     if trace.untraced:
         raise HandoffError(
-            f"the engine rearranges {len(trace.untraced)} of its tensors, e.g. {sorted(trace.untraced)[0]}; their memory "
-            f"cannot be shared with the trainer's: leave adopt_weights out, or set plain_weights=true"
+            f"the engine rearranges {len(trace.untraced)} of its tensors, e.g. {sorted(trace.untraced)[0]}; their "
+            f"memory cannot be shared with the trainer's: leave adopt_weights out, or set plain_weights=true"
         )
     views: dict[str, Tensor] = {}
     problems: dict[str, str] = {}
@@ -50,8 +50,8 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
     if problems:
         name, problem = next(iter(problems.items()))
         raise HandoffError(
-            f"{len(problems)} weights cannot share the engine's memory, e.g. {name}, which {problem}; leave adopt_weights "
-            f"out"
+            f"{len(problems)} weights cannot share the engine's memory, e.g. {name}, which {problem}; leave "
+            f"adopt_weights out"
         )
     return views
 

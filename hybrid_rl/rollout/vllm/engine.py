@@ -114,6 +114,7 @@ class VLLMEngine(GuardedEngine):
             release_groups(with_all=self._owns_group)
             self._folder.cleanup()
             raise
+        log_derived(self._writer.weights)
         cache = self._llm.vllm_config.cache_config
         self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()
