@@ -318,10 +318,11 @@ class Cut {
       num_rows_ /= p_.shape[kDims - 2];
       units_per_row_ = tiles(p_.shape[kDims - 2]) * tiles(row_length());
     } else {
-      unit_ = p_.is_run() ? kUnit : kTile * kTile / 4;
-      units_per_row_ = (row_length() + unit_ - 1) / unit_;
       // As equal as whole steps allow: what is walked abreast ends with the shortest.
-      unit_ = ((row_length() + units_per_row_ - 1) / units_per_row_ + kStep - 1) / kStep * kStep;
+      const int64_t most = p_.is_run() ? kUnit : kTile * kTile / 4;
+      const int64_t fewest = (row_length() + most - 1) / most;
+      unit_ = std::min(most, ((row_length() + fewest - 1) / fewest + kStep - 1) / kStep * kStep);
+      units_per_row_ = (row_length() + unit_ - 1) / unit_;
     }
   }
 

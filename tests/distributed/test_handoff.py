@@ -175,8 +175,8 @@ def pipe_gather(connection: Connection, number: int):
 
     def gather(value):
         connection.send_bytes(pickle.dumps(value))
-        if not connection.poll(30):
-            raise OSError("no answer for 30 seconds")
+        if not connection.poll(120):
+            raise OSError("no answer for 120 seconds")
         theirs = pickle.loads(connection.recv_bytes())
         return [value, theirs] if number == 0 else [theirs, value]
 
@@ -230,7 +230,7 @@ def run_engine_process(num_versions, dies_at=0):
                 tensor.add_(0.5)
             with source.opened(version):
                 verifier.verify(source, version=version)
-        assert ours.poll(30)
+        assert ours.poll(120)
         return {name: tensor.clone() for name, tensor in mine.items()}, pickle.loads(ours.recv_bytes())
     finally:
         process.kill()
