@@ -227,7 +227,7 @@ class VLLMRolloutConfig(RolloutConfig):
     )
     weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
     adopt_weights: bool = key(
-        False, "one rank: trainer and engine share the memory of the weights, which cannot sleep: handoffs write nothing"
+        False, "one rank: trainer and engine share the memory of the weights: handoffs write nothing, it cannot sleep"
     )
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
 from hybrid_rl.rollout.vllm.quantization import PLAIN
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -53,6 +56,21 @@ def reload_derived(
         copy: Any = weights.model.get_submodule(name)
         copy.quant_method.process_weights_after_loading(copy)
     return num_bytes
+
+
+def log_derived(weights: LoadedWeights) -> None:
+    """Say once what a handoff cannot write directly, and why."""
+    reasons = weights.derived.reasons
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        logger.warning(
+            "%d of %d weights of vLLM's model are loaded anew at every handoff, from whole tensors, instead of being "
+            "written where they are, e.g. %s: %s. That is several times slower.",
+            len(reasons),
+            len(weights.trace.destinations),
+            name,
+            reason,
+        )
 
 
 def _whole_views(

@@ -28,7 +28,6 @@ from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
 from hybrid_rl.rollout.vllm.quantization import PLAIN
 
-logger = logging.getLogger(__name__)
 LOAD_FORMAT = "hybrid_rl"
 LOADING = "loading"  # the key in model_loader_extra_config
 
@@ -131,7 +130,6 @@ class TracingLoader(BaseModelLoader):
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         assert self._trace is not None
         self._loading.weights = self._compared(model, self._trace)
-        log_derived(self._loading.weights)
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
@@ -211,21 +209,6 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
             f"{unwritten[0]}; do both sides have one config?{lost}"
         )
     return trace
-
-
-def log_derived(weights: LoadedWeights) -> None:
-    """Say once what a handoff cannot write directly, and why."""
-    reasons = weights.derived.reasons
-    if reasons:
-        name, reason = next(iter(reasons.items()))
-        logger.warning(
-            "%d of %d weights of vLLM's model are loaded anew at every handoff, from whole tensors, instead of being "
-            "written where they are, e.g. %s: %s. That is several times slower.",
-            len(reasons),
-            len(weights.trace.destinations),
-            name,
-            reason,
-        )
 
 
 @contextmanager
