@@ -24,6 +24,7 @@ def build() -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # nvcc takes half a minute, on a busy machine many times longer
 def test_cuda_sources_compile(build: ModuleType, tmp_path: Path) -> None:
     """To an object for one generation, against the headers of this torch: that needs no GPU and no CUDA build."""
     nvcc = build.find_nvcc(TORCH)

@@ -39,6 +39,7 @@ from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.sampling import check_finite
 from hybrid_rl.rollout.vllm.arguments import engine_arguments, write_config
 from hybrid_rl.rollout.vllm.build import build, release_groups, run_name, tear_down, variables
+from hybrid_rl.rollout.vllm.derived import log_derived
 from hybrid_rl.rollout.vllm.environment import EngineRandom, environment_kept, process_kept
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
 from hybrid_rl.rollout.vllm.memory import EngineMemory
@@ -113,6 +114,7 @@ class VLLMEngine(GuardedEngine):
             release_groups(with_all=self._owns_group)
             self._folder.cleanup()
             raise
+        log_derived(self._writer.weights)
         cache = self._llm.vllm_config.cache_config
         self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()

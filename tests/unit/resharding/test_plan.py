@@ -270,6 +270,31 @@ def test_copies_equally_near_share_the_work():
     assert plan.report.remote == Traffic(256, 256)
 
 
+def test_parts_and_tensors_of_any_shape_share_the_work():
+    # One tensor that is taken in 4 parts, and tensors of which each is the only one of its shape; all on ranks 0 and 1.
+    loading = Loading()
+    s, d = loading.source(8), loading.destination(8)
+    for begin in range(0, 8, 2):
+        loading.copy(s, [(begin, begin + 2)], d, loading.destinations[d][begin : begin + 2])
+    layout = dataclasses.replace(layout_of(loading, 2, replicas=2), hosts=("a", "a", "b"))
+    assert [bucket.num_bytes for bucket in check(loading, layout, 2, 1024).buckets] == [16, 16]
+    loading = Loading()
+    for extent in (5, 6, 7, 8):
+        s, d = loading.source(extent), loading.destination(extent)
+        loading.copy(s, [(0, extent)], d, loading.destinations[d])
+    layout = dataclasses.replace(layout_of(loading, 2, replicas=2), hosts=("a", "a", "b"))
+    assert {bucket.source_rank: len(bucket.pieces) for bucket in check(loading, layout, 2, 1024).buckets} == {0: 2, 1: 2}
+
+
+def test_rows_of_different_length_stay_apart():
+    loading = Loading()
+    s, d = loading.source(4, 3), loading.destination(4, 3)
+    for rows, columns in (((0, 2), (0, 2)), ((2, 4), (0, 1)), ((0, 2), (2, 3)), ((2, 4), (1, 3))):
+        target = loading.destinations[d][slice(*rows), slice(*columns)]
+        loading.copy(s, [rows, columns], d, target)
+    check(loading, layout_of(loading, 1), 0, 1 << 20)
+
+
 def test_ranks_begin_with_different_peers():
     loading = Loading()
     s, d = loading.source(8), loading.destination(8)
