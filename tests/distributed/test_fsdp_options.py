@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_rl.models.weights import ModelRecipe, StateSource, build_on_meta, load_weights
 from hybrid_rl.models.weights.sources import named_state
@@ -39,7 +40,14 @@ def backward(
                 raise KeyboardInterrupt
             (logprobs * torch.linspace(-1, 1, len(TARGETS)) + 0.1 * entropy).sum().backward()
     named = dict(model.module.named_parameters())
-    return {name: None if p.grad is None else p.grad.full_tensor() for name, p in named.items()}
+    return {name: None if p.grad is None else whole(p.grad) for name, p in named.items()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The rows of all ranks, by one plain collective: many of DTensor's own asynchronous ones have been seen to hang."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local())
+    return torch.cat(parts)
 
 
 def options_on_ranks(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def options_on_ranks(rank: int, num_ranks: int) -> dict[str, Any]:
     halved = build_on_meta(ModelRecipe.of_module(live, source), torch.bfloat16)
     sharded(halved, num_ranks, load=source, dtype=torch.bfloat16)
     stored = dict(live.named_parameters())
-    seen["masters"] = all(torch.equal(p.full_tensor(), stored[name]) for name, p in halved.named_parameters())
+    seen["masters"] = all(torch.equal(whole(p.detach()), stored[name]) for name, p in halved.named_parameters())
 
     model = sharded(build("qwen2"), num_ranks)
     backward(model, rank)

@@ -83,6 +83,15 @@ def test_strides_that_skip_memory():
     assert "0 are missing, 0 written more than once, 2 beside it" in problem(loading)
 
 
+def test_a_run_through_the_gaps_of_a_tensor():
+    # 12 elements one after the other are as many as the tensor has, but lie in its gaps too.
+    loading = Loading()
+    d = loading.destination(4, 3, strides=(5, 1))
+    run = torch.as_strided(loading.destinations[d], (12,), (1,), 0)
+    loading.copy(loading.source(12), [(0, 12)], d, run)
+    assert "of 12 elements 4 are missing, 0 written more than once, 4 beside it" in problem(loading)
+
+
 def test_rows_that_overlap():
     # 4 rows of 4 at steps of 3, in a tensor of 4 x 3: each row's last element is the next one's first.
     loading = Loading()
