@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
@@ -94,7 +95,7 @@ class VLLMSide(RolloutSide):
         gather = block_gather(size)
         self._vllm = VLLMEngine(
             model.module,
-            config.vllm,
+            replace(config.vllm, max_num_waiting=size * config.vllm.max_num_waiting),  # the key counts those of a rank
             dtype=model.dtype,
             device=context.device,
             max_length=setup.max_length,
