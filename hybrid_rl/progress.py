@@ -87,11 +87,12 @@ def line_of(metrics: Mapping[str, float]) -> str:
 
 
 def handoff_line(metrics: Mapping[str, float]) -> str:
-    """The last handoff in words: version, bytes, seconds and the gap of the probe."""
+    """The last handoff in words: version, bytes of the rank with most, seconds, and how it was proved."""
     if "handoff/version" not in metrics:
         return ""
     gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ", not probed"
+    proof = ", every byte verified" if "timing/verify" in metrics else ""
     return (
         f"handoff v{int(metrics['handoff/version'])}: {int(metrics['handoff/bytes']):,} B in "
-        f"{metrics['timing/handoff'] * 1000:.1f} ms{gap}"
+        f"{metrics['timing/handoff'] * 1000:.1f} ms{gap}{proof}"
     )

@@ -208,6 +208,8 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
             is_theirs = path in elsewhere or path.rpartition(".")[0] in rests
             if is_theirs or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
                 advice = "; set num_ranks above 1, or that" if (section, other) == ("controller", "ray") else ""
+                if (section, other) == ("rollout", "inplace"):
+                    advice = f"; an argument of vLLM itself is given as rollout.vllm.{leaf}"
                 return (
                     f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not "
                     f"{tags[section]}{advice}"

@@ -173,7 +173,9 @@ class VLLMConfig:
     enable_prefix_caching: bool = key(
         True, "prompts that begin alike share the blocks of what they have in common, within a rollout"
     )
-    enforce_eager: bool = key(False, "no CUDA graphs and no compiled model: a faster start, slower steps")
+    enforce_eager: bool | None = key(
+        None, "no CUDA graphs and no compiled model: a faster start, slower steps; None = yes on CPUs"
+    )
     per_request_seeds: bool = key(
         False, "a sample's noise follows from its own seed, wherever it is made; vLLM then samples slower"
     )
@@ -194,7 +196,7 @@ class VLLMConfig:
 class RolloutConfig:
     """How completions are made for training."""
 
-    engine: str = key("inplace", "inplace (embedded, any machine) or vllm (on the same GPUs)")
+    engine: str = key("inplace", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
     max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
     temperature: float = key(1.0, "divides the logits, in the rollout and in the trainer alike", above=0)
     stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
@@ -211,7 +213,7 @@ class RolloutConfig:
 class InPlaceRolloutConfig(RolloutConfig):
     """rollout.engine=inplace."""
 
-    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine) or vllm (on the same GPUs)")
+    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
     inplace: InPlaceConfig = field(default_factory=InPlaceConfig)
 
 
@@ -219,7 +221,7 @@ class InPlaceRolloutConfig(RolloutConfig):
 class VLLMRolloutConfig(RolloutConfig):
     """rollout.engine=vllm."""
 
-    engine: Literal["vllm"] = key("vllm", "inplace (embedded, any machine) or vllm (on the same GPUs)")
+    engine: Literal["vllm"] = key("vllm", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
     transport: Literal["auto", "ipc", "distributed", "disk"] = key(
         "auto",
         "how weights get from the ranks' shards to their engines: ipc (read in place, ranks of one host), distributed "

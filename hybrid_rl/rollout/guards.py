@@ -28,6 +28,7 @@ class GuardedEngine(RolloutEngine):
     ) -> None:
         super().__init__()
         self._vocab_size, self._max_positions, self._max_num_waiting = vocab_size, max_positions, max_num_waiting
+        self._limit_words = f"the model's {max_positions} positions"
         self._decode = decode
         self._ids: set[int] = set()  # of the requests that are not finished
         self._aborted: set[int] = set()
@@ -83,7 +84,7 @@ class GuardedEngine(RolloutEngine):
         if self._max_positions is not None and length > self._max_positions:
             raise DataError(
                 f"request {request.id}: {len(request.prompt_ids)} prompt tokens and max_tokens={params.max_tokens} "
-                f"exceed the model's {self._max_positions} positions; shorten the prompt or lower max_completion_length"
+                f"exceed {self._limit_words}; shorten the prompt, or ask for a shorter completion"
             )
         if length > self.kv_cache_tokens:
             raise DataError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
@@ -95,7 +94,7 @@ class VLLMSide(RolloutSide):
         gather = block_gather(size)
         self._vllm = VLLMEngine(
             model.module,
-            replace(config.vllm, max_num_waiting=size * config.vllm.max_num_waiting),  # the key counts those of a rank
+            config.vllm,
             dtype=model.dtype,
             device=context.device,
             max_length=setup.max_length,

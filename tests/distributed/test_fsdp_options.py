@@ -44,7 +44,7 @@ def backward(
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """The rows of all ranks, by one plain collective: many of DTensor's own asynchronous ones have been seen to hang."""
+    """The rows of all ranks, by one plain collective: many asynchronous ones of DTensor have been seen to hang."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, tensor.to_local())
     return torch.cat(parts)

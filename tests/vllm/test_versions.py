@@ -138,5 +138,5 @@ def test_where_the_platform_cannot_nothing_moves_and_the_log_says_so_once(caplog
         memory.wake(TAGS)
     assert llm.calls == []
     assert [record.message for record in caplog.records] == [
-        "vLLM gives no memory back on this platform: its weights and its cache stay where they are"
+        "vLLM cannot sleep on CPUs: its weights and its KV cache stay in memory while the trainer works"
     ]

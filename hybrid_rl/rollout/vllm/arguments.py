@@ -43,6 +43,9 @@ RESERVED: Mapping[str, str] = {
     "disable_log_stats": "the engine counts for itself",
     "generation_config": "samples are drawn as the keys of rollout and eval say",
     "speculative_config": "drafted tokens are not supported",
+    "quantization": "engines compute in model.dtype; plain_weights says how CPUs hold weights",
+    "enable_lora": "LoRA is not supported yet",
+    "worker_extension_cls": "the worker is the library's own",
 }
 
 
@@ -86,7 +89,7 @@ def engine_arguments(
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": device.type == "cpu" if config.enforce_eager is None else config.enforce_eager,
         "load_format": "dummy",
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
@@ -116,18 +119,24 @@ def kv_cache_bytes(
     config: VLLMConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
 ) -> int:
     """What the cache is given: as configured, or room for max_num_seqs full sequences, at most a share of what is free
-    now, and for one sequence in any case."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
+    now, and for one sequence in any case. Raises ConfigError where what is configured does not hold one."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     parts = 1 if model.use_mla else 2  # one latent, or keys and values
     heads = model.get_num_kv_heads(parallel)
     token_bytes = parts * model.get_num_layers(parallel) * heads * model.get_head_size() * model.dtype.itemsize
     block = cache.block_size or 16
     sequence_bytes = -(-max_length // block) * block * token_bytes
+    own = block * token_bytes  # vLLM keeps a block for itself
+    given = config.kv_cache_memory_bytes
+    if given is not None:
+        if given < sequence_bytes + own:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={given} cannot hold one sequence of {max_length} tokens, which takes "
+                f"{sequence_bytes + own}; raise it, leave it out, or lower max_completion_length"
+            )
+        return given
     free = psutil.virtual_memory().available
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    own = block * token_bytes  # vLLM keeps a block for itself
     share = int(FREE_MEMORY_SHARE * memory_share * free)
     return max(sequence_bytes + own, min(config.max_num_seqs * sequence_bytes + own, share))

@@ -81,9 +81,13 @@ class VLLMEngine(GuardedEngine):
             max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
             decode=decode,
         )
+        self._limit_words = (
+            f"the {max_length} tokens that vLLM was built for (longest prompt and max_completion_length, which may be "
+            f"raised)"
+        )
         self._config = config
         self._layout = WeightLayout.of(named_weights(module).items())
-        self._random = EngineRandom(seed % 2**32)
+        self._random = EngineRandom(seed)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group(
@@ -156,9 +160,11 @@ class VLLMEngine(GuardedEngine):
         """See RolloutEngine."""
         self.check(requests, version)
         if not self._ids:
-            # What is found in the cache must not depend on what was generated before: a resumed run repeats its
-            # rollout, whatever was evaluated between.
+            # What is found in the cache, and the noise, must not depend on what was generated before: a resumed run
+            # repeats its rollout, whatever was evaluated between.
             self._forget_prefixes()
+            if requests:
+                self._random.restart(requests[0].params.seed)
         self._ids.update(request.id for request in requests)
         self._waiting.extend(map(Generation, requests))
         return [request.id for request in requests]

@@ -56,7 +56,11 @@ class EngineRandom:
     """
 
     def __init__(self, seed: int) -> None:
-        """seed: below 2**32, as NumPy wants it."""
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Begin the sequence anew. seed: of any size; NumPy's has 32 bits."""
+        seed %= 2**32
         before = RandomState.now()
         random.seed(seed)
         np.random.seed(seed)

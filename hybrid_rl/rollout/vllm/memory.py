@@ -32,7 +32,9 @@ class EngineMemory:
         if self._can_sleep:
             self._sleep(wanted)
         elif not self._has_told:
-            logger.warning("vLLM gives no memory back on this platform: its weights and its cache stay where they are")
+            logger.warning(
+                "vLLM cannot sleep on CPUs: its weights and its KV cache stay in memory while the trainer works"
+            )
             self._has_told = True
         self.asleep |= wanted
 
