@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == ["version"]:
         versions = {"hybrid_rl": hybrid_rl.__version__, "python": platform.python_version(), "torch": torch.__version__}
         versions |= {"transformers": transformers.__version__, "compiled extension": str(is_available())}
+        vllm = [f"{metadata.version(name)} ({name})" for name in metadata.packages_distributions().get("vllm", ())]
+        versions["vllm"] = vllm[0] if vllm else "not installed (make vllm; optional)"
         print("\n".join(f"{name:20}{version}" for name, version in versions.items()))
         return 0
     asked_for_help = command in (["-h"], ["--help"], ["help"])

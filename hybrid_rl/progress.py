@@ -91,7 +91,9 @@ def handoff_line(metrics: Mapping[str, float]) -> str:
     if "handoff/version" not in metrics:
         return ""
     gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ", not probed"
-    proof = ", every byte verified" if "timing/verify" in metrics else ""
+    unproven = int(metrics.get("handoff/unproven_bytes", 0))
+    verified = f", all but {unproven:,} B verified" if unproven else ", every byte verified"
+    proof = verified if "timing/verify" in metrics else ""
     return (
         f"handoff v{int(metrics['handoff/version'])}: {int(metrics['handoff/bytes']):,} B in "
         f"{metrics['timing/handoff'] * 1000:.1f} ms{gap}{proof}"

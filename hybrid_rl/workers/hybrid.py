@@ -142,10 +142,7 @@ class HybridWorker(WorkerBase):
             raise
 
     def _prove(self, version: int) -> dict[str, float]:
-        metrics = {}
-        verify_seconds = self._side.verify(version)
-        if verify_seconds is not None:
-            metrics["timing/verify"] = verify_seconds
+        metrics = self._side.verify(version)
         every = self._config.rollout.probe_steps
         if every and version % every == 0:
             start = now()
@@ -169,7 +166,8 @@ class HybridWorker(WorkerBase):
         if not gap <= tolerance:
             raise HandoffError(
                 f"policy version {version}: engine and trainer differ by {gap:.3g} in the logprobs of the probe prompt "
-                f"(tolerance {tolerance:g}); the engine does not hold the trainer's weights, or they are not finite"
+                f"(tolerance {tolerance:g}): the engine does not hold the trainer's weights, or computes otherwise "
+                f"(an activation, hook or buffer changed by hand, an argument of the engine), or they are not finite"
             )
         return gap
 

@@ -81,6 +81,8 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing"
+    vllm = [metadata.version(name) for name in metadata.packages_distributions().get("vllm", ())]
+    found["vllm"] = vllm[0] if vllm else "missing"
     # Two checkouts have one version number, but not one set of sources.
     found["hybrid_rl"] += f" ({_source_digest()})"
     found["CUDA of torch"] = torch.version.cuda or "none"

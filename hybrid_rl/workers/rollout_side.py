@@ -40,10 +40,10 @@ class RolloutSide(ABC):
     def publish(self, version: int) -> HandoffReport:
         """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
 
-    def verify(self, version: int) -> float | None:
-        """Prove, where that is due, that the engine holds what the trainer holds, byte by byte; the seconds it took.
-        None where it is not due, or where both are the same memory. Collective. Raises HandoffError."""
-        return None
+    def verify(self, version: int) -> dict[str, float]:
+        """Prove, where that is due, that the engine holds what the trainer holds, byte by byte; metrics of it,
+        none where it is not due, or where both are the same memory. Collective. Raises HandoffError."""
+        return {}
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -153,15 +153,19 @@ class VLLMSide(RolloutSide):
         """See RolloutSide."""
         return self.engine.update_weights(self._source(version), version)
 
-    def verify(self, version: int) -> float | None:
-        """See RolloutSide."""
+    def verify(self, version: int) -> dict[str, float]:
+        """See RolloutSide. What vLLM has derived from the weights cannot be compared with them: it is counted."""
         every = self._config.verify_steps
         if not every or version % every:
-            return None
+            return {}
         source = self._source(version)
         if self._verifier is None:
             self._verifier = Verifier(self._vllm.weights.trace, source.layout(), gather=source.gather)
-        return self._verifier.verify(source, self._vllm.weights.destinations, version=version).seconds
+        weights = self._vllm.weights
+        verified = self._verifier.verify(source, weights.destinations, version=version)
+        unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
+        num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
+        return {"timing/verify": verified.seconds, "handoff/unproven_bytes": float(num_bytes)}
 
     def _source(self, version: int) -> Source:
         """Where the weights come from, as rollout.transport says; made once."""
