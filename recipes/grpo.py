@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))  # a script is started with its own folder 
 
 from hybrid_rl import Trainer  # noqa: E402
 from hybrid_rl.cli import run_recipe  # noqa: E402
-from hybrid_rl.config import load_config  # noqa: E402
+from hybrid_rl.config import load_config, num_training_steps, resolve  # noqa: E402
 from hybrid_rl.errors import ConfigError  # noqa: E402
 from recipes.quickstart.model import build_model, build_tokenizer  # noqa: E402
 from recipes.quickstart.task import build_task, exact_answer  # noqa: E402
@@ -80,9 +80,10 @@ def main(arguments: list[str]) -> None:
 
 def quickstart(arguments: list[str]) -> None:
     """Build, warm start, improve by GRPO, compare."""
-    config, _ = load_config(HERE / "grpo.yaml", arguments=arguments)
+    config, given = load_config(HERE / "grpo.yaml", arguments=arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
+    num_training_steps(resolve(config, given), len(task.train))  # what cannot be is refused before the warm start
     model = build_model(tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(
