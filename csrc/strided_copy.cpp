@@ -1,7 +1,7 @@
 // Batched copy-and-cast of strided pieces on the CPU, with the content hash of what is written: all pieces of a bucket
 // in one call. The PyTorch form in hybrid_rl/resharding/execute.py is its oracle, bit for bit.
 //
-// A piece is cut into units of at most kUnit elements of its innermost dim. Four units are walked side by side: four
+// A piece is cut into units of at most kUnit elements of its innermost dim. Eight units are walked side by side: eight
 // pages at a time keep more of the memory's requests in flight than one, which is what large memcpys do too. What is
 // written bypasses the caches where it is aligned: it is far more than they hold, and the engine reads it much later.
 
@@ -36,8 +36,8 @@ using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 
 constexpr int64_t kUnit = 4096; // elements
 constexpr int64_t kStep = 4 * kLanes; // elements of a unit before the next unit has its turn
-constexpr int kAbreast = 4; // units walked side by side
-constexpr int64_t kAhead = 512; // bytes that are asked for in advance
+constexpr int kAbreast = 8; // units walked side by side
+constexpr int64_t kAhead = 1024; // bytes that are asked for in advance
 constexpr int64_t kTile = 64; // rows and columns that are transposed at once
 constexpr int64_t kSerialBytes = 1 << 18; // below, threads cost more than they bring
 
@@ -197,7 +197,7 @@ HYBRID_RL_INLINE uint64_t walk_runs(const Walk& w) {
   alignas(64) uint32_t bits[kStep];
   int64_t at = 0;
   for (; at + kStep <= w.length; at += kStep) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int run = 0; run < kRuns; ++run) {
       const char* source = w.source[run] + at * from;
       char* target = w.target[run] + at * to;

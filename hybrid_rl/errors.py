@@ -5,6 +5,11 @@ class HybridRLError(Exception):
     """Base of all errors that this library raises on purpose."""
 
 
+class PeerFailedError(HybridRLError):
+    """Another participant failed, which ended this one's work too. To be mixed into an error of its field: it is never
+    the cause where another rank tells of a failure of its own. With a `__cause__`: the connection to others broke."""
+
+
 class ConfigError(HybridRLError, ValueError):
     """A configuration key or value cannot be used."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybrid_rl.errors import HybridRLError, WorkerError
+from hybrid_rl.errors import HybridRLError, PeerFailedError, WorkerError
 
 LOG_TAIL_LINES = 15
 LOG_READ_LINES = 200
@@ -28,9 +28,10 @@ COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "br
 class Failure:
     """Why a call did not end well on one rank.
 
-    kind: name of the exception's type; error: the exception itself, pickled, where that is possible. is_echo: a broken
-    connection or collective, which most often only says that another rank failed. is_interrupt: a KeyboardInterrupt.
-    is_end: the process is gone, or does not answer.
+    kind: name of the exception's type; error: the exception itself, pickled, where that is possible. is_echo: it most
+    often only says that another rank failed. is_disconnected: a connection or collective broke, an echo too; ranks
+    cannot talk to each other any more. is_interrupt: a KeyboardInterrupt. is_end: the process is gone, or does not
+    answer.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Failure:
     traceback: str = ""
     error: bytes | None = None
     is_echo: bool = False
+    is_disconnected: bool = False
     is_interrupt: bool = False
     is_end: bool = False
 
@@ -51,11 +53,20 @@ def failure_of(error: BaseException) -> Failure:
         pickled = None
     text = "".join(traceback.format_exception(error))
     words = str(error).lower()
-    is_echo = isinstance(error, COLLECTIVE_ERRORS) or (
-        type(error) is RuntimeError and any(word in words for word in COLLECTIVE_WORDS)
+    of_peer = isinstance(error, PeerFailedError)
+    is_disconnected = (
+        isinstance(error, COLLECTIVE_ERRORS)
+        or (type(error) is RuntimeError and any(word in words for word in COLLECTIVE_WORDS))
+        or (of_peer and error.__cause__ is not None)
     )
     return Failure(
-        type(error).__name__, str(error), text, pickled, is_echo, isinstance(error, KeyboardInterrupt)
+        type(error).__name__,
+        str(error),
+        text,
+        pickled,
+        is_echo=of_peer or is_disconnected,
+        is_disconnected=is_disconnected,
+        is_interrupt=isinstance(error, KeyboardInterrupt),
     )
 
 

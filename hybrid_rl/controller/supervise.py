@@ -54,10 +54,12 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
     try:
         with deferred_interrupt():
             watch.run()
-            if watch.failures:
-                if watch.pending or any(failure.is_end or failure.is_echo for failure in watch.failures.values()):
+            if failures := watch.failures.values():
+                is_broken = bool(watch.pending) or any(f.is_end or f.is_disconnected for f in failures)
+                if is_broken:
                     transport.kill()
-                if all(failure.is_interrupt for failure in watch.failures.values()) and not watch.pending:
+                # A rank that broke off may have ended the work of its peers before they saw the Ctrl-C themselves.
+                elif all(f.is_interrupt or (f.is_echo and interrupt_requested()) for f in failures):
                     raise KeyboardInterrupt
                 raise error_of(site, doing, watch.failures)
     except BaseException:

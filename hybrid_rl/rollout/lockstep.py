@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hybrid_rl.errors import DataError, EngineStateError
+from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rollout.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
 from hybrid_rl.rollout.guards import known_pause
 from hybrid_rl.rollout.wrapper import EngineWrapper
+
+
+class PeerBrokeOffError(EngineStateError, PeerFailedError):
+    """Another rank of those that share an engine broke off its rollout, which ended the requests of all."""
 
 
 @dataclass
@@ -113,7 +117,8 @@ class SharedEngine(EngineWrapper):
     # ---------------------------------------------------------------------------------------------------- step
 
     def step(self) -> list[FinishedSample]:
-        """See RolloutEngine. Raises EngineStateError where another rank broke off, or where ranks have diverged."""
+        """See RolloutEngine. Raises PeerBrokeOffError where another rank broke off, EngineStateError where ranks have
+        diverged."""
         self._inner.require_ready(self.policy_version)
         num_to_come = self._exchange()
         try:
@@ -147,7 +152,7 @@ class SharedEngine(EngineWrapper):
             if self._inner.num_unfinished:
                 self._inner.break_off()
             if not mine.broke_off:
-                raise EngineStateError(
+                raise PeerBrokeOffError(
                     f"rank {broke_off[0]} of those that share this engine broke off its rollout, which ended the "
                     f"requests of all; why, is reported by that rank"
                 )

@@ -4,20 +4,23 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.config import ParallelConfig
 
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rollout import generate
 from hybrid_rl.rollout.base import TAGS
 from hybrid_rl.rollout.vllm.arguments import engine_arguments, kv_cache_bytes
+from hybrid_rl.rollout.vllm.build import reason
 from tests.unit.rollout.engines import finish, forward_logprobs, request, same_samples
-from tests.vllm.rigs import CONFIG, VLLMRig, tiny
+from tests.vllm.rigs import CONFIG, VLLMRig, make_engine, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +37,18 @@ def process():
         "threads": torch.get_num_threads(),
         "handlers": logging.getLogger().handlers[:],
         "level": logging.getLogger().level,
+        "excepthook": sys.excepthook,
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     }
 
 
 @pytest.fixture(scope="module")
 def start():
-    """The rig, and the process before and after its start."""
+    """The rig, and the process before and after its start, which follows one that is refused."""
     before = process()
+    with pytest.raises(ConfigError, match=r"have head_dim=16, .* 32, 64, 80, .*set rollout.engine=inplace"):
+        make_engine(tiny(num_attention_heads=4))
+    assert not dist.is_initialized()
     rig = VLLMRig.start()
     yield rig, before, process()
     rig.engine.close()
@@ -72,15 +79,15 @@ def test_steps_handoffs_and_sleep_leave_no_trace(rig):
         assert value == before[name], name
 
 
-def test_without_seeds_of_requests_the_noise_is_the_engines_own(rig):
-    """It goes on from call to call and does not hear what others draw."""
+def test_without_seeds_of_requests_the_noise_follows_the_first_ones(rig):
+    """Two equal requests of a call draw differently; a later call repeats it, whatever was drawn in between."""
     rig.live._config = CONFIG.__class__(**{**vars(CONFIG), "per_request_seeds": False})
-    state = rig.live._random._state
-    first, second = rig.run([request(0, 4, 12)]), rig.run([request(0, 4, 12)])
-    assert first[0].completion_ids != second[0].completion_ids
-    rig.live._random._state = state
+    first = rig.run([request(0, 4, 12, seed=5), request(1, 4, 12, seed=5)])
+    assert first[0].completion_ids != first[1].completion_ids
     torch.rand(3)
-    same_samples(rig.run([request(0, 4, 12)]), first)
+    other = rig.run([request(0, 4, 12, seed=6)])
+    assert other[0].completion_ids != first[0].completion_ids
+    same_samples(rig.run([request(0, 4, 12, seed=5), request(1, 4, 12, seed=5)]), first)
     expected = forward_logprobs(rig.module, request(0, 4, 12), first[0])
     torch.testing.assert_close(torch.tensor(first[0].logprobs), expected, rtol=1e-5, atol=1e-5)
 
@@ -226,13 +233,34 @@ def test_arguments_that_are_unknown_or_not_the_users_are_refused(name, message):
         arguments(**{name: 1})
 
 
-def test_what_vllm_refuses_is_a_config_error_and_leaves_nothing_behind(rig):
-    """A cache that is smaller than a sequence, while another engine lives: nothing of that one is touched."""
-    before = rig.run([request(0)])
-    vllm_config = rig.live._llm.vllm_config
-    small = CONFIG.__class__(**{**vars(CONFIG), "kv_cache_memory_bytes": 1000})
-    assert kv_cache_bytes(small, vllm_config, max_length=64, device=torch.device("cpu"), memory_share=1.0) == 1000
-    same_samples(rig.run([request(0)]), before)
+def test_a_second_engine_is_refused_and_the_first_does_not_notice(rig):
+    expected = rig.run([request(0)])
+    before = process()
+    with pytest.raises(ConfigError, match=r"another Trainer of this process has a vLLM engine.* close\(\) that one"):
+        make_engine(tiny())
+    for name, value in process().items():
+        assert value == before[name], name
+    same_samples(rig.run([request(0)]), expected)
+
+
+def test_a_cache_that_cannot_hold_a_sequence_is_refused(rig):
+    """The sequence takes 64 tokens of 1024 bytes, and vLLM's own block 32."""
+
+    def size(given):
+        config = CONFIG.__class__(**{**vars(CONFIG), "kv_cache_memory_bytes": given})
+        vllm_config = rig.live._llm.vllm_config
+        return kv_cache_bytes(config, vllm_config, max_length=64, device=torch.device("cpu"), memory_share=1.0)
+
+    assert size(98304) == 98304
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=98303 cannot hold one sequence of 64 tokens.* 98304"):
+        size(98303)
+
+
+def test_what_vllm_says_of_a_refused_argument_is_said_without_its_configuration():
+    with pytest.raises(ValueError) as caught:
+        ParallelConfig(tensor_parallel_size=0)
+    assert reason(caught.value) == "tensor_parallel_size: Input should be greater than or equal to 1"
+    assert reason(ValueError("no")) == "no"
 
 
 def test_the_cache_has_room_for_all_sequences_where_memory_allows_and_for_one_in_any_case(rig):
@@ -245,5 +273,3 @@ def test_the_cache_has_room_for_all_sequences_where_memory_allows_and_for_one_in
     assert size(1.0) == 1024 * (64 * 64 + 32) == rig.engine.kv_cache_bytes
     assert size(1e-12) == 1024 * (64 + 32)
     assert rig.engine.kv_cache_tokens == 64 * 64
-
-

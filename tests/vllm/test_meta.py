@@ -9,12 +9,13 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     LlamaConfig,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3MoeConfig,
 )
 
-from hybrid_rl.errors import HandoffError
+from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.rollout.vllm.loader import check_reloadable, trace_model
 from hybrid_rl.rollout.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
@@ -92,11 +93,18 @@ def test_a_parameter_that_the_trainer_lacks_is_an_error() -> None:
         trace_on_meta(config, architecture, views, 0, 1, torch.bfloat16)
 
 
+def test_a_parameter_that_vllm_makes_as_it_loads_is_refused() -> None:
+    """vLLM runs Phi through transformers, and gives its head a bias when it meets one."""
+    config = PhiConfig(**{**SHAPE, "num_key_value_heads": 4})
+    with pytest.raises(ConfigError, match="makes lm_head.bias anew whenever it loads.*set rollout.engine=inplace"):
+        trace_on_meta(config, "PhiForCausalLM", views_on_meta(config), 0, 1, torch.float32)
+
+
 def test_experts_that_a_reload_would_leave_unpacked_are_refused() -> None:
     config, architecture = MODELS["qwen3-moe"]
     with stand_in_model(config, architecture, 0, 1, torch.bfloat16, "meta") as model:
         check_reloadable(model, ["model.layers.0.self_attn.qkv_proj"])
-        with pytest.raises(HandoffError, match="not pack them again; set rollout.vllm.quantization='hybrid_plain'"):
+        with pytest.raises(HandoffError, match="not pack them again; set rollout.vllm.plain_weights=true"):
             check_reloadable(model, ["model.layers.0.mlp.experts.routed_experts"])
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import HandoffError
+from hybrid_rl.errors import HandoffError, PeerFailedError
 from hybrid_rl.resharding.boxes import local_tensor
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
@@ -67,7 +67,7 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-class PeerError(HandoffError):
+class PeerError(HandoffError, PeerFailedError):
     """Another participant failed, is gone, or means another handoff: it is not waited for any more."""
 
 

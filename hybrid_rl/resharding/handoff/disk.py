@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid_rl.errors import CheckpointError, HandoffError
@@ -38,8 +39,11 @@ from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
 from hybrid_rl.resharding.shards import stored_boxes, write_shards
 
+logger = logging.getLogger("hybrid_rl")
+
 MANIFEST = "manifest.json"
 _PREFIX = "version-"
+_PARTIAL = ".partial"  # how what is no version yet, or none any more, ends
 _CHUNK_BYTES = 2**24
 
 
@@ -53,20 +57,39 @@ def write_version(
 ) -> Path:
     """Write the weights of a policy version, plain or sharded, by name; its folder. Collective; each rank its own part.
 
-    keep: how many versions stay, the new one included; older ones are removed. Raises HandoffError on every rank where
-    one cannot write; what was there before is then still there.
+    keep: how many versions stay, the new one and those below it; 0: all. One training run at a time writes to a folder,
+    and its versions rise: a version above the new one is left over from another run and is removed, the same one is
+    replaced. A reader of what is replaced or removed gets an error, never parts of both.
+
+    Raises HandoffError on every rank where one cannot write; what was there before is then there still, and no more.
     """
     folder = version_folder(root, version)
-    partial = root / f".{folder.name}.partial"
+    partial = root / f".{folder.name}{_PARTIAL}"
+    try:
+        _write(root, folder, partial, version, tensors, rank, gather, keep)
+    finally:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _write(
+    root: Path,
+    folder: Path,
+    partial: Path,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    gather: Gather,
+    keep: int,
+) -> None:
     if rank == 0:
-        for left_over in root.glob(f".{_PREFIX}*.partial"):  # of writers that were killed
+        for left_over in root.glob(f".{_PREFIX}*{_PARTIAL}"):  # of writers that were killed
             shutil.rmtree(left_over, ignore_errors=True)
     _agree(gather, None, version)
     written: dict[str, Any] = {}
     failure: Exception | None = None
     try:
-        if folder.exists():
-            raise HandoffError(f"{folder} is there already; versions rise")
         partial.mkdir(parents=True, exist_ok=True)
         path = write_shards(partial, tensors, rank)
         if path is not None:
@@ -84,7 +107,6 @@ def write_version(
         except OSError as error:
             failure = error
     _agree(gather, failure, version)
-    return folder
 
 
 class DiskSource(Source):
@@ -109,14 +131,19 @@ class DiskSource(Source):
         self._version, self._reader, self._num_readers, self._gather = version, reader, num_readers, gather
         self._device = torch.device(device)
         failure: Exception | None = None
+        files: dict[str, Any] = {}
         try:
+            self._identity = _identity(self._folder)
             manifest = _read_manifest(root, self._folder, version)
-            _check_files(self._folder, manifest["files"], reader, num_readers)
-            self._names = sorted(manifest["files"])
+            files = manifest["files"]
+            self._names = sorted(files)
+            _check_files(self._folder, files, reader, num_readers)
             self._layout = _layout(self._folder, self._names, manifest["tensors"], num_readers)
+            self._check_same()
         except (OSError, CheckpointError, HandoffError) as error:
             failure = error
-        _agree(gather, failure, version)
+        if any(theirs != files for theirs in _agree(gather, failure, version, files)):
+            raise self._replaced()
         self._opened: dict[int, list[Tensor | None]] = {}
 
     def layout(self) -> SourceLayout:
@@ -153,11 +180,27 @@ class DiskSource(Source):
 
     def _parts(self, number: int) -> Parts:
         if number not in self._opened:
-            with safe_open(self._folder / self._names[number], framework="pt", device=str(self._device)) as file:
-                inside = set(file.keys())
-                names = [sharded.spec.name for sharded in self._layout.tensors]
-                self._opened[number] = [file.get_tensor(name) if name in inside else None for name in names]
+            path = self._folder / self._names[number]
+            try:
+                with safe_open(path, framework="pt", device=str(self._device)) as file:
+                    inside = set(file.keys())
+                    names = [sharded.spec.name for sharded in self._layout.tensors]
+                    parts = [file.get_tensor(name) if name in inside else None for name in names]
+            except (OSError, SafetensorError) as error:
+                raise self._replaced() from error
+            self._check_same()  # only now: what is open cannot be exchanged any more
+            self._opened[number] = parts
         return self._opened[number]
+
+    def _check_same(self) -> None:
+        if _identity(self._folder) != self._identity:
+            raise self._replaced()
+
+    def _replaced(self) -> HandoffError:
+        return HandoffError(
+            f"{self._folder} was replaced or removed while it was read; let one training run at a time write there, "
+            f"and read a version before the next ones push it out"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -173,10 +216,23 @@ def _finish(root: Path, folder: Path, partial: Path, manifest: Mapping[str, Any]
     path.write_text(json.dumps(manifest))
     _sync(path)
     _sync(partial)
-    os.rename(partial, folder)
+    version, before = manifest["version"], _versions(root)
+    replaced = root / f".{folder.name}.replaced{_PARTIAL}"
+    if folder.exists():
+        os.rename(folder, replaced)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, folder)
+        raise
     _sync(root)
-    for old in _versions(root)[:-keep] if keep else []:
-        shutil.rmtree(version_folder(root, old), ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    kept = [there for there in _versions(root) if there <= version][-keep:]
+    for other in {*before} - {*kept}:
+        shutil.rmtree(version_folder(root, other), ignore_errors=True)
+    if others := [there for there in before if there >= version]:
+        logger.warning("%s held policy versions %s of another run; version %d takes their place", root, others, version)
 
 
 def _agree(gather: Gather, failure: Exception | None, version: int, value: Any = None) -> list[Any]:
@@ -191,6 +247,15 @@ def _agree(gather: Gather, failure: Exception | None, version: int, value: Any =
         if theirs is not None:
             raise PeerError(f"participant {number} failed over the files of policy version {version}: {theirs}")
     return [theirs for _, theirs in answers]
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """What tells a folder from another one of the same name, or from what is left of it; None: it is not there."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _sync(path: Path) -> None:

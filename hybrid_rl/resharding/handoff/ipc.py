@@ -8,6 +8,7 @@ What is mapped is only read. A rank may change its shards again when every parti
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -42,6 +43,13 @@ from hybrid_rl.resharding.handoff.base import (
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import Plan
 
+# Limits of this process or machine at which nothing more can be mapped, and what to do.
+_LIMITS = {
+    errno.EMFILE: "this process has too many open files; raise `ulimit -n`",
+    errno.ENFILE: "this machine has too many open files; raise the sysctl fs.file-max",
+    errno.ENOMEM: "no memory to map, or too many mappings; free some, or raise `ulimit -v` and the sysctl "
+    "vm.max_map_count",
+}
 _STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that names the device
 
 
@@ -255,7 +263,8 @@ def _file(region: Region) -> MemoryFile:
 
 
 def _open(exported: Exported) -> list[Tensor | None]:
-    """What another process exported, mapped. Raises PeerError where that process is gone."""
+    """What another process exported, mapped. Raises PeerError where that process is gone, HandoffError where a limit of
+    this one is reached."""
     mappings = [_map(file, exported.rank) for file in exported.files]
     return [None if tensor is None else _opened(tensor, mappings) for tensor in exported.tensors]
 
@@ -265,6 +274,7 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
+        _check_limits(error, path, rank)
         raise PeerError(
             f"the shards of rank {rank} cannot be opened at {path} ({error}): its process is gone, belongs to another "
             f"user, or lives in another container on {socket.gethostname()}; there use the distributed source"
@@ -274,8 +284,19 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
         if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
             raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or it exported anew")
         return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except OSError as error:
+        _check_limits(error, path, rank)
+        raise
     finally:
         os.close(fd)  # mmap keeps a descriptor of its own
+
+
+def _check_limits(error: OSError, path: str, rank: int) -> None:
+    """Raises HandoffError where the fault is this process's own: its peers are there, and are to be told."""
+    if error.errno in _LIMITS:
+        raise HandoffError(
+            f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
+        ) from error
 
 
 def _opened(tensor: ExportedTensor, mappings: Sequence[mmap.mmap]) -> Tensor:

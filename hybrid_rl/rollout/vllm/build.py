@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from vllm import EngineArgs, envs
 from vllm.distributed import parallel_state
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -16,7 +17,15 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout.vllm.arguments import kv_cache_bytes
+from hybrid_rl.rollout.vllm.environment import process_kept
 from hybrid_rl.rollout.vllm.versions import has
+
+
+def own_group(device: torch.device) -> None:
+    """Start torch.distributed for a single rank."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with process_kept():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run_name() -> str:
@@ -50,8 +59,18 @@ def build(
         )
         vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {error}") from error
+        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {reason(error)}") from error
+
+
+def reason(error: ValueError) -> str:
+    """What vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in found)
 
 
 def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
@@ -69,6 +88,14 @@ def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
 
 def release_groups(*, with_all: bool) -> None:
     """Take vLLM's process groups down. with_all: and torch.distributed, which is the trainer's where it has ranks."""
-    parallel_state.destroy_model_parallel()
-    if with_all:
-        parallel_state.destroy_distributed_environment()
+    try:
+        parallel_state.destroy_model_parallel()
+        # vLLM would take its group of all ranks for the next engine too, whatever became of torch.distributed; its own
+        # call that drops it ends torch.distributed.
+        world = parallel_state._WORLD
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+        if world is not None:
+            world.destroy()
+    finally:
+        if with_all and dist.is_initialized():
+            dist.destroy_process_group()

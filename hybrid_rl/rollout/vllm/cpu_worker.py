@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout.vllm.arguments import RUN
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def check_head_size(size: int) -> None:
+    """Raise ConfigError for a number of dims of an attention head that vLLM's attention on CPUs does not compute."""
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ConfigError(
+            f"the model's attention heads have head_dim={size}, and vLLM's attention on CPUs only computes "
+            f"{', '.join(map(str, sizes))}; take a model of such a head_dim, or set rollout.engine=inplace"
+        )
 
 
 class RunWorker(CPUWorker):
@@ -26,6 +39,7 @@ class RunWorker(CPUWorker):
         distributed_init_method: str,
         is_driver_worker: bool = False,
     ) -> None:
+        check_head_size(vllm_config.model_config.get_head_size())
         self._run: str = vllm_config.additional_config[RUN]
         # What stands behind the last colon is the name; ranks have found each other already.
         address = f"{distributed_init_method}:{self._run}"
@@ -36,3 +50,8 @@ class RunWorker(CPUWorker):
         super().init_device()
         for path in SHARED_MEMORY.glob(f"{self._run}-*"):
             path.unlink(missing_ok=True)
+        queue = get_tp_group().mq_broadcaster
+        buffer = None if queue is None else getattr(queue, "buffer", None)
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False  # who made the file removes it at the end

@@ -14,7 +14,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
-from hybrid_rl.rollout.vllm.quantization import PLAIN
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def reload_derived(
     if left:
         raise HandoffError(
             f"vLLM's reload left {len(left)} weights as they were, e.g. {left[0]}: this model cannot take new weights; "
-            f"set rollout.vllm.quantization={PLAIN!r}, or use rollout.engine=inplace"
+            f"set rollout.vllm.plain_weights=true, or rollout.engine=inplace"
         )
     for name in derived.copies:
         copy: Any = weights.model.get_submodule(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
@@ -38,13 +39,15 @@ from hybrid_rl.rollout.base import (
 from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.sampling import check_finite
 from hybrid_rl.rollout.vllm.arguments import engine_arguments, write_config
-from hybrid_rl.rollout.vllm.build import build, release_groups, run_name, tear_down, variables
+from hybrid_rl.rollout.vllm.build import build, own_group, release_groups, run_name, tear_down, variables
 from hybrid_rl.rollout.vllm.derived import log_derived
-from hybrid_rl.rollout.vllm.environment import EngineRandom, environment_kept, process_kept
+from hybrid_rl.rollout.vllm.environment import EngineRandom, classes_kept, environment_kept, process_kept
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
 from hybrid_rl.rollout.vllm.memory import EngineMemory
 from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, vllm_params
 from hybrid_rl.rollout.vllm.weights import WeightWriter
+
+_live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # vLLM's groups are of the process: at most one
 
 
 class VLLMEngine(GuardedEngine):
@@ -75,6 +78,7 @@ class VLLMEngine(GuardedEngine):
         memory_share: float = 1.0,
         adopts: bool = False,
     ) -> None:
+        _require_none_live()
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
             max_positions=max_length,
@@ -89,19 +93,21 @@ class VLLMEngine(GuardedEngine):
         self._layout = WeightLayout.of(named_weights(module).items())
         self._random = EngineRandom(seed)
         self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
-        self._folder = tempfile.TemporaryDirectory(prefix="hybrid_rl-vllm-")
         self.can_sleep = can_sleep = device.type == "cuda" and not adopts
-        self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
         try:
-            with process_kept(variables(device)), self._random.active():
-                write_config(module, Path(self._folder.name))
+            if self._owns_group:
+                own_group(device)
+            self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
+            with (
+                process_kept(variables(device)),
+                self._random.active(),
+                classes_kept(module) as models,
+                tempfile.TemporaryDirectory(prefix="hybrid_rl-vllm-") as folder,
+            ):
+                write_config(module, Path(folder))
                 arguments = engine_arguments(
                     config,
-                    Path(self._folder.name),
+                    Path(folder),
                     dtype=dtype,
                     max_length=max_length,
                     seed=seed % 2**32,
@@ -112,11 +118,11 @@ class VLLMEngine(GuardedEngine):
                 )
                 arguments |= self._writer.arguments()
                 self._llm, self._kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
+                models.append(self._writer.weights.model)
                 self._memory = EngineMemory(self._llm, can_sleep=can_sleep)
                 self._memory.sleep(TAGS)
         except BaseException:
             release_groups(with_all=self._owns_group)
-            self._folder.cleanup()
             raise
         log_derived(self._writer.weights)
         cache = self._llm.vllm_config.cache_config
@@ -128,6 +134,7 @@ class VLLMEngine(GuardedEngine):
         self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
         self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
+        _live.add(self)
         if adopts:
             try:
                 self._writer.adopt(module)
@@ -370,5 +377,16 @@ class VLLMEngine(GuardedEngine):
         with process_kept():
             tear_down(self._llm, with_all_groups=self._owns_group)
         del self._writer, self._memory, self._llm
-        self._folder.cleanup()
+        _live.discard(self)
         gc.collect()
+
+
+def _require_none_live() -> None:
+    """Raise ConfigError while a vLLM engine of this process has not been closed."""
+    if _live:
+        gc.collect()
+    if _live:
+        raise ConfigError(
+            "another Trainer of this process has a vLLM engine, and vLLM can live once in a process; close() that one "
+            "first"
+        )

@@ -1,7 +1,8 @@
 """What vLLM changes in a process that is not its own, put back.
 
 It draws from and seeds the global random generators, exports environment variables (LD_PRELOAD among them), configures
-logging and replaces functions of PyTorch. Whoever trains in the same process must not notice.
+logging, replaces functions of PyTorch and changes classes of transformers. Whoever trains in the same process must not
+notice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 # Set while vLLM is imported and built, unless the user set them: no logging of its own, no reports to its makers.
 QUIET = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -97,7 +100,8 @@ def environment_kept(variables: Mapping[str, str] | None = None) -> Iterator[Non
 @contextmanager
 def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """The whole process is the same behind the block: environment, random generators, default dtype and device,
-    threads, logging and signal handlers. For building an engine, which may touch any of them."""
+    threads, logging, signal handlers and the hook for uncaught errors, which every start of torch.distributed wraps
+    anew. For building an engine, which may touch any of them."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     random_state = RandomState.now()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
@@ -105,6 +109,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     signals = {number: signal.getsignal(number) for number in SIGNALS}
+    excepthook = sys.excepthook
     try:
         with environment_kept(quiet | dict(variables or {})):
             yield
@@ -116,6 +121,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
             torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(device)
+        sys.excepthook = excepthook
         root.handlers[:] = handlers
         root.setLevel(level)
         if threading.current_thread() is threading.main_thread():
@@ -123,3 +129,33 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
                 if signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
         random_state.apply()
+
+
+@contextmanager
+def classes_kept(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The classes of a transformers model, and of its parts, are the same behind the block.
+
+    Models that vLLM has no code for it runs through the classes of transformers, and gives these another base,
+    constructor and call, by which it compiles: every module of such a class would then need to be vLLM's. What is put
+    into the list inside are models of vLLM; their parts keep what the classes were given, as a class of their own.
+    """
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__ if issubclass(kind, PreTrainedModel)}
+    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in kinds}
+    models: list[nn.Module] = []
+    try:
+        yield models
+    finally:
+        for kind, (bases, entries) in before.items():
+            if kind.__bases__ == bases:
+                continue
+            given = {name: value for name, value in vars(kind).items() if entries.get(name, models) is not value}
+            more = tuple(base for base in kind.__bases__ if base not in bases)
+            kind.__bases__ = bases
+            for name in given:
+                if name in entries:
+                    setattr(kind, name, entries[name])
+                else:
+                    delattr(kind, name)
+            own = type(kind.__name__, (kind, *more), {**given, "__module__": kind.__module__})
+            for part in (part for model in models for part in model.modules() if type(part) is kind):
+                part.__class__ = own

@@ -22,11 +22,10 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from hybrid_rl.errors import HandoffError
+from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
-from hybrid_rl.rollout.vllm.quantization import PLAIN
 
 LOAD_FORMAT = "hybrid_rl"
 LOADING = "loading"  # the key in model_loader_extra_config
@@ -195,12 +194,20 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
 
     with_tied: offer tied tensors under all of their names. Raises HandoffError where vLLM has a parameter for which the
-    trainer has no weight.
+    trainer has no weight, ConfigError where it makes one only as it loads (a bias of the head, in models that it runs
+    through transformers): there is nothing yet that a handoff could write.
     """
     offered = views.views + (views.tied if with_tied else [])
     buffers = {name for name, _ in model.named_buffers()}
+    live = _engine_tensors(model)
     with _casts_expected():
-        trace = trace_loader(model.load_weights, offered, views.tensors, _engine_tensors(model), optional=buffers)
+        trace = trace_loader(model.load_weights, offered, views.tensors, live, optional=buffers)
+    made = sorted(_engine_tensors(model).keys() - live.keys())
+    if made:
+        raise ConfigError(
+            f"vLLM's {type(model).__name__} makes {made[0]} anew whenever it loads weights, so that no handoff can "
+            f"write it; set rollout.engine=inplace"
+        )
     unwritten = [name for name, reason in trace.untraced.items() if reason == UNWRITTEN]
     if unwritten:
         lost = "".join(f"; {name}: {reason}" for name, reason in list(views.without_view.items())[:1])
@@ -238,7 +245,7 @@ def check_reloadable(model: nn.Module, layers: Iterable[str]) -> None:
     if packed and current_platform.is_cpu():
         raise HandoffError(
             f"vLLM packs experts such as {packed[0]} when it starts, and its reload does not pack them again; set "
-            f"rollout.vllm.quantization={PLAIN!r}"
+            f"rollout.vllm.plain_weights=true, or rollout.engine=inplace"
         )
 
 

@@ -73,8 +73,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         ]
         if unlike:
             raise ConfigError(
-                f"quantization={PLAIN!r} has no experts with {' and '.join(unlike)}; leave rollout.vllm.quantization "
-                f"unset, so that they are loaded anew at every handoff"
+                f"rollout.vllm.plain_weights has no experts with {' and '.join(unlike)}; set "
+                f"rollout.vllm.plain_weights=false, or rollout.engine=inplace"
             )
 
     def apply(
@@ -82,7 +82,10 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
     ) -> Tensor:
         """x [tokens, hidden], topk_weights and topk_ids [tokens, k] -> [tokens, hidden]."""
         if layer.apply_router_weight_on_input:
-            raise ConfigError(f"quantization={PLAIN!r} has no experts whose input is weighted by the router")
+            raise ConfigError(
+                "rollout.vllm.plain_weights has no experts whose input is weighted by the router; set "
+                "rollout.vllm.plain_weights=false, or rollout.engine=inplace"
+            )
         out = torch.zeros_like(x)
         for expert in topk_ids.unique().tolist():
             token, choice = torch.where(topk_ids == expert)

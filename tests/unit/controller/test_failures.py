@@ -16,9 +16,14 @@ from hybrid_rl.controller.failures import (
     root_cause,
     summary_of,
 )
-from hybrid_rl.errors import CheckpointError, WorkerError
+from hybrid_rl.errors import CheckpointError, HandoffError, PeerFailedError, WorkerError
 
-ECHO = Failure("RuntimeError", "gloo: connection closed by peer", is_echo=True)
+
+class OfPeer(HandoffError, PeerFailedError):
+    """As layers above mix it in."""
+
+
+ECHO = Failure("RuntimeError", "gloo: connection closed by peer", is_echo=True, is_disconnected=True)
 ENDED = process_ended(12, "here", "Worker exit detail: End of file. Some common causes include: (1)")
 OWN = Failure("ValueError", "bad batch", "Traceback ...\nValueError: bad batch")
 INTERRUPTED = Failure("KeyboardInterrupt", "", is_interrupt=True)
@@ -53,6 +58,24 @@ def test_broken_collectives_are_echoes() -> None:
     assert not raised(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).is_echo
     assert not raised(ValueError("gloo")).is_echo
     assert raised(KeyboardInterrupt()).is_interrupt
+
+
+def test_what_peers_say_of_a_failure_is_an_echo() -> None:
+    """The rank that died, or raised first, is the cause, whoever tells of it before."""
+    told = raised(OfPeer("participant 1 failed: ValueError: bad batch"))
+    assert told.is_echo and not told.is_disconnected, "all came back: they can go on"
+    try:
+        raise OfPeer("a participant is gone") from RuntimeError("gloo: connection closed by peer")
+    except OfPeer as error:
+        broken = failure_of(error)
+    assert broken.is_echo and broken.is_disconnected
+    for failure in (told, broken):
+        assert root_cause({0: failure, 2: failure, 1: ENDED}) == 1
+        assert root_cause({0: failure, 1: raised(ValueError("bad batch"))}) == 1
+        assert root_cause({0: failure, 1: raised(HandoffError("a byte differs"))}) == 1
+    error = error_of(Site("policy", 2, {}), "update()", {0: broken, 1: ENDED})
+    assert type(error) is WorkerError and str(error).startswith("policy rank 1 of 2 failed in update(): process ended")
+    assert not raised(HandoffError("a byte differs")).is_echo
 
 
 def test_one_error_tells_everything(tmp_path: Path) -> None:

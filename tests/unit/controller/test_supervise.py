@@ -18,7 +18,7 @@ from hybrid_rl.controller.supervise import supervise
 from hybrid_rl.errors import WorkerError
 
 OWN = Outcome(failure=Failure("ValueError", "bad batch"))
-ECHO = Outcome(failure=Failure("RuntimeError", "gloo", is_echo=True))
+ECHO = Outcome(failure=Failure("RuntimeError", "gloo", is_echo=True, is_disconnected=True))
 ENDED = Outcome(failure=Failure("process ended", "pid 7", is_end=True))
 INTERRUPTED = Outcome(failure=Failure("KeyboardInterrupt", "", is_interrupt=True))
 OPTIONS = RayOptions(grace_seconds=5.0, watchdog_seconds=60.0)
@@ -149,6 +149,18 @@ def test_ctrl_c_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(ranks, 2)
     assert ranks.now == 90 and ranks.killed_at is None and [ids for _, ids, _ in ranks.interrupted] == [[0, 1]]
+
+
+@pytest.mark.parametrize("pressed", [True, False])
+def test_a_rank_that_a_peer_ended_over_ctrl_c_is_interrupted_too(
+    monkeypatch: pytest.MonkeyPatch, pressed: bool
+) -> None:
+    broke_off = Outcome(failure=Failure("PeerBrokeOffError", "rank 0 broke off", is_echo=True))
+    ranks = Ranks(monkeypatch, {0: (90, INTERRUPTED), 1: (90, broke_off)}, stubborn=True)
+    ranks.at = {5.0: lambda: os.kill(os.getpid(), signal.SIGINT)} if pressed else {}
+    with pytest.raises(KeyboardInterrupt if pressed else WorkerError):
+        run(ranks, 2)
+    assert ranks.killed_at is None
 
 
 def test_ctrl_c_comes_after_a_call_that_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
+from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError, QueueFullError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rollout import generate
 from hybrid_rl.rollout.base import KV_CACHE
@@ -38,9 +38,10 @@ def on_ranks(num_ranks, function, *, fingerprints=None, **settings):
     """`function(engine, rank)` on every rank; what each returned, or the error it raised."""
     meeting = Meeting(num_ranks)
     results = [None] * num_ranks
+    rigs = [contract(**settings).ready() for _ in range(num_ranks)]  # not in the threads: they share a generator
 
     def main(rank):
-        rig = contract(**settings).ready()
+        rig = rigs[rank]
         seen = fingerprints[rank] if fingerprints else 0
         engine = SharedEngine(
             rig.engine, rank=rank, num_ranks=num_ranks, gather=meeting.of(rank), fingerprint=lambda: seen
@@ -206,7 +207,7 @@ def test_a_rank_that_breaks_off_ends_the_requests_of_all_and_the_others_say_so(b
         if rank == breaker:
             assert str(error) == "the reward failed"
         else:
-            assert isinstance(error, EngineStateError)
+            assert isinstance(error, EngineStateError) and isinstance(error, PeerFailedError)
             assert f"rank {breaker} of those that share this engine broke off" in str(error)
         assert left == (0, 0)
         same_samples(samples, alone([request(rank, 4, 3)]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -122,11 +124,68 @@ def test_a_part_that_no_file_has_is_noticed(tmp_path):
         DiskSource(tmp_path, 1)
 
 
-def test_a_version_is_not_written_twice(tmp_path):
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_what_another_run_left_makes_room_for_a_new_one(tmp_path, keep, caplog):
+    """Left over: 3, 4 and 9 of runs that went further. The new run begins at 3."""
+    new = {name: tensor + 1 for name, tensor in globals_of().items()}
+    for version in (2, 3, 4, 9):
+        write_version(tmp_path, version, globals_of(), keep=0)
+    assert not caplog.records
+    for version in (3, 4):
+        write_version(tmp_path, version, new, keep=keep)
+        assert is_equal(read(tmp_path, version)[0], expected(new, 0, 1, torch.float32))
+    stay = {0: [2, 3, 4], 1: [4], 2: [3, 4]}[keep]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [version_folder(tmp_path, v).name for v in stay]
+    assert [r.message for r in caplog.records] == [
+        f"{tmp_path} held policy versions [3, 4, 9] of another run; version 3 takes their place"
+    ]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_that_is_replaced_or_removed_under_a_reader_is_refused(tmp_path, version):
     tensors = globals_of()
     write_version(tmp_path, 1, tensors)
-    with pytest.raises(HandoffError, match="version-00000001 is there already; versions rise"):
+    source, opened = DiskSource(tmp_path, 1), DiskSource(tmp_path, 1)
+    opened.full("q")
+    write_version(tmp_path, version, {name: tensor + 1 for name, tensor in tensors.items()})
+    with pytest.raises(HandoffError, match="version-00000001 was replaced or removed while it was read; let one"):
+        source.full("q")
+    assert torch.equal(opened.full("q"), tensors["q"])  # what was open stays what it was
+
+
+def test_readers_of_a_version_before_and_after_it_was_replaced_do_not_mix(tmp_path):
+    write_version(tmp_path, 1, globals_of())
+
+    def work(rank, gather, leave):
+        if rank == 1:
+            gather = replacing(gather)
+        return DiskSource(tmp_path, 1, reader=rank, num_readers=2, gather=gather)
+
+    def replacing(gather):
+        def replaced(value):
+            said, files = value
+            return gather((said, {name: {**file, "blake2b": "0"} for name, file in files.items()}))
+
+        return replaced
+
+    errors = run_threads(work, 2)
+    assert all("was replaced or removed while it was read" in str(error) for error in errors)
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    tensors = globals_of()
+    write_version(tmp_path, 1, tensors)
+    real = os.rename
+
+    def rename(source, target):
+        if ".partial" in str(source) and "replaced" not in str(source):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(HandoffError, match="files of policy version 1: OSError: .*No space left on device"):
         write_version(tmp_path, 1, {name: tensor + 1 for name, tensor in tensors.items()})
+    assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
     assert is_equal(read(tmp_path, 1)[0], expected(tensors, 0, 1, torch.float32))
 
 
@@ -143,6 +202,7 @@ def test_where_one_rank_cannot_write_there_is_no_version(tmp_path):
     assert isinstance(second, PeerError) and "participant 0 failed over the files of policy version 1" in str(second)
     with pytest.raises(HandoffError, match="does not hold policy version 1; it holds none"):
         DiskSource(tmp_path, 1)
+    assert not list(tmp_path.iterdir()), "half of a version takes space on a disk that may be full"
 
 
 def test_what_a_killed_writer_left_is_no_version_and_goes_with_the_next(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import psutil
@@ -155,6 +158,31 @@ def test_a_file_that_is_not_what_was_exported_is_refused():
             IpcSource(layout, [exported]).full("q")
     finally:
         os.close(other)
+
+
+@pytest.mark.parametrize("call", ["open", "mmap"])
+def test_a_limit_on_open_files_is_named_and_the_peers_are_told(monkeypatch, call):
+    """It is no fault of a peer's: they are there, and would wait."""
+    tensors = globals_of()
+    layout = layout_of(tensors, 2)
+    said = threading.Event()
+
+    def full(*arguments):
+        said.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def work(rank, gather, leave):
+        region, mine = in_region(shards_of(layout, tensors, rank))
+        source = IpcSource.connect(layout, IpcExport(layout, rank, mine, [region]), gather)
+        with source.opened(1):
+            if rank == 0:
+                monkeypatch.setattr(*{"open": (os, "open"), "mmap": (mmap, "mmap")}[call], full)
+                source.full("q")
+
+    first, second = run_threads(work, 2)
+    assert said.is_set() and type(first) is HandoffError
+    assert "Too many open files" in str(first) and "raise `ulimit -n`" in str(first)
+    assert isinstance(second, PeerError) and "participant 0" in str(second) and "ulimit" in str(second)
 
 
 def test_what_is_mapped_cannot_be_written():
