@@ -218,7 +218,7 @@ def _finish(root: Path, folder: Path, partial: Path, manifest: Mapping[str, Any]
     _sync(partial)
     version, before = manifest["version"], _versions(root)
     replaced = root / f".{folder.name}.replaced{_PARTIAL}"
-    if folder.exists():
+    if folder.is_dir():
         os.rename(folder, replaced)
     try:
         os.rename(partial, folder)

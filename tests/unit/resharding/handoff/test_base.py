@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_rl.controller.failures import failure_of, root_cause
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
@@ -36,6 +37,8 @@ def test_an_error_of_one_participant_reaches_all_and_the_version_can_be_tried_ag
     assert str(theirs) == (
         "participant 1 of the handoff of policy version 3 failed: ValueError: the disk of rank 1 is full"
     )
+    assert root_cause({0: failure_of(theirs), 1: failure_of(own)}) == 1
+    assert not failure_of(theirs).is_disconnected
 
 
 def test_a_participant_that_cannot_begin_stops_all():
@@ -98,7 +101,7 @@ def test_a_participant_that_is_gone_is_an_error_of_the_others():
             pytest.fail("rank 1 is gone")
 
     error, _ = run_threads(work, 2)
-    assert isinstance(error, PeerError)
+    assert isinstance(error, PeerError) and failure_of(error).is_disconnected
     assert "is gone, or took too long, over the handoff of policy version 1 (begin)" in str(error)
 
 

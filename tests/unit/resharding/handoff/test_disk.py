@@ -172,6 +172,13 @@ def test_readers_of_a_version_before_and_after_it_was_replaced_do_not_mix(tmp_pa
     assert all("was replaced or removed while it was read" in str(error) for error in errors)
 
 
+def test_a_file_of_the_name_of_a_version_is_not_touched(tmp_path):
+    version_folder(tmp_path, 0).write_text("mine")
+    with pytest.raises(HandoffError, match="files of policy version 0: NotADirectoryError: .*version-00000000'"):
+        write_version(tmp_path, 0, globals_of())
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_replacement_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     tensors = globals_of()
     write_version(tmp_path, 1, tensors)
