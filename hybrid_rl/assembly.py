@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hybrid_rl.config import (
     optimizer_steps_per_training_step,
     resolve,
 )
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
@@ -269,6 +271,11 @@ def prepare(
     loaded = record_arguments(loaded, given, model, train, evaluation)
     resolved = resolve(loaded, given, has_eval=evaluation is not None or loaded.data.eval_path is not None)
     check_trackers(resolved.report_to)
+    if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm needs vLLM, which is not installed here: make vllm (CPU), or pip install vllm (CUDA; "
+            "README, Two commands)"
+        )
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name)
     choice = choose_model(model, tokenizer, resolved)
     data = load_data(train, evaluation, resolved, choice)

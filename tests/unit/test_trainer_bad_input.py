@@ -1,5 +1,6 @@
 """Bad input gets the right error with a helpful message before any weight is loaded or any folder is made."""
 
+import importlib.util
 import sys
 
 import pytest
@@ -118,14 +119,19 @@ def test_evaluation_set_is_checked_before_training_too(refused) -> None:
     [
         {"peft_config": object()},
         {"algorithm": "ppo"},
-        {"engine": "vllm"},
-        {"rollout": {"engine": "vllm"}},
         {"reward_funcs": "some/reward-model"},
     ],
     ids=lambda value: str(value).partition(" at 0x")[0],  # addresses differ from process to process
 )
 def test_what_is_planned_says_not_yet(refused, keys: dict) -> None:
     refused(NotYetSupportedError, "not|only Python functions work so far", **keys)
+
+
+@pytest.mark.parametrize("keys", [{"engine": "vllm"}, {"rollout": {"engine": "vllm"}}], ids=str)
+def test_without_vllm_its_engine_is_refused(refused, keys: dict, monkeypatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+    refused(ConfigError, "needs vLLM, which is not installed here: make vllm", **keys)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def no_gradients() -> torch.nn.Module:
 @pytest.mark.parametrize("resume", [None, "auto"])
 @pytest.mark.parametrize(
     ("model", "keys", "message"),
-    [(build_model, TOO_SMALL, "kv_cache_memory_bytes=4096"), (no_gradients, {}, "nothing to train")],
+    [(build_model, TOO_SMALL, "the KV cache holds 16 tokens"), (no_gradients, {}, "nothing to train")],
     ids=["cache", "frozen"],
 )
 def test_a_start_that_fails_leaves_no_run_folder(

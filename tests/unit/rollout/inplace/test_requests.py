@@ -38,7 +38,7 @@ def test_a_full_queue_refuses_all_and_names_the_key(make):
     rig = make(max_num_seqs=1, max_num_waiting=3).ready()
     assert rig.engine.stats().num_queueable == 3
     rig.engine.submit([request(0), request(1)], 1)
-    message = "2 requests were submitted, but only 1 of rollout.inplace.max_num_waiting=3 may still wait"
+    message = "2 requests were submitted, but only 1 of max_num_waiting=3 may still wait"
     with pytest.raises(QueueFullError, match=message):
         rig.engine.submit([request(2), request(3)], 1)
     assert (rig.engine.num_unfinished, rig.engine.stats().num_queueable) == (2, 1)
