@@ -110,7 +110,7 @@ def test_both_sampled_the_same_tokens(ranks):
 def test_a_rank_that_breaks_off_frees_the_other(ranks):
     assert ranks[1]["broken off"] == ("ValueError", "the reward failed", 0)
     name, message, left = ranks[0]["broken off"]
-    assert (name, left) == ("EngineStateError", 0)
+    assert (name, left) == ("PeerBrokeOffError", 0)
     assert "rank 1 of those that share this engine broke off" in message
 
 

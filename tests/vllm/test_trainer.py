@@ -110,7 +110,7 @@ def test_a_publish_that_does_nothing_after_a_step_at_1e_6(trainer, publish, work
     edit_plan(writer, monkeypatch, lambda pieces, _: pieces.select(slice(0)))
     move(worker, 1e-6)
     with monkeypatch.context() as unproven:
-        unproven.setattr(worker._side, "verify", lambda version: None)
+        unproven.setattr(worker._side, "verify", lambda version: {})
         assert publish()["handoff/probe_gap"] < 1e-4  # so little moves no logprob: the probe alone may let it pass
     move(worker, 1e-6)
     refused(trainer, publish, "engines do not hold the trainer's weights")
