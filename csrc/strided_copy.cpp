@@ -34,7 +34,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 
-constexpr int64_t kUnit = 4096; // elements
+constexpr int64_t kUnit = 16384; // elements
 constexpr int64_t kStep = 4 * kLanes; // elements of a unit before the next unit has its turn
 constexpr int kAbreast = 8; // units walked side by side
 constexpr int64_t kAhead = 1024; // bytes that are asked for in advance
