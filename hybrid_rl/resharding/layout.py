@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,10 @@ class SourceLayout:
 
     def digest(self) -> str:
         """A short hash: ranks that agree on it plan from the same names, shapes, dtypes, cells, owners and hosts."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:  # asked for several times in every handoff
         found = hashlib.blake2b(repr(self.hosts).encode(), digest_size=8)
         owners: dict[int, bytes] = {}
         for tensor in self.tensors:

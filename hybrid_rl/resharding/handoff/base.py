@@ -33,7 +33,6 @@ class HandoffReport:
     num_bytes: bytes written to the engine; num_tensors: tensors checked or written. link_bytes: of the bytes written,
     how many came over which link: "local" (this rank), "host" (another process of the node), "remote", "disk".
     num_pieces, num_buckets: copies, and the launches that carried them out. staging_bytes: memory taken in between.
-    verify_seconds: what proving the content took, which `seconds` does not hold.
     """
 
     version: int
@@ -44,7 +43,6 @@ class HandoffReport:
     num_pieces: int = 0
     num_buckets: int = 0
     staging_bytes: int = 0
-    verify_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
