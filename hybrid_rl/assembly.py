@@ -3,7 +3,6 @@ refuse."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -17,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import find_checkpoint, read_state
+from hybrid_rl.checks import check_demonstrations_of, check_rewards, check_teacher
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -24,7 +24,7 @@ from hybrid_rl.config import (
     optimizer_steps_per_training_step,
     resolve,
 )
-from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.config.schema import ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
@@ -202,16 +202,6 @@ def load_data(train: Any, evaluation: Any, config: TrainerConfig, choice: ModelC
     return Data(encoder, source, held_out)
 
 
-def check_rewards(reward_funcs: Any, config: TrainerConfig, data: Data) -> tuple[RewardSetup, list[str]]:
-    """The user's reward functions as the workers get them, and their names. Raises ConfigError for unusable ones."""
-    if reward_funcs is None or (isinstance(reward_funcs, Sequence) and not reward_funcs):
-        raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
-    sized = isinstance(data.train, SizedSource)
-    setup = RewardSetup(reward_funcs, tuple(data.train.column_names) if sized else None)
-    with contextlib.closing(setup.runner(config)) as runner:
-        return setup, runner.names
-
-
 def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
     """The mini-batch of each sample of a training step, int64 [N], from the groups of the samples."""
     size = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
@@ -246,6 +236,14 @@ class Run:
     resume: Path | None
 
     @property
+    def teacher_path(self) -> str | None:
+        """The model that is distilled, where the algorithm has one."""
+        if "teacher_logprobs" not in self.config.advantage.needs:
+            return None
+        path: str | None = self.config.advantage.teacher_path  # type: ignore[attr-defined]
+        return path
+
+    @property
     def max_length(self) -> int:
         """Longest sequence, prompt and completion, in tokens."""
         prompt = self.data.longest_prompt or self.data.encoder.max_prompt_length or 0
@@ -253,7 +251,14 @@ class Run:
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Updates of the weights in the whole run."""
+        """Updates of the policy in the whole run."""
+        critic = self.config.critic
+        warmup = critic.critic_warmup_steps if isinstance(critic, ValueHeadConfig) else 0
+        return max(self.max_steps - warmup, 0) * optimizer_steps_per_training_step(self.config)
+
+    @property
+    def num_critic_steps(self) -> int:
+        """Updates of the critic in the whole run."""
         return self.max_steps * optimizer_steps_per_training_step(self.config)
 
 
@@ -278,16 +283,18 @@ def prepare(
         )
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name)
     choice = choose_model(model, tokenizer, resolved)
+    check_teacher(resolved, choice.tokenizer)
     data = load_data(train, evaluation, resolved, choice)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
-    rewards, names = check_rewards(reward_funcs, resolved, data)
+    columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
+    rewards, names = check_rewards(reward_funcs, resolved, columns, has_eval=data.eval is not None)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
-    return Run(
-        resolved, choice, skeleton, data, rewards, names, *sampling_params(resolved, stop_ids), max_steps, resume
-    )
+    training, evaluating = sampling_params(resolved, stop_ids)
+    check_demonstrations_of(data.train, resolved, choice.tokenizer, training)
+    return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

@@ -5,6 +5,7 @@ A checkpoint appears whole or not at all: it is written under another name and r
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -35,6 +37,7 @@ def write_checkpoint(
     optimizer: Mapping[str, Any],
     state: Mapping[str, Any],
     *,
+    parts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     rank: int = 0,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> None:
@@ -43,8 +46,8 @@ def write_checkpoint(
 
     Every rank calls it. save_model: writes the model into the folder that it is given. optimizer: a mapping of tensors,
     mappings of tensors by parameter name, and what JSON can hold; sharded tensors are written by all ranks. state: the
-    trainer's, written by rank 0. gather: the values of all ranks, by rank; ranks agree through it, so that all succeed
-    or none.
+    trainer's, written by rank 0. parts: optimizers of further models, each under the name of the folder that save_model
+    makes for it. gather: the values of all ranks, by rank; ranks agree through it, so that all succeed or none.
 
     Raises CheckpointError on every rank (disk full, no permission ...); nothing half-written stays behind.
     """
@@ -52,9 +55,10 @@ def write_checkpoint(
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     is_leader = rank == 0
     try:
-        common = Path(_agreed(gather, lambda: _begin(folder, temporary) if is_leader else None)[0])
+        common = Path(_agreed(gather, lambda: _begin(folder, temporary, parts) if is_leader else None)[0])
         _agreed(gather, lambda: save_model(common))
-        _agreed(gather, lambda: _write_optimizer(common / OPTIMIZER_FOLDER, optimizer, rank))
+        for part, its in {"": optimizer, **parts}.items():
+            _agreed(gather, functools.partial(_write_optimizer, common / part / OPTIMIZER_FOLDER, its, rank))
         _agreed(gather, lambda: _complete(folder, temporary, replaced, state) if is_leader else None)
     except CheckpointError:
         raise
@@ -87,13 +91,14 @@ def _agreed(gather: Callable[[Any], list[Any]], action: Callable[[], Any]) -> li
     return [value for value, _ in outcomes]
 
 
-def _begin(folder: Path, temporary: Path) -> str:
+def _begin(folder: Path, temporary: Path, parts: Iterable[str]) -> str:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _clear_up(folder.parent)
     if folder.exists() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
         raise CheckpointError(f"{folder} exists and is not a checkpoint; choose another folder")
     shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / OPTIMIZER_FOLDER).mkdir(parents=True)
+    for part in ("", *parts):
+        (temporary / part / OPTIMIZER_FOLDER).mkdir(parents=True)
     return str(temporary)
 
 

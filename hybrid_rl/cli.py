@@ -1,4 +1,4 @@
-"""The command line: `hybrid-rl keys`, `doctor` and `version`, and what every recipe's `main` shares."""
+"""The command line: `hybrid-rl keys`, `algorithms`, `doctor` and `version`, and what every recipe's `main` shares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rich.table import Table
 
 import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
-from hybrid_rl.config.schema import UNIONS
+from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.controller import LocalBackend, WorkerGroup
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hybrid_rl.workers.preflight import RankProbe
 
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
+       hybrid-rl algorithms          every algorithm by name, with its paper and the keys that it sets
        hybrid-rl doctor [KEY=VALUE]  this machine, and whether ranks (num_ranks=2) fit together on it
        hybrid-rl version             versions of this library and of what it stands on"""
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if arguments is None else arguments)
     if command and command[0] == "keys" and len(command) <= 2:
         return print_keys(command[1] if len(command) == 2 else "")
+    if command == ["algorithms"]:
+        return print_algorithms()
     if command and command[0] == "doctor":
         return run_doctor(command[1:])
     if command == ["version"]:
@@ -65,7 +69,8 @@ def print_keys(word: str = "") -> int:
     for section, union in UNIONS.items():
         for member in union.members:
             for path, leaf in visible_leaves({section: member}).items():
-                leaves.setdefault(path, replace(leaf, doc=f"{section}.{union.tag}={member}: {leaf.doc}"))
+                where = f"{section}.{union.tag}={member}" if union.tag else f"{section}, {member}"
+                leaves.setdefault(path, replace(leaf, doc=f"{where}: {leaf.doc}"))
     found = [leaf for leaf in leaves.values() if word in leaf.path or word in leaf.doc]
     if not found:
         print(f"no key contains {word!r}; `hybrid-rl keys` lists all", file=sys.stderr)
@@ -77,6 +82,21 @@ def print_keys(word: str = "") -> int:
     for leaf in found:
         table.add_row(leaf.path, escape(str(leaf.default)), escape(leaf.doc))
     _wide_console().print(table)
+    return 0
+
+
+def print_algorithms() -> int:
+    """Print the presets of `algorithm` and what can be chosen beside them."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("algorithm", "paper", "sets"):
+        table.add_column(title, overflow="fold")
+    for name, preset in PRESETS.items():
+        settings = " ".join(f"{path}={value}" for path, value in preset.settings.items())
+        table.add_row(name, escape(f"{preset.title}, {preset.source}"), escape(settings))
+    console = _wide_console()
+    console.print(table)
+    for section in ("advantage", "policy_loss", "kl", "correction"):
+        console.print(f"{section}: {', '.join(UNIONS[section].members)}", soft_wrap=True)
     return 0
 
 

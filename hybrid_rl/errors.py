@@ -22,6 +22,10 @@ class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 
 
+class NoSignalError(DataError):
+    """Too few prompts give groups whose rewards differ: there is nothing to learn from."""
+
+
 class StorageError(HybridRLError, OSError):
     """A file cannot be written now: the disk is full, or the folder read-only."""
 

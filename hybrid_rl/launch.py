@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.assembly import Run
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.config import FSDPConfig, RayControllerConfig
+from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.errors import ConfigError, StorageError, WorkerError
+from hybrid_rl.models import load_model
 from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
@@ -73,16 +74,32 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         rewards=run.rewards,
         config=run.config,
         num_optimizer_steps=run.num_optimizer_steps,
+        num_critic_steps=run.num_critic_steps,
         max_length=run.max_length,
         probe_ids=run.data.probe_ids,
+        teacher=_recipe(run.teacher_path, run.config),
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
     # A module of this process is trained in place; a named one is loaded here.
-    setup = replace(setup, model=run.choice.load(run.config))
+    setup = replace(setup, model=run.choice.load(run.config), teacher=_loaded(run.teacher_path, run.config))
     policy = WorkerGroup(HybridWorker, LocalBackend("policy", partial(HybridWorker, setup)))
     closing.callback(policy.close)
     return Workers(policy, None, setup.has_scores)
+
+
+def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
+    """How ranks build a frozen model that is named by path."""
+    return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _loaded(path: str | None, config: TrainerConfig) -> PreTrainedModel | None:
+    """The same in this process."""
+    if path is None:
+        return None
+    return load_model(path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code).requires_grad_(
+        False
+    )
 
 
 def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:

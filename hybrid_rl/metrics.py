@@ -25,6 +25,10 @@ class MetricSums:
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
 
+    def parts(self, name: str) -> tuple[float, float]:
+        """Sum and count behind a mean; zeros where nothing was added."""
+        return self._means[name] if name in self._means else (0.0, 0.0)
+
     def total(self, name: str, value: float) -> None:
         """Add to a sum."""
         self._totals[name] = self._totals.get(name, 0.0) + value

@@ -14,17 +14,25 @@ from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, read_state
+from hybrid_rl.collecting import collect_step, collector_of
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
-from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, NotYetSupportedError
+from hybrid_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineStateError,
+    HybridRLError,
+    NoSignalError,
+    NotYetSupportedError,
+)
 from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.launch import start_workers
 from hybrid_rl.metrics import Timings, joined, largest, now
 from hybrid_rl.progress import line_of
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
-from hybrid_rl.rollout.collector import Collected, Collector, Generation, generations_of, replay
+from hybrid_rl.rollout.collector import Collected, Generation, generations_of
 from hybrid_rl.runlog import RunLog, cost_metrics
 
 logger = logging.getLogger("hybrid_rl")
@@ -88,9 +96,7 @@ class Trainer:
                 self._log.message(f"starting {run.config.num_ranks} ranks")
             self._workers = start_workers(run, self._log.path, closing)
             policy = self._workers.policy
-            self.collector = Collector(
-                policy, run.reward_names, max_failure_share=run.config.rewards.max_reward_failure_share
-            )
+            self.collector = collector_of(run, policy)
             if run.resume is not None:
                 self._restore(policy, run.resume)
             self._publish(policy, self.global_step)
@@ -121,7 +127,11 @@ class Trainer:
             if self._save_due:
                 self._save_now(final=True)
         except KeyboardInterrupt:
-            self._after_interrupt()
+            self._keep_last_step()
+            self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
+            raise
+        except NoSignalError:  # the data has nothing left to learn from: what was learned so far is a result
+            self._keep_last_step()
             raise
         finally:
             self._notify("on_fit_end")
@@ -211,20 +221,7 @@ class Trainer:
 
     def _collect(self, step: int) -> Collected:
         """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
-        num_prompts = self.config.data.prompts_per_step
-        if self.config.rollouts_path is not None:
-            self._sampler.take(num_prompts)  # so that position and epoch are those of the recorded run
-            names, size = self._run.reward_names, self.config.algorithm.num_generations
-            collected = replay(Path(self.config.rollouts_path), step, num_prompts, size, names, self.policy_version)
-        else:
-            collected = self.collector.collect(
-                self._sampler,
-                num_prompts,
-                self.config.algorithm.num_generations,
-                self._run.train_params,
-                self.policy_version,
-                self._state(step),
-            )
+        collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
         self.buffer.put(collected.batch)
         return collected
 
@@ -347,11 +344,11 @@ class Trainer:
         self._save_due = False
         self._log.message(f"saved {target}")
 
-    def _after_interrupt(self) -> None:
+    def _keep_last_step(self) -> None:
+        """Save the last complete step, where checkpoints were asked for and there is none of it yet."""
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
         if self.config.save_steps is not None and self.global_step and not self._torn and not saved:
             self._save_now(final=True)
-        self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
 
     def _forget_unfinished(self) -> None:
         """Take back what a step that did not complete had taken from the data."""

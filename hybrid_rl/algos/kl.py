@@ -1,18 +1,42 @@
-"""Estimates of KL(policy || reference) from one sampled token each (J. Schulman, "Approximating KL divergence",
-2020)."""
+"""The KL divergence between policy and reference: estimates from one sampled token each, exact over the vocabulary, and
+as a reward."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+def check_columns(**columns: Tensor) -> None:
+    """Raise ValueError unless all of these are [T], one value per token: unlike shapes would broadcast."""
+    shapes = {name: tuple(column.shape) for name, column in columns.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise ValueError(f"every column must be [T], one value per token, not {shapes}; pass them flat, of the same T")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) for tokens sampled from the policy. Both [T], natural logs.
+    """Per-token estimate of KL(policy || reference) for tokens sampled from the policy. Float [T], natural logs.
 
-    With r = reference / policy: k1 = -ln r (unbiased, may be negative), k2 = (ln r)^2 / 2 (biased, never negative),
-    k3 = r - 1 - ln r (unbiased, never negative). As a loss, the expected gradient of k1 is zero, that of k2 is the
-    gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy).
+    With r = reference / policy (J. Schulman, "Approximating KL divergence", 2020):
+
+    - k1 = -ln r: unbiased, may be negative
+    - k2 = (ln r)^2 / 2: biased, never negative
+    - k3 = r - 1 - ln r: unbiased, never negative
+    - abs = |ln r|: no KL; its mean is at least the KL
+
+    What minimising one really does is another matter than its value. Expected gradients over tokens of the policy, as a
+    loss, as a loss times policy / old with its gradient (tokens of an older policy), and as a detached penalty in the
+    reward:
+
+    - k1: zero; that of KL(policy || reference); that of KL(policy || reference)
+    - k2: that of KL(policy || reference); that of its own mean; neither
+    - k3: that of KL(reference || policy); that of KL(policy || reference); the difference of these two,
+      KL(policy || reference) - KL(reference || policy)
+    - abs: that of sum |policy - reference|, twice the total variation; that of its own mean; neither
     """
+    check_columns(logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
         return -log_ratio
@@ -20,4 +44,39 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return 0.5 * log_ratio.square()
     if estimator == "k3":
         return log_ratio.expm1() - log_ratio
-    raise ValueError(f"estimator={estimator!r} is unknown; use k1, k2 or k3")
+    if estimator == "abs":
+        return log_ratio.abs()
+    raise ValueError(f"estimator={estimator!r} is unknown; use {', '.join(ESTIMATORS[:-1])} or {ESTIMATORS[-1]}")
+
+
+def exact_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """KL(policy || reference) at each place, sum over the vocabulary of p (ln p - ln p_ref): float [T].
+
+    Its gradient is that of KL(policy || reference) at this place, whoever sampled the tokens: no importance weight
+    belongs on it. What a token changes about the places after it is left out, as with every penalty in the loss.
+
+    log_probs: float [T, V] with gradient, natural logs, normalised; ref_log_probs: [T, V], taken as constant. Tokens
+    that the policy cannot make (ln p = -inf) count 0; where the reference alone excludes a token the KL is inf.
+    """
+    if log_probs.dim() != 2 or log_probs.shape != ref_log_probs.shape:
+        raise ValueError(
+            f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must both be [T, V], "
+            "the whole vocabulary at each token"
+        )
+    # torch.where before the product: 0 * inf would be NaN, in the value and in the gradient.
+    gap = torch.where(log_probs.isneginf(), torch.zeros_like(log_probs), log_probs - ref_log_probs.detach())
+    return (log_probs.exp() * gap).sum(1)
+
+
+def kl_reward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float, estimator: str) -> Tensor:
+    """The KL penalty as reward of each token: -beta * estimate, float64 [T], detached, 0 where masked.
+
+    PPO for language models (Ziegler et al., arXiv:1909.08593, eq. 2; Ouyang et al., arXiv:2203.02155, eq. 2): the sum
+    over a completion is -beta ln(policy / reference) of the whole of it, so nothing is divided by its length. They use
+    k1, the only estimate whose expected policy gradient is that of KL(policy || reference); see `kl_estimate`.
+
+    logprobs: float [T], of the policy that sampled; ref_logprobs: float [T]; mask: bool [T].
+    """
+    check_columns(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
+    penalty = -beta * kl_estimate(logprobs.detach().double(), ref_logprobs.detach().double(), estimator)
+    return torch.where(mask, penalty, torch.zeros_like(penalty))

@@ -41,6 +41,8 @@ def token_weights(
     - "dapo": 1 / num_tokens (DAPO, arXiv:2503.14476, eq. 12)
     - "grpo": 1 / (num_samples * tokens of the sample) (DeepSeekMath, arXiv:2402.03300, eq. 3)
     - "dr_grpo": 1 / (num_samples * max_completion_length) (Dr. GRPO, arXiv:2503.20783)
+    - "sequence_sum": 1 / num_samples, the mean over samples of the sum over their tokens (with a sequence-level loss
+      LUSPO's, arXiv:2602.05261)
     """
     on = mask.to(torch.float32)
     if loss_type == "dapo":
@@ -50,4 +52,6 @@ def token_weights(
         return on / lengths[rows] / max(num_samples, 1)
     if loss_type == "dr_grpo":
         return on / (max(num_samples, 1) * max_completion_length)
-    raise ValueError(f"loss_type={loss_type!r} is unknown; use dapo, grpo or dr_grpo")
+    if loss_type == "sequence_sum":
+        return on / max(num_samples, 1)
+    raise ValueError(f"loss_type={loss_type!r} is unknown; use dapo, grpo, dr_grpo or sequence_sum")

@@ -44,11 +44,23 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "completion": Field("object", None, "collector", None, "the completion as text, special tokens left out"),
         "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
         "rewards": Field("sample", torch.float64, "collector", float("nan"), "weighted reward; NaN = failed, masked"),
+        "baseline_rewards": Field(
+            "sample", torch.float64, "collector", float("nan"), "reward of the prompt's greedy sample; NaN = failed"
+        ),
         "function_rewards": Field("object", None, "collector", None, "one reward (or NaN) per reward function"),
         "extra": Field("object", None, "collector", None, "what reward functions gave to log_extra, by column"),
         "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
         "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
         "ref_logprobs": Field("completion", torch.float32, "reference", 0.0, "ln p of the reference model"),
+        "teacher_logprobs": Field("completion", torch.float32, "teacher", 0.0, "ln p of the teacher that is distilled"),
+        "old_top_ids": Field("completion", torch.int64, "actor", 0, "best tokens of the policy then, [T, K]"),
+        "old_top_logprobs": Field("completion", torch.float32, "actor", 0.0, "their ln p, [T, K]"),
+        "old_router_ids": Field("completion", torch.int64, "actor", 0, "experts chosen then, [T, layers * K]"),
+        "old_router_logprobs": Field("completion", torch.float32, "actor", 0.0, "their router's ln p, [T, layers * K]"),
+        "sum_pi_squared": Field("completion", torch.float32, "actor", 0.0, "sum over the vocabulary of p^2"),
+        "prepared": Field(
+            "completion", torch.float32, "actor", 0.0, "what a policy loss knows of the whole mini-batch, [T, ...]"
+        ),
         "values": Field("completion", torch.float32, "critic", 0.0, "value estimates"),
         "advantages": Field("completion", torch.float32, "actor", 0.0, "advantage of each token"),
         "returns": Field("completion", torch.float32, "critic", 0.0, "value targets"),

@@ -3,23 +3,24 @@
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
 from hybrid_rl.config.schema import (
     AlgorithmConfig,
+    CriticConfig,
     EvalConfig,
     FSDPConfig,
-    GRPOConfig,
     InPlaceConfig,
     ModelConfig,
     OptimizerConfig,
     RayControllerConfig,
     RolloutConfig,
     TrainerConfig,
+    ValueHeadConfig,
 )
 from hybrid_rl.config.validate import num_training_steps, optimizer_steps_per_training_step, resolve
 
 __all__ = [
     "AlgorithmConfig",
+    "CriticConfig",
     "EvalConfig",
     "FSDPConfig",
-    "GRPOConfig",
     "InPlaceConfig",
     "Leaf",
     "ModelConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "RayControllerConfig",
     "RolloutConfig",
     "TrainerConfig",
+    "ValueHeadConfig",
     "load_config",
     "num_training_steps",
     "optimizer_steps_per_training_step",

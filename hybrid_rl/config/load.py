@@ -16,7 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config.habits import HABITS
-from hybrid_rl.config.schema import UNIONS, TrainerConfig
+from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.config.unions import UNIONS, Union, number
 from hybrid_rl.errors import ConfigError, NotYetSupportedError
 
 
@@ -33,7 +35,7 @@ class Leaf:
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
     """All keys that exist under these tags (section -> chosen member; default members where left out), by path."""
-    chosen = {name: union.default for name, union in UNIONS.items()} | dict(tags or {})
+    chosen = _members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
 
@@ -60,20 +62,23 @@ def load_config(
     name), a value of the wrong type or out of range, and NotYetSupportedError for what is planned but not there.
     """
     layers = [_as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
-    if _num_ranks(layers[1:]) > 1 and layers[0].get("controller") == {"backend": "local"}:
-        # What a run of one rank saved: another number is all that is needed for more.
-        layers[0] = {name: value for name, value in layers[0].items() if name != "controller"}
-    flat: dict[str, Any] = {}
-    tags = _tags(layers)
+    preset = dict(PRESETS[_tag("algorithm", UNIONS["algorithm"], layers)[0] or UNIONS["algorithm"].default].settings)
+    tags, of_preset = _tags([preset, *layers]), _tags([preset])
     leaves = visible_leaves(tags)
+    # A preset speaks for the members that it chose; whoever chooses another one leaves its values behind.
+    others = {section for section in UNIONS if section != "algorithm" and tags[section] != of_preset[section]}
+    flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
+    explicit: set[str] = set()
     for layer in layers:
         given = _flatten(layer, leaves, tags)
         for path in given.keys() & flat.keys():
             if leaves[path].metadata["takes_rest"]:  # keys in their own right: each is overridden alone
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
+        explicit.update(given)
+    flat |= {f"{section}.{UNIONS[section].tag}": member for section, member in tags.items() if UNIONS[section].tag}
     values = {path: _convert(path, leaves[path].type, value, leaves[path].metadata) for path, value in flat.items()}
-    return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(values)
+    return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -125,40 +130,71 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The chosen member of every tagged union. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same."""
+    """The chosen member of every tagged union. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same. The first
+    layer is a preset."""
+    named: dict[str, str] = {}
+    for section, union in UNIONS.items():
+        value, layer = _tag(section, union, layers)
+        if value is None:
+            continue
+        named[section] = value
+        # What is given later may ask for more than a default that was written down, or for less than a preset.
+        inferred = union.infer(_given(layers[layer + 1 :]), named) if union.infer is not None else None
+        if inferred is not None and union.default in (value, inferred if layer == 0 else value):
+            named[section] = inferred
+    return _members(_given(layers), named)
+
+
+def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str]:
+    """The member of every union: as named, else as what is given implies, else the default."""
     tags: dict[str, str] = {}
     for section, union in UNIONS.items():
-        value: Any = "ray" if section == "controller" and _num_ranks(layers) > 1 else union.default
-        for layer in layers:
-            given = layer.get(section)
-            value = layer.get(union.tag, value) if union.tag != "name" else value
-            value = layer.get(f"{section}.{union.tag}", value)
-            if isinstance(given, Mapping):
-                value = given.get(union.tag, value)
-            elif given is not None:
-                value = given
-        if isinstance(value, str) and value in union.planned:
-            raise NotYetSupportedError(
-                f"{section}.{union.tag}={value} is planned ({union.planned[value]}) but does not work yet; "
-                f"use {' or '.join(union.members)}"
-            )
-        if not isinstance(value, str) or value not in union.members:
-            near = difflib.get_close_matches(str(value).lower(), union.members, n=1)
-            raise ConfigError(
-                f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
-                + (f" (did you mean {near[0]!r}?)" if near else "")
-            )
-        tags[section] = value
+        inferred = union.infer(given, tags) if union.infer is not None and section not in named else None
+        tags[section] = named.get(section, inferred or union.default)
     return tags
 
 
-def _num_ranks(layers: Sequence[Mapping[str, Any]]) -> int:
-    """num_ranks where it is given as a number; whether it may be used is checked with the other values."""
-    given = [layer["num_ranks"] for layer in layers if "num_ranks" in layer]
-    try:
-        return int(_scalar("num_ranks", int, given[-1])) if given else 1
-    except ConfigError:
-        return 1
+def _tag(section: str, union: Union, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
+    """The member that the last layer to name one names, and the place of that layer; None where none does. Raises
+    ConfigError for one that is unknown."""
+    value: Any = None
+    place = -1
+    for index, layer in enumerate(layers):
+        given = layer.get(section)
+        found: Any = None
+        if union.tag is not None:
+            found = layer.get(union.tag) if union.tag != "name" else None
+            found = layer.get(f"{section}.{union.tag}", found)
+            found = given.get(union.tag, found) if isinstance(given, Mapping) else found
+        if given is not None and not isinstance(given, Mapping):
+            found = given
+        if found is not None:
+            value, place = found, index
+    if value is None:
+        return None, place
+    if isinstance(value, str) and value in union.planned:
+        raise NotYetSupportedError(
+            f"{section}.{union.tag}={value} is planned ({union.planned[value]}) but does not work yet; "
+            f"use {' or '.join(union.members)}"
+        )
+    if union.tag is None:
+        raise ConfigError(f"{section} is a section with keys of its own, not a value: {value!r}")
+    if not isinstance(value, str) or value not in union.members:
+        near = difflib.get_close_matches(str(value).lower(), union.members, n=1)
+        raise ConfigError(
+            f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
+            + (f" (did you mean {near[0]!r}?)" if near else "")
+        )
+    return value, place
+
+
+def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all layers give, by leaf name; the last one wins."""
+    given: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            given |= _given([value]) if isinstance(value, Mapping) else {name.rsplit(".", 1)[-1]: value}
+    return given
 
 
 def _flatten(
@@ -176,9 +212,9 @@ def _flatten(
             found = {path: value}
         elif mapping is not None:
             found = {mapping: {**flat.pop(mapping, {}), path.removeprefix(mapping + "."): value}}
-        elif path in sections and isinstance(value, Mapping):
+        elif path in (*sections, *UNIONS) and isinstance(value, Mapping):
             found = _flatten(value, leaves, tags, path + ".")
-        elif path in UNIONS and isinstance(value, str):
+        elif path in UNIONS and UNIONS[path].tag is not None and isinstance(value, str):
             found = {f"{path}.{UNIONS[path].tag}": value}
         elif not prefix and name in by_name:
             found = {by_name[name]: value}
@@ -207,12 +243,14 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
             rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
             is_theirs = path in elsewhere or path.rpartition(".")[0] in rests
             if is_theirs or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
-                advice = "; set num_ranks above 1, or that" if (section, other) == ("controller", "ray") else ""
+                remedy = union.remedies[other] if other in union.remedies else ""
                 if (section, other) == ("rollout", "inplace"):
-                    advice = f"; an argument of vLLM itself is given as rollout.vllm.{leaf}"
+                    remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
+                if union.tag is None:
+                    return f"key {path!r} would do nothing: {remedy}"
                 return (
-                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not "
-                    f"{tags[section]}{advice}"
+                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not {tags[section]}"
+                    + (f"; {remedy}" if remedy else "")
                 )
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
     near = difflib.get_close_matches(path, names, n=1) or difflib.get_close_matches(leaf, names, n=1)

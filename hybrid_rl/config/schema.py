@@ -1,37 +1,22 @@
 """Every configuration key, once: type, default, allowed range and meaning.
 
-Frozen dataclasses, nested one level deep. `algorithm`, `rollout.engine` and `controller.backend` are tags that select
-the class of their section, so that a key of another choice does not exist and is refused. Leaf names are unique over
-the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its path
+Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `controller.backend` and others are tags
+that select the class of their section (unions.py), so that a key of another choice does not exist and is refused; the
+sections of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf
+names are unique over the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its path
 (`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say their
 unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    takes_rest: bool = False,
-) -> Any:
-    """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones. takes_rest:
-    names that its section does not have become entries of this mapping."""
-    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata["takes_rest"] = takes_rest
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
+from hybrid_rl.algos.correction import NoCorrection
+from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.options import key
 
 
 @dataclass(frozen=True)
@@ -75,11 +60,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What every algorithm has."""
+    """What every algorithm has. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), which may
+    all be set otherwise."""
 
-    name: str = key("grpo", "the algorithm")
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = key(
-        "dapo", "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length"
+    name: str = key("grpo", "preset of the other keys of algorithm, advantage, policy_loss, kl, correction and critic")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "sequence_sum"] = key(
+        "dapo",
+        "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length; "
+        "sequence_sum: mean over sequences of token sums",
     )
     num_generations: int = key(8, "completions per prompt: the group", minimum=1)
     mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
@@ -87,32 +75,33 @@ class AlgorithmConfig:
     old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
         "auto",
         "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
-        "batch), "
-        "recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
+        "batch), recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
     )
-    beta: float = key(
-        0.0, "weight of the KL penalty against the reference model in the loss; 0 = no reference", minimum=0
+    max_refills: int = key(
+        0,
+        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most so many further "
+        "rollouts per training step; 0 = they stay",
+        minimum=0,
     )
-    kl_estimator: Literal["k2", "k3"] = key(
-        "k3", "KL estimate in the loss; k1 is not offered: its gradient is zero in expectation"
-    )
-    use_bias_correction_kl: bool = key(
-        True, "weight the KL term by the importance ratio: right for samples of an older policy (DeepSeek-V3.2)"
+    entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
+    positive_nll_coef: float = key(
+        0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
     )
 
 
 @dataclass(frozen=True)
-class GRPOConfig(AlgorithmConfig):
-    """Group-relative policy optimisation (arXiv:2402.03300) and its loss variants."""
+class CriticConfig:
+    """Base of the critic's sections; without one there is nothing to set."""
 
-    name: Literal["grpo"] = key("grpo", "the algorithm")
-    epsilon: float = key(0.2, "ratio clip below 1", above=0, maximum=1)
-    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon (DAPO: 0.28)", above=0)
-    delta: float | None = key(None, "upper bound of the unclipped ratio as well (two-sided clip); None = off", above=1)
-    importance_sampling_level: Literal["token", "sequence"] = key(
-        "token", "sequence = GSPO's ratio, one per completion"
-    )
-    scale_rewards: Literal["group", "batch", "none"] = key("group", "divide centred rewards by this standard deviation")
+
+@dataclass(frozen=True)
+class ValueHeadConfig(CriticConfig):
+    """A model of the policy's kind with one number per token, for estimators that need values."""
+
+    critic_path: str | None = key(None, "a saved critic, or a model for its backbone; None = the policy's weights")
+    critic_learning_rate: float = key(1e-5, "peak learning rate of the critic", minimum=0)
+    cliprange_value: float | None = key(0.2, "values are clipped around the old ones; None = never", above=0)
+    critic_warmup_steps: int = key(0, "first training steps, in which only the critic learns", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -244,6 +233,15 @@ class RewardConfig:
     reward_weights: list[float] | None = key(None, "one weight per reward function; None = 1 each")
     reward_processes: int = key(0, "score in this many worker processes; 0 = in a thread of this one", minimum=0)
     reward_timeout_seconds: float | None = key(None, "limit of one call of a reward function", above=0)
+    score_by: Literal["sample", "group"] = key(
+        "sample", "when a reward function is called: as samples finish, or once per group, when all of it has finished"
+    )
+    overlong_buffer: int | None = key(
+        None,
+        "DAPO's overlong penalty as one more reward: 0 to -1 over the last so many tokens before "
+        "max_completion_length; None = none",
+        minimum=1,
+    )
     max_reward_failure_share: float = key(
         0.1, "the run stops when a larger share of a step's samples could not be scored", minimum=0, maximum=1
     )
@@ -258,15 +256,26 @@ class EvalConfig:
     )
     eval_on_start: bool = key(True, "evaluate before the first step")
     eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
+    eval_repetition_penalty: float = key(
+        1.0, "makes tokens that prompt or completion hold less likely, in evaluation only; 1 = off", above=0
+    )
+    success_reward: float = key(1.0, "eval/accuracy is the share of samples whose reward reaches this")
+
+    # Of sampled evaluation alone: see SampledEvalConfig.
+    eval_top_p = 1.0
+    eval_top_k = 0
+    eval_min_p = 0.0
+
+
+@dataclass(frozen=True)
+class SampledEvalConfig(EvalConfig):
+    """Evaluation with eval_temperature above 0."""
+
     eval_top_p: float = key(1.0, "nucleus sampling, in evaluation only", above=0, maximum=1)
     eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
     eval_min_p: float = key(
         0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
     )
-    eval_repetition_penalty: float = key(
-        1.0, "makes tokens that prompt or completion hold less likely, in evaluation only; 1 = off", above=0
-    )
-    success_reward: float = key(1.0, "eval/accuracy is the share of samples whose reward reaches this")
 
 
 @dataclass(frozen=True)
@@ -344,36 +353,15 @@ class TrainerConfig:
     resume: str | None = key(None, "a checkpoint folder, or auto = the newest of the run named run_name")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    algorithm: AlgorithmConfig = field(default_factory=GRPOConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    advantage: AdvantageEstimator = field(default_factory=GRPO)
+    policy_loss: PolicyObjective = field(default_factory=Clip)
+    kl: KLTerm = field(default_factory=NoKL)
+    correction: Correction = field(default_factory=NoCorrection)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     controller: ControllerConfig = field(default_factory=LocalControllerConfig)
-
-
-@dataclass(frozen=True)
-class Union:
-    """A section whose class is chosen by the value of its tag key."""
-
-    tag: str
-    default: str
-    members: Mapping[str, type]
-    planned: Mapping[str, str]
-
-
-PLANNED_ALGORITHMS = ("ppo", "dapo", "gspo", "rloo", "remax", "reinforce++", "cispo")
-
-UNIONS: Mapping[str, Union] = MappingProxyType(
-    {
-        "algorithm": Union(
-            "name",
-            "grpo",
-            {"grpo": GRPOConfig},
-            dict.fromkeys(PLANNED_ALGORITHMS, "the full set of algorithms"),
-        ),
-        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig}, {}),
-        "controller": Union("backend", "local", {"local": LocalControllerConfig, "ray": RayControllerConfig}, {}),
-    }
-)

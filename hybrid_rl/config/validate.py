@@ -7,7 +7,9 @@ import math
 import re
 from typing import Any
 
-from hybrid_rl.config.schema import FSDPConfig, GRPOConfig, TrainerConfig, VLLMRolloutConfig
+from hybrid_rl.config.algorithm import needs_reference, resolve_algorithm
+from hybrid_rl.config.schema import FSDPConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
+from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
 
 
@@ -27,31 +29,13 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
     _check_inert(config, given, has_eval)
-    if algorithm.beta > 0 and algorithm.kl_estimator == "k2" and algorithm.use_bias_correction_kl:
-        raise ConfigError(
-            "kl_estimator=k2 is a KL gradient only without the importance weight; set use_bias_correction_kl=false or "
-            "kl_estimator=k3"
-        )
     mini_batch = optimizer.prompts_per_mini_batch or data.prompts_per_step
     if data.prompts_per_step % mini_batch:
         raise ConfigError(
             f"prompts_per_mini_batch={mini_batch} does not divide prompts_per_step={data.prompts_per_step}; use "
             f"{', '.join(str(n) for n in range(1, data.prompts_per_step + 1) if data.prompts_per_step % n == 0)}"
         )
-    if isinstance(algorithm, GRPOConfig) and algorithm.num_generations < 2:
-        raise ConfigError(
-            f"num_generations={algorithm.num_generations}: grpo compares the completions of a group; use at least 2"
-        )
-    updates = data.prompts_per_step // mini_batch * algorithm.num_iterations
-    old_logprobs = algorithm.old_logprobs
-    if old_logprobs == "detach" and updates > 1:
-        raise ConfigError(
-            f"old_logprobs=detach is right only where one optimizer step uses a batch, but "
-            f"prompts_per_mini_batch={mini_batch} and "
-            f"num_iterations={algorithm.num_iterations} make {updates}; use recompute or rollout"
-        )
-    if old_logprobs == "auto":
-        old_logprobs = "detach" if updates == 1 else "recompute"
+    algorithm = resolve_algorithm(config, updates=data.prompts_per_step // mini_batch * algorithm.num_iterations)
     cap = optimizer.tokens_per_micro_batch
     if cap is not None and config.rollout.max_completion_length > cap:
         raise ConfigError(
@@ -62,13 +46,8 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
         raise ConfigError(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
         )
-    changed: dict[str, Any] = {"old_logprobs": old_logprobs}
-    if isinstance(algorithm, GRPOConfig) and algorithm.epsilon_high is None:
-        changed["epsilon_high"] = algorithm.epsilon
     return dataclasses.replace(
-        config,
-        algorithm=dataclasses.replace(algorithm, **changed),
-        optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch),
+        config, algorithm=algorithm, optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch)
     )
 
 
@@ -122,8 +101,6 @@ def _check_mode(config: TrainerConfig) -> None:
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
     """Refuse keys that were set by hand but that this configuration never reads."""
     rules = [
-        (config.algorithm.beta == 0, "algorithm.kl_estimator", "there is no KL term while beta=0"),
-        (config.algorithm.beta == 0, "algorithm.use_bias_correction_kl", "there is no KL term while beta=0"),
         (
             config.max_steps is not None,
             "num_train_epochs",
@@ -137,15 +114,11 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
         (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
         (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
-        (config.algorithm.beta == 0, "controller.reference_ranks", "there is no reference model while beta=0"),
+        (not needs_reference(config), "controller.reference_ranks", "there is no reference model while beta=0"),
     ]
     rules += [
         (config.num_ranks == 1, f"fsdp.{item.name}", "one rank shards nothing; set num_ranks")
         for item in dataclasses.fields(FSDPConfig)
-    ]
-    rules += [
-        (config.eval.eval_temperature == 0, f"eval.{name}", "eval_temperature=0 is greedy")
-        for name in ("eval_top_p", "eval_top_k", "eval_min_p")
     ]
     rules += [
         (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
@@ -153,7 +126,8 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
     ]
     leaves = _values(config)
     defaults = _values(TrainerConfig())
-    defaults |= _values(type(config.controller)(), "controller.") | _values(type(config.rollout)(), "rollout.")
+    for section in UNIONS:
+        defaults |= _values(type(getattr(config, section))(), f"{section}.")
     for inert, path, reason in rules:
         # A full config read back from a run folder gives every key: only a value that differs was meant.
         if inert and path in given and leaves[path] != defaults[path]:
@@ -194,6 +168,12 @@ def _check_warmup(config: TrainerConfig, steps: int) -> int:
     updates, warmup = steps * optimizer_steps_per_training_step(config), config.optimizer.warmup_steps
     if warmup >= updates:
         raise ConfigError(f"warmup_steps={warmup} is not below the {updates} optimizer steps of this run; lower it")
+    critic = config.critic
+    if isinstance(critic, ValueHeadConfig) and critic.critic_warmup_steps >= steps:
+        raise ConfigError(
+            f"critic_warmup_steps={critic.critic_warmup_steps} is not below the {steps} training steps of this run: "
+            f"the policy would never learn; lower it"
+        )
     return steps
 
 

@@ -157,6 +157,6 @@ def forward_warnings(role: str, said: Mapping[tuple[int, str], Sequence[int]]) -
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """"rank 3", or "ranks 0, 1"."""
+    """ "rank 3", or "ranks 0, 1"."""
     names = [str(rank) for rank in sorted(ranks)]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

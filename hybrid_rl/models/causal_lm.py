@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as the library uses it: packed rows in, hidden states, logits or logprobs out."""
+"""A Hugging Face causal LM as the library uses it: packed rows in, hidden states, logits, logprobs or values out."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hybrid_rl.models.attention import (
 )
 from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
+from hybrid_rl.models.distribution import token_distribution
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
@@ -35,12 +36,13 @@ VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
 class CausalLM:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
-    twice.
+    twice. The head is the module's language head, or the linear layer that a classification class (a critic, a reward
+    model) has beside its backbone.
 
     attention: what training and scoring run on, a name of backends.py or auto. compile: training and scoring run
     transformer blocks through torch.compile, but for their attention. activation_offload: keep what the backward pass
-    needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for a module that is no
-    causal LM or has float16 parameters.
+    needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for a module without such a
+    head or with float16 parameters.
     """
 
     def __init__(
@@ -56,14 +58,9 @@ class CausalLM:
         self._configs = attention_configs(module)
         self._activation_offload = activation_offload
         _switch_off_noise(module)
-        head = module.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ModelError(
-                f"{type(module).__name__} has no linear output head ({head!r}); only causal language models are "
-                f"supported"
-            )
-        self._head = head
-        self._options = _head_options(module)
+        self._head = _output_head(module)
+        self.is_language_model = self._head is module.get_output_embeddings()
+        self._options = _head_options(module) if self.is_language_model else HeadOptions()
         check_dtype(self.device, self.dtype)
         self._linears = Linears(module if self.dtype == torch.float32 else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
@@ -145,10 +142,35 @@ class CausalLM:
 
         Returns two float32 tensors [M], in the order of the labels; differentiable.
         """
+        with self._training():
+            return self.token_logprobs(self._row_hidden(row), row.labels, temperature)
+
+    def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
+        """ln p of every entry of the vocabulary at the place of each label of a row, float32 [M, V]; differentiable."""
+        with self._training():
+            hidden = self._row_hidden(row)
+            return token_distribution(hidden, self._head.weight, self._head.bias, temperature, self._options)
+
+    def row_values(self, row: PackedRow) -> Tensor:
+        """What a head of one number gives at the place before each label, float32 (float64 of a float64 model) [M]; the
+        labels themselves are not looked at. Differentiable."""
+        with self._training():
+            hidden = self._row_hidden(row)
+            if self._head.out_features != 1:
+                raise ModelError(
+                    f"the head of {type(self.module).__name__} gives {self._head.out_features} numbers, not one"
+                )
+            # In bfloat16 a value would be good to 3 digits; the head is too small for the precision to cost anything.
+            precise = torch.promote_types(hidden.dtype, torch.float32)
+            values = hidden.to(precise) @ self._head.weight[0].to(precise)
+            return values if self._head.bias is None else values + self._head.bias.to(precise)
+
+    def _row_hidden(self, row: PackedRow) -> Tensor:
         attention = self.attention.context(row.layout, self.device)
-        with activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active():
-            hidden = self.hidden_states(row.token_ids, row.positions, attention)
-            return self.token_logprobs(hidden[row.sources], row.labels, temperature)
+        return self.hidden_states(row.token_ids, row.positions, attention)[row.sources]
+
+    def _training(self) -> AbstractContextManager[None]:
+        return _both(activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active())
 
     def packed_logprobs(
         self, token_ids: Tensor, lengths: Sequence[int], targets: Tensor, temperature: float
@@ -175,40 +197,77 @@ class CausalLM:
         tokens = self.verify_row().token_ids
         context = self.attention.context(layout, self.device)
         try:
-            mine = self.logits(self.hidden_states(tokens, layout.positions().to(self.device), context))
+            mine = self._outputs(self.hidden_states(tokens, layout.positions().to(self.device), context))
         except (TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{name} does not run with packed sequences: {error}") from error
         segments: Any = tokens.split(layout.lengths)
         roots, children = segments[: len(layout.roots)], segments[len(layout.roots) :]
         # Eager attention defines an architecture: the others leave out what they lack, SDPA Gemma-2's soft-capping.
         with attention_functions(self._configs, ["eager"] * len(self._configs)):
-            parts = [self._plain_logits(root) for root in roots]
+            parts = [self._plain_outputs(root) for root in roots]
             for child, root in zip(children, layout.parents, strict=True):
-                parts.append(self._plain_logits(torch.cat([roots[root], child]))[-len(child) :])
-        plain = torch.cat(parts)
-        gap = float((mine - plain.to(mine.dtype)).abs().max() / plain.abs().max().clamp(min=1e-6))
-        if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
-            raise ModelError(
-                f"{name} gives other logits with packed sequences (relative gap {gap:.1e}); this architecture is not "
-                f"supported"
-            )
-        return gap
+                whole = self._plain_outputs(torch.cat([roots[root], child]))
+                parts.append({what: output[-len(child) :] for what, output in whole.items()})
+        gaps = {what: relative_gap(found, torch.cat([part[what] for part in parts])) for what, found in mine.items()}
+        for what, gap in gaps.items():
+            if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
+                raise ModelError(
+                    f"{name} gives other {what} with packed sequences (relative gap {gap:.1e}); this architecture is "
+                    f"not supported"
+                )
+        return max(gaps.values())
+
+    def _outputs(self, hidden: Tensor) -> dict[str, Tensor]:
+        """What `verify` compares. A head that is still zero shows nothing of what is below it."""
+        logits = {"logits": self.logits(hidden)}
+        return logits if self.is_language_model else logits | {"hidden states": hidden}
+
+    def _plain_outputs(self, token_ids: Tensor) -> dict[str, Tensor]:
+        logits = {"logits": self.module(input_ids=token_ids[None], use_cache=False).logits[0]}
+        if self.is_language_model:
+            return logits
+        hidden = self.module.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+        return logits | {"hidden states": hidden}
+
+    def row_outputs(self, row: PackedRow) -> list[Tensor]:
+        """What two models that hold the same weights are compared by: the logprobs of a row, or values and hidden
+        states."""
+        if self.is_language_model:
+            return [self.row_logprobs(row, 1.0)[0]]
+        context = self.attention.context(row.layout, self.device)
+        return [self.row_values(row), self.hidden_states(row.token_ids, row.positions, context)]
 
     def verify_row(self) -> PackedRow:
         """The row that a model is verified on; its labels are the second tokens of its segments."""
-        tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=self.device) * 7919 + 3) % self.vocab_size
+        embeddings: Any = self.module.get_input_embeddings()
+        num_embeddings = int(embeddings.weight.shape[0])
+        tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=self.device) * 7919 + 3) % num_embeddings
         first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(self.device)
         return PackedRow(tokens, VERIFY_LAYOUT.positions().to(self.device), tokens[first + 1], first, VERIFY_LAYOUT)
 
-    def _plain_logits(self, token_ids: Tensor) -> Tensor:
-        logits: Tensor = self.module(input_ids=token_ids[None], use_cache=False).logits[0]
-        return logits
+
+def relative_gap(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected number; NaN where a number is none."""
+    return float((found - expected.to(found.dtype)).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 @contextmanager
 def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+def _output_head(module: PreTrainedModel) -> nn.Linear:
+    head = module.get_output_embeddings()
+    if head is None and module.base_model is not module:
+        beside = [child for child in module.children() if isinstance(child, nn.Linear)]
+        head = beside[0] if len(beside) == 1 else None
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(module).__name__} has no linear output head ({head!r}); only causal language models, and "
+            f"classification models with one linear layer beside their backbone, are supported"
+        )
+    return head
 
 
 def _switch_off_noise(module: nn.Module) -> None:

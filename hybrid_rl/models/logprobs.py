@@ -53,9 +53,7 @@ def token_logprobs(
     if runs_in_triton(hidden.device, hidden.dtype):
         from hybrid_rl.models.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
 
-        return linear_logprobs(
-            hidden, weight, bias, labels, temperature, scale=options.scale, softcap=options.softcap
-        )
+        return linear_logprobs(hidden, weight, bias, labels, temperature, scale=options.scale, softcap=options.softcap)
     return chunked_logprobs(hidden, weight, bias, labels, temperature, options)
 
 

@@ -237,9 +237,7 @@ def _check(
             f"bias is {bias.dtype} {list(bias.shape)}; give {hidden.dtype} [{len(weight)}], contiguous, or None"
         )
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64 or not labels.is_contiguous():
-        raise ValueError(
-            f"labels are {labels.dtype} {list(labels.shape)}; give int64 [{hidden.shape[0]}], contiguous"
-        )
+        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}; give int64 [{hidden.shape[0]}], contiguous")
     for name, tensor in {"weight": weight, "bias": bias, "labels": labels}.items():
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; give both on one device")

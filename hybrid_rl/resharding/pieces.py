@@ -100,8 +100,9 @@ def overlaps(copies: Copies, layout: SourceLayout, item_bytes: Column, rank: int
         high[:, dim] = np.minimum(copies.high[:, dim], end)
     shape = high - low
     own, whole = contiguous_strides(extent), contiguous_strides(cells.shape[copies.source])
-    holders = cells.first_owner[grid] + (coordinate * contiguous_strides(cells.num_cells[grid])).sum(axis=1) * (
-        cells.num_copies[grid]
+    holders = (
+        cells.first_owner[grid]
+        + (coordinate * contiguous_strides(cells.num_cells[grid])).sum(axis=1) * (cells.num_copies[grid])
     )
     return Pieces(
         source=copies.source,
@@ -231,18 +232,14 @@ def _merged(pieces: Pieces) -> Pieces:
             column[rows, dim:-1] = column[rows, dim + 1 :]
             column[rows, -1] = fill
     source, destination, whole = strides
-    return replace(
-        pieces, shape=shape, source_strides=source, destination_strides=destination, global_strides=whole
-    )
+    return replace(pieces, shape=shape, source_strides=source, destination_strides=destination, global_strides=whole)
 
 
 def _coalesced(pieces: Pieces) -> Pieces:
     """Pieces that go on where another ends as one. Sorted by source."""
     if not len(pieces):
         return pieces
-    pieces = pieces.select(
-        np.lexsort((pieces.source_offset, pieces.destination, pieces.source_rank, pieces.source))
-    )
+    pieces = pieces.select(np.lexsort((pieces.source_offset, pieces.destination, pieces.source_rank, pieces.source)))
     a, b = pieces.select(slice(None, -1)), pieces.select(slice(1, None))
     joins = (a.source == b.source) & (a.source_rank == b.source_rank) & (a.destination == b.destination)
     joins &= (a.shape[:, 1:] == b.shape[:, 1:]).all(axis=1)

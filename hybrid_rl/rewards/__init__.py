@@ -1,22 +1,49 @@
-"""Rewards: the calling convention for users' functions, their background runner, ready-made verifiers."""
+"""Rewards: the calling convention for users' functions, their background runner, ready-made rewards, judges."""
 
-from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion, resolve_functions
+from hybrid_rl.rewards.engine_judge import EngineJudge
+from hybrid_rl.rewards.entries import RewardList, RewardModelEntry, with_model_entries
+from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
+from hybrid_rl.rewards.judge import LLMJudge
+from hybrid_rl.rewards.marks import dense_reward, group_reward
 from hybrid_rl.rewards.results import RewardFailure, RewardResult, check_failure_share, format_failures
 from hybrid_rl.rewards.runner import RewardRunner
+from hybrid_rl.rewards.shaping import (
+    cosine_reward,
+    format_reward,
+    kimi_length_reward,
+    lcpo_exact,
+    lcpo_max,
+    overlong_penalty,
+    tag_count_reward,
+)
 from hybrid_rl.rewards.state import TrainerState
-from hybrid_rl.rewards.verifiers import completion_text, exact_match
+from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_reward
 
 __all__ = [
+    "EngineJudge",
+    "LLMJudge",
     "RewardFailure",
     "RewardFunction",
     "RewardInput",
+    "RewardList",
+    "RewardModelEntry",
     "RewardResult",
     "RewardRunner",
     "TrainerState",
     "check_failure_share",
     "completion_text",
+    "cosine_reward",
+    "dense_reward",
     "exact_match",
     "format_completion",
     "format_failures",
-    "resolve_functions",
+    "format_reward",
+    "group_reward",
+    "kimi_length_reward",
+    "lcpo_exact",
+    "lcpo_max",
+    "math_reward",
+    "overlong_penalty",
+    "tag_count_reward",
+    "with_model_entries",
 ]

@@ -31,10 +31,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class CallOutcome(NamedTuple):
     """What one call over K samples gave. Exactly one of `failure` and `values` is meaningful.
 
-    `values`: [K] floats; None where the function does not apply; nan where the sample is listed in `errors`.
+    `values`: [K] floats; None where the function does not apply; nan where the sample is listed in `errors`; the sum
+    where there is one number per token.
     `errors`: position in the call -> (reason, detail), for samples whose value is no finite number.
     `failure`: (reason, detail) when the call as a whole gave nothing; then `values`, `extras`, `metrics` are empty.
     `extras`: column -> [K] values from `log_extra`. `metrics`: (name, value) from `log_metric`, in order.
+    `tokens`: position in the call -> one number per token, for samples that got such.
     """
 
     values: list[float | None]
@@ -42,11 +44,12 @@ class CallOutcome(NamedTuple):
     failure: tuple[str, str] | None
     extras: dict[str, list[Any]]
     metrics: list[tuple[str, float]]
+    tokens: dict[int, list[float]]
 
 
 def failed_call(reason: str, detail: str) -> CallOutcome:
     """Outcome of a call that gave no values at all."""
-    return CallOutcome([], {}, (reason, detail), {}, [])
+    return CallOutcome([], {}, (reason, detail), {}, [], {})
 
 
 class CallLog:
@@ -91,11 +94,26 @@ def to_number(value: Any) -> float:
         return math.inf
 
 
+def to_numbers(value: Any) -> float | list[float]:
+    """A scalar -> float; a sequence, 1-d array or tensor -> one float per entry. Raises TypeError for anything else."""
+    num_dims = getattr(value, "ndim", None)
+    if isinstance(num_dims, int) and num_dims > 1:
+        raise TypeError(f"an array of shape {tuple(value.shape)} is neither a number nor one number per token")
+    if num_dims == 1:
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [to_number(entry) for entry in value]
+    return to_number(value)
+
+
 def check_values(returned: Any, log: CallLog) -> CallOutcome:
     """Turn what a reward function returned into an outcome.
 
-    Accepts a sequence or a 1-d array or tensor of the right length. A wrong container is a failure "type", a wrong
-    length "count"; both concern every sample of the call, because nothing tells which value belongs to which.
+    Accepts a sequence or a 1-d array or tensor of the right length; of an entry what `to_numbers` takes. Whether a
+    sample may have numbers per token, and how many, is for the caller to say. An exception in the place of a value
+    (what `asyncio.gather(..., return_exceptions=True)` gives) fails its sample, as if it had been raised. A wrong
+    container is a failure "type", a wrong length "count"; both concern every sample of the call, because nothing tells
+    which value belongs to which.
     """
     expected = f"expected a list of {log.num_samples} numbers or None, one per completion"
     if inspect.isawaitable(returned):
@@ -113,18 +131,30 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
 
     values: list[float | None] = []
     errors: dict[int, tuple[str, str]] = {}
+    tokens: dict[int, list[float]] = {}
     for position, value in enumerate(returned):
-        number = None
-        if value is not None:
-            try:
-                number = to_number(value)
-            except TypeError as error:
-                number, errors[position] = math.nan, ("type", str(error))
-            else:
-                if not math.isfinite(number):
-                    number, errors[position] = math.nan, ("nan", f"returned {number}; rewards must be finite")
-        values.append(number)
-    return CallOutcome(values, errors, None, log.extras, log.metrics)
+        values.append(None if value is None else math.nan)
+        if value is None:
+            continue
+        if isinstance(value, Exception):
+            errors[position] = ("raised", "".join(traceback.format_exception(value)).rstrip())
+            continue
+        try:
+            found = to_numbers(value)
+        except TypeError as error:
+            errors[position] = ("type", str(error))
+            continue
+        numbers_of_sample = found if isinstance(found, list) else [found]
+        if wrong := [number for number in numbers_of_sample if not math.isfinite(number)]:
+            errors[position] = ("nan", f"returned {wrong[0]}; rewards must be finite")
+            continue
+        # Plain addition, unlike fsum, gives inf rather than an error where the sum is out of range.
+        values[position] = total = float(sum(numbers_of_sample))
+        if not math.isfinite(total):
+            values[position], errors[position] = math.nan, ("nan", f"token rewards add up to {total}; keep them finite")
+        elif isinstance(found, list):
+            tokens[position] = found
+    return CallOutcome(values, errors, None, log.extras, log.metrics, tokens)
 
 
 def user_traceback(error: BaseException) -> str:

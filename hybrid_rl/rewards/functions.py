@@ -7,12 +7,12 @@ import copy
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.errors import ConfigError, DataError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, unwrap_partial
 
 Messages = list[dict[str, Any]]
 
@@ -34,6 +34,8 @@ class RewardInput:
     completion_ids: list[int]
     columns: Mapping[str, Any]
     """The sample's dataset columns, without the prompt."""
+    group: int = 0
+    """Samples of one group are completions of one prompt; looked at where whole groups are scored."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class RewardFunction:
     """Names it accepts; None when it has **kwargs and takes everything."""
     bound: frozenset[str]
     """Keywords that the user fixed with functools.partial; a column of that name does not override them."""
+    is_dense: bool = False
+    """Whether it may give a number per token (`dense_reward`)."""
+    needs_group: bool = False
+    """Whether it compares the samples of a group (`group_reward`)."""
 
     def accepts(self, name: str) -> bool:
         """Whether the argument `name` is passed to this function."""
@@ -97,13 +103,6 @@ def reserved_column_message(columns: Sequence[str]) -> str:
     )
 
 
-def unwrap_partial(function: Any) -> Any:
-    """The function inside any number of partials."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
 def function_name(function: Any) -> str:
     """Name of a reward function in metrics: `__name__`, for a partial the inner name, for an object its class."""
     inner = unwrap_partial(function)
@@ -130,18 +129,7 @@ def is_async_callable(function: Any) -> bool:
 
 
 def refuse_unusable(function: Any) -> None:
-    """Raise for what cannot be a reward function.
-
-    NotYetSupportedError for reward models (a string or a torch module), ConfigError for classes and non-callables.
-    """
-    torch = sys.modules.get("torch")  # a module can only exist once torch is imported
-    is_module = torch is not None and isinstance(unwrap_partial(function), torch.nn.Module)
-    if isinstance(function, str) or is_module:
-        what = repr(function) if isinstance(function, str) else type(unwrap_partial(function)).__name__
-        raise NotYetSupportedError(
-            f"reward_funcs holds {what}, a sequence-classification reward model; only Python functions work so far: "
-            "pass a function that calls the model"
-        )
+    """Raise ConfigError for what cannot be a reward function: classes and what cannot be called."""
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; pass an instance of it")
     if not callable(function):
@@ -179,6 +167,8 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
         is_async=is_async_callable(function),
         parameters=None if takes_everything else frozenset(parameter.name for parameter in named),
         bound=bound_keywords(function),
+        is_dense=has_mark(function, DENSE),
+        needs_group=has_mark(function, NEEDS_GROUP),
     )
 
 
@@ -189,17 +179,3 @@ def bound_keywords(function: Any) -> frozenset[str]:
         bound |= function.keywords.keys()
         function = function.func
     return frozenset(bound)
-
-
-def resolve_functions(reward_funcs: Any, available_columns: Sequence[str] | None = None) -> list[RewardFunction]:
-    """One function or a list of them -> records with unique names. Raises ConfigError, NotYetSupportedError."""
-    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if not given:
-        raise ConfigError("reward_funcs is empty; pass at least one function")
-    for function in given:
-        refuse_unusable(function)
-    columns = set(available_columns or ()) - UNPASSED_COLUMNS
-    if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
-        raise ConfigError(reserved_column_message(reserved))
-    names = unique_names(function_name(function) for function in given)
-    return [inspect_function(f, name, available_columns) for f, name in zip(given, names, strict=True)]

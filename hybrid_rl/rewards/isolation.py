@@ -26,18 +26,22 @@ class Task:
     done: Callable[[list[Part]], None]
     fail: Callable[[BaseException], None]
     """Called with an error of the library or the setup; failures of the function go to `done`."""
+    is_whole: bool = False
+    """Whether the samples are a group that must stay one call: where it fails, all of them fail."""
 
 
 def call_and_isolate(
-    call: Callable[[Sequence[RewardInput]], CallOutcome], inputs: Sequence[RewardInput], retried: Collection[str]
+    call: Callable[[Sequence[RewardInput]], CallOutcome], task: Task, retried: Collection[str]
 ) -> list[Part]:
-    """Call over all samples; if that fails for a reason in `retried`, call again for one sample at a time.
+    """Call over all samples of a task; if that fails for a reason in `retried`, call again for one sample at a time,
+    unless the samples must stay together.
 
     Thus only the offending samples fail. Samples that hang cost the whole time limit each, so after
     MAX_HUNG_SAMPLES of them the remaining ones fail without another call: a step stays bounded.
     """
+    inputs = task.inputs
     outcome = call(inputs)
-    if outcome.failure is None or outcome.failure[0] not in retried or len(inputs) == 1:
+    if not is_cut(task, outcome, retried):
         return [(inputs, outcome)]
     parts: list[Part] = []
     num_hung = 0
@@ -51,3 +55,10 @@ def call_and_isolate(
             given_up = f"not called again: {num_hung} samples of the same call failed like this one:\n{detail}"
             return [*parts, (rest, failed_call(reason, given_up))]
     return parts
+
+
+def is_cut(task: Task, outcome: CallOutcome, retried: Collection[str]) -> bool:
+    """Whether a call over a task's samples is to be repeated one sample at a time."""
+    if outcome.failure is None or task.is_whole or len(task.inputs) == 1:
+        return False
+    return outcome.failure[0] in retried

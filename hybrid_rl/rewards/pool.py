@@ -199,7 +199,7 @@ class ProcessPool:
     def _run(self, slot: int) -> None:
         while (task := self.tasks.get()) is not None:
             try:
-                parts = call_and_isolate(partial(self._call, slot, task), task.inputs, RETRIED)
+                parts = call_and_isolate(partial(self._call, slot, task), task, RETRIED)
             except BaseException as error:
                 task.fail(error)
             else:

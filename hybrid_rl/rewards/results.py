@@ -1,6 +1,6 @@
 """Rewards of finished samples, what failed, and how failures are judged and reported."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
-Reason = Literal["raised", "count", "nan", "type", "timeout", "died", "none"]
+Reason = Literal["raised", "count", "nan", "type", "timeout", "died", "long", "none"]
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
@@ -23,6 +23,7 @@ MEANINGS: dict[str, str] = {
     "type": "returned something that is not a number",
     "timeout": "ran past reward_timeout_seconds",
     "died": "ended their reward process",
+    "long": "are too long for the judge or reward model",
     "none": "returned None",
 }
 MAX_KEYS_SHOWN = 8
@@ -54,6 +55,9 @@ class RewardResult:
     """Columns given to `log_extra`: column -> key -> value."""
     metrics: dict[str, list[tuple[float, int]]]
     """Numbers given to `log_metric`, each with the samples of its call: their mean weighs every sample alike."""
+    token_rewards: list[NDArray[np.float64]]
+    """Of each sample [number of its tokens] the weighted part of its reward that single tokens got; 0 for a sample
+    without a reward."""
 
 
 def assemble(
@@ -61,8 +65,14 @@ def assemble(
     weights: Sequence[float],
     inputs: Sequence[RewardInput],
     parts: Iterable[tuple[int, Part]],
+    *,
+    dense: Collection[int] = (),
+    late: Collection[int] = (),
 ) -> RewardResult:
     """Join the calls' outcomes (function index, part) into one result; every sample once per function.
+
+    dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they are nan,
+    and nobody can say that no function applies to a sample.
 
     A sample on which any function failed is masked: a sum over the others would be a wrong reward. One to which
     no function applies (None from all) has no reward either, and counts as failed.
@@ -72,28 +82,70 @@ def assemble(
     failures: list[RewardFailure] = []
     extras: dict[str, dict[int, Any]] = {}
     metrics: dict[str, list[tuple[float, int]]] = {}
+    token_rewards = [np.zeros(len(sample.completion_ids)) for sample in inputs]
     for index, (samples, outcome) in parts:
         for position, sample in enumerate(samples):
-            if error := outcome.failure or outcome.errors.get(position):
+            tokens = outcome.tokens.get(position)
+            error = outcome.failure or outcome.errors.get(position)
+            if error is None and tokens is not None:
+                error = _token_error(tokens, sample, is_dense=index in dense)
+            if error is not None:
                 failures.append(RewardFailure(names[index], sample.key, *error))  # type: ignore[arg-type]
             elif (value := outcome.values[position]) is not None:
                 values[row_of[sample.key], index] = value
+                if tokens is not None:
+                    token_rewards[row_of[sample.key]] += weights[index] * np.asarray(tokens)
         for column, column_values in outcome.extras.items():
             by_key = extras.setdefault(column, {})
             by_key.update(zip((sample.key for sample in samples), column_values, strict=True))
         for name, number in outcome.metrics:
             metrics.setdefault(name, []).append((number, len(samples)))
 
+    keys = [sample.key for sample in inputs]
+    if late:
+        return RewardResult(keys, values, np.full(len(keys), np.nan), failures, extras, metrics, token_rewards)
+    rewards, missing = total_rewards(names, weights, keys, values, failures)
+    for row in np.flatnonzero(np.isnan(rewards)).tolist():
+        token_rewards[row][:] = 0.0
+    return RewardResult(keys, values, rewards, [*failures, *missing], extras, metrics, token_rewards)
+
+
+def total_rewards(
+    names: Sequence[str],
+    weights: Sequence[float],
+    keys: Sequence[int],
+    values: NDArray[np.float64],
+    failures: Iterable[RewardFailure],
+) -> tuple[NDArray[np.float64], list[RewardFailure]]:
+    """Weighted sums [N] of values [N, F], nan of samples that a failure is of or to which nothing applies; and the
+    failures of the latter."""
     applies = ~np.isnan(values)
     rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
+    row_of = {key: row for row, key in enumerate(keys)}
     for key in {failure.key for failure in failures}:
         rewards[row_of[key]] = np.nan
+    missing = []
     for row in np.flatnonzero(~applies.any(axis=1) & ~np.isnan(rewards)).tolist():
         rewards[row] = np.nan
-        failures.append(
-            RewardFailure(ALL_FUNCTIONS, inputs[row].key, "none", f"{', '.join(names)} returned None for this sample")
+        detail = f"{', '.join(names)} returned None for this sample"
+        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
+    return rewards, missing
+
+
+def _token_error(tokens: Sequence[float], sample: RewardInput, *, is_dense: bool) -> tuple[str, str] | None:
+    if not is_dense:
+        detail = (
+            f"returned {len(tokens)} numbers for one sample; a function that rewards single tokens must be marked with "
+            f"the decorator hybrid_rl.rewards.dense_reward"
         )
-    return RewardResult([sample.key for sample in inputs], values, rewards, failures, extras, metrics)
+        return "type", detail
+    if len(tokens) != len(sample.completion_ids):
+        detail = (
+            f"returned {len(tokens)} token rewards for a completion of {len(sample.completion_ids)} tokens; give one "
+            f"for each of its completion_ids"
+        )
+        return "count", detail
+    return None
 
 
 def format_failures(failures: Sequence[RewardFailure]) -> str:

@@ -2,32 +2,36 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
-from hybrid_rl.rewards.functions import RewardInput, resolve_functions
+from hybrid_rl.rewards.entries import RewardList
+from hybrid_rl.rewards.functions import RewardInput
 from hybrid_rl.rewards.isolation import Task
 from hybrid_rl.rewards.pool import ProcessPool
 from hybrid_rl.rewards.results import Part, RewardResult, assemble
 from hybrid_rl.rewards.threads import AsyncLane, SyncLane
 
+ScoreBy = Literal["sample", "group"]
+Join = Callable[[Sequence[RewardInput], list[tuple[int, Part]]], RewardResult]
+
 
 class PendingScore:
     """One submission: collects the parts of its calls, in any order and from any thread, and answers its future."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], inputs: Sequence[RewardInput], num_calls: int):
-        self.names, self.weights, self.inputs = names, weights, inputs
+    def __init__(self, join: Join, inputs: Sequence[RewardInput], num_calls: int):
+        self.join, self.inputs = join, inputs
         self.future: Future[RewardResult] = Future()
         self.future.set_running_or_notify_cancel()
         self.calls: list[list[tuple[int, Part]] | None] = [None] * num_calls
         self.lock = threading.Lock()
         self.answered = False
         if num_calls == 0:
-            self._answer(assemble(names, weights, inputs, []))
+            self._answer(join(inputs, []))
 
     def add(self, call: int, function_index: int, parts: list[Part]) -> None:
         """Take the outcome of call number `call`. A second outcome of the same call (it came too late) is ignored."""
@@ -39,7 +43,7 @@ class PendingScore:
             if any(parts_of_call is None for parts_of_call in self.calls):
                 return
         try:
-            result = assemble(self.names, self.weights, self.inputs, collected)
+            result = self.join(self.inputs, collected)
         except BaseException as error:
             self.fail(error)
         else:
@@ -70,20 +74,26 @@ class RewardRunner:
     When a call over several samples raises, it is repeated one sample at a time, so that only the offending samples
     are masked: functions may be called more than once for a sample, and what a failed call logged is dropped. Which
     samples share a call depends on when they finish (and, with processes, on the split over them): a function must
-    not normalise over its call.
+    not normalise over its call. With score_by="group" it may: every call holds one whole group, is never repeated or
+    cut, and where it fails the whole group is masked.
+
+    Reward models and judges take part by name and weight, `late` are their places: somebody else computes their values,
+    and `merge_late` (rollout/late.py) adds them. Until then rewards are nan.
 
     Args:
-        reward_funcs: a function or a list of them, plain or `async def`; see `functions.py` for what they receive.
+        reward_funcs: a function or a list of them, plain or `async def`; see `functions.py` for what they receive;
+            beside them reward models and judges.
         weights: one finite number per function; None: all 1.
         available_columns: the dataset's columns, to refuse a parameter that nothing can fill; None: unknown.
         num_processes: 0 = in this process: plain functions one after another in a thread, coroutines together on an
             event loop. More = so many processes, started at first use, which get the functions as they are now.
         timeout_seconds: limit of one call. A process past it is killed and replaced, a coroutine is cancelled. A
             thread cannot be killed: it is left behind, and all samples of its call fail.
+        score_by: "sample", or "group": the samples of a group must be submitted together.
 
     Raises:
-        ConfigError: an unusable function, weight, number of processes or limit.
-        NotYetSupportedError: a reward model in place of a function.
+        ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
+            of a group without score_by="group".
     """
 
     def __init__(
@@ -94,9 +104,14 @@ class RewardRunner:
         available_columns: Sequence[str] | None = None,
         num_processes: int = 0,
         timeout_seconds: float | None = None,
+        score_by: ScoreBy = "sample",
     ) -> None:
-        self.functions = resolve_functions(reward_funcs, available_columns)
-        self.names = [spec.name for spec in self.functions]
+        self.entries = RewardList.of(reward_funcs, available_columns)
+        self.names = self.entries.names
+        self.late = self.entries.late
+        self.functions = list(self.entries.functions.values())
+        self.score_by = check_score_by(score_by, [spec.name for spec in self.functions if spec.needs_group])
+        self._places = list(self.entries.functions)
         self.weights = check_weights(weights, self.names)
         self.available_columns = tuple(available_columns or ())
         if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 0:
@@ -120,9 +135,8 @@ class RewardRunner:
         inputs = list(inputs)
         if len({sample.key for sample in inputs}) != len(inputs):
             raise DataError(f"the samples to score have repeated keys: {[sample.key for sample in inputs]}")
-        chunks = self._pool.split(inputs) if self._pool and inputs else [inputs] if inputs else []
-        calls = [(index, chunk) for index in range(len(self.functions)) for chunk in chunks]
-        pending = PendingScore(self.names, self.weights, inputs, len(calls))
+        calls = [(index, chunk) for index in range(len(self.functions)) for chunk in self._chunks(inputs)]
+        pending = PendingScore(self._join, inputs, len(calls))
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")
@@ -142,11 +156,32 @@ class RewardRunner:
             index=index,
             inputs=inputs,
             arguments=arguments,
-            done=partial(pending.add, number, index),
+            done=partial(pending.add, number, self._places[index]),
             fail=pending.fail,
+            is_whole=self.score_by == "group",
         )
         lane = self._pool or (self._async_lane if spec.is_async else self._sync_lane)
         lane.start(task)
+
+    def _chunks(self, inputs: Sequence[RewardInput]) -> list[Sequence[RewardInput]]:
+        """The samples of each call."""
+        if not inputs:
+            return []
+        if self.score_by == "group":
+            groups: dict[int, list[RewardInput]] = {}
+            for sample in inputs:
+                groups.setdefault(sample.group, []).append(sample)
+            return list(groups.values())
+        return self._pool.split(inputs) if self._pool else [inputs]
+
+    def _join(self, inputs: Sequence[RewardInput], parts: list[tuple[int, Part]]) -> RewardResult:
+        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
+        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.late)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether any function may give a number per token."""
+        return any(spec.is_dense for spec in self.functions)
 
     def score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
         """Score and wait. Raises as `submit` and its future."""
@@ -175,6 +210,17 @@ class RewardRunner:
     def _forget(self, pending: PendingScore) -> None:
         with self._lock:
             self._open.discard(pending)
+
+
+def check_score_by(score_by: ScoreBy, comparing: Sequence[str]) -> ScoreBy:
+    """Raise ConfigError for an unknown value, and where functions (by name) that compare samples get single ones."""
+    if score_by not in get_args(ScoreBy):
+        raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
+    if comparing and score_by != "group":
+        raise ConfigError(
+            f"reward function {comparing[0]!r} compares the completions of a prompt; set rewards.score_by=group"
+        )
+    return score_by
 
 
 def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:

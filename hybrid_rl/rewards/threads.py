@@ -10,7 +10,7 @@ from functools import partial
 
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardInput
-from hybrid_rl.rewards.isolation import Task, call_and_isolate
+from hybrid_rl.rewards.isolation import Task, call_and_isolate, is_cut
 from hybrid_rl.rewards.results import Part
 
 JOIN_SECONDS = 1.0
@@ -87,7 +87,7 @@ class SyncLane:
     def _run(self) -> None:
         while (task := self.tasks.get()) is not None:
             try:
-                parts = call_and_isolate(partial(self._call, task), task.inputs, SYNC_RETRIED)
+                parts = call_and_isolate(partial(self._call, task), task, SYNC_RETRIED)
             except BaseException as error:
                 task.fail(error)
             else:
@@ -201,8 +201,7 @@ class AsyncLane:
 
     async def _score(self, task: Task) -> list[Part]:
         part = await self._call(task, task.inputs)
-        failure = part[1].failure
-        if failure is None or failure[0] not in ASYNC_RETRIED or len(task.inputs) == 1:
+        if not is_cut(task, part[1], ASYNC_RETRIED):
             return [part]
         if self.timeout_seconds is not None and asyncio.get_running_loop() is self.loop:
             self.running.set_deadline(task, self.timeout_seconds)

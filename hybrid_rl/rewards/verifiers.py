@@ -1,9 +1,18 @@
 """Ready-made reward functions."""
 
-from collections.abc import Sequence
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.functions import Messages
+
+MATH_SECONDS = 5  # math-verify's own limits
+THINK_END = "</think>"
 
 
 def completion_text(completion: str | Messages) -> str:
@@ -20,3 +29,67 @@ def exact_match(completions: Sequence[str | Messages], answer: Sequence[Any], **
         None if expected is None else float(completion_text(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
+
+
+def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
+    """1 where the completion's final answer equals the expected one as mathematics, else 0; by math-verify.
+
+    column: the dataset column with the expected answer: a number, LaTeX, a worked solution that ends in \\boxed{...},
+    or GSM8K's text behind "####". None: `answer`, or `solution` where there is none. A sample whose expected answer is
+    missing or cannot be parsed gets None. Of a completion with </think> only what follows it is read. Of several
+    answers the last one counts; answers in boxes side by side are a set.
+
+    math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get:
+    in reward processes (reward_processes) this works. In the trainer's process functions run in a thread; there
+    reward_timeout_seconds is the limit.
+    Raises ConfigError where math-verify is not installed.
+    """
+    _math_verify()
+
+    def score(completions: Sequence[str | Messages], golds: Sequence[Any]) -> list[float | None]:
+        library: Any = _math_verify()
+        seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+        targets = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
+
+        def parse(text: str) -> list[Any]:
+            return list(library.parse(text, targets, extraction_mode="first_match", parsing_timeout=seconds))
+
+        texts = [None if gold is None else str(gold) for gold in golds]
+        parsed = {text: parse(delimited(text)) for text in set(texts) if text is not None}
+        rewards: list[float | None] = []
+        for completion, gold in zip(completions, texts, strict=True):
+            if gold is None or not parsed[gold]:
+                rewards.append(None)
+                continue
+            found = parse(completion_text(completion).rpartition(THINK_END)[2])
+            rewards.append(float(library.verify(parsed[gold], found, timeout_seconds=seconds)))
+        return rewards
+
+    def math_reward(completions: Sequence[str | Messages], **columns: Any) -> list[float | None]:
+        names = ("answer", "solution") if column is None else (column,)
+        for name in names:
+            if name in columns:
+                return score(completions, columns[name])
+        raise ValueError(f"math_reward needs the dataset column {' or '.join(names)}; there is none")
+
+    if column is not None:  # the check before the run then sees that it is needed
+        kinds = inspect.Parameter
+        parameters = [kinds(name, kinds.KEYWORD_ONLY) for name in ("completions", column)]
+        math_reward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return math_reward
+
+
+def delimited(gold: str) -> str:
+    """An expected answer as a text in which math-verify finds it: what stands behind "####", and between dollars where
+    it is a formula without delimiters."""
+    gold = gold.rpartition("####")[2].strip()
+    has_delimiters = any(sign in gold for sign in ("$", "\\boxed", "\\(", "\\["))
+    is_prose = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+(?:\{[A-Za-z ]*\})?", "", gold)) is not None
+    return gold if has_delimiters or is_prose else f"${gold}$"
+
+
+def _math_verify() -> ModuleType:
+    try:
+        return importlib.import_module("math_verify")
+    except ImportError as error:
+        raise ConfigError("math_reward needs math-verify, which is not installed: pip install math-verify") from error

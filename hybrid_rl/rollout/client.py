@@ -62,7 +62,7 @@ class EngineClient:
         finally:
             self._busy = False
             # Of an engine for itself a rank ends only what it sent; from a shared one it may not leave quietly.
-            if (self._engine.num_unfinished if is_shared else num_finished < num_sent):
+            if self._engine.num_unfinished if is_shared else num_finished < num_sent:
                 self._engine.break_off()
 
     def stats(self) -> EngineStats:

@@ -4,9 +4,8 @@ back."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,17 @@ from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, format_failures
 from hybrid_rl.rollout.base import SamplingParams
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.refill import GroupRewards, Refill
+from hybrid_rl.rollout.scored import RolloutReport
 
 logger = logging.getLogger("hybrid_rl")
+
+GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ def generations_of(batch: Batch) -> list[Generation]:
 
 @dataclass
 class Collected:
-    """A batch with what its collection cost and showed. timings: of the slowest rank; logged: means of what reward
-    functions gave to log_metric."""
+    """A batch with what its collection cost and showed. timings: of the slowest rank; metrics: of the batch, those
+    under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
+    log_metric."""
 
     batch: Batch | BatchRef
     timings: Timings
@@ -57,11 +61,22 @@ class Collected:
 
 
 class Collector:
-    """Collects scored samples from a worker group. reward_names: of the reward functions."""
+    """Collects scored samples from a worker group. reward_names, reward_weights: of the reward functions; weights
+    None: 1 each."""
 
-    def __init__(self, workers: WorkerGroup, reward_names: Sequence[str], *, max_failure_share: float) -> None:
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        reward_names: Sequence[str],
+        *,
+        max_failure_share: float,
+        reward_weights: Sequence[float] | None = None,
+    ) -> None:
         self._workers = workers
         self._names = tuple(reward_names)
+        self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
+        if len(self._weights) != len(self._names):
+            raise ConfigError(f"{len(self._weights)} reward weights for the reward functions {list(self._names)}")
         self._max_failure_share = max_failure_share
         self._next_id = 0
 
@@ -73,15 +88,33 @@ class Collector:
         params: SamplingParams,
         version: int,
         state: TrainerState,
+        *,
+        max_refills: int = 0,
+        greedy_baseline: bool = False,
     ) -> Collected:
         """The batch of a training step: the sampler's next prompts, num_generations samples each.
 
-        The noise of a sample depends on the seed, the step and its place in the batch alone.
+        max_refills: 0 = all groups stay; else those without signal are dropped, and further prompts take their place,
+        in at most so many further rollouts (`Refill`). greedy_baseline: one greedy sample per prompt of the batch is
+        scored too, and its reward becomes the column `baseline_rewards` (ReMax, arXiv:2310.10505).
+
+        The noise of a sample depends on the seed, the step, the rollout within the step and its place there alone.
+        Raises NoSignalError where the last rollout leaves groups missing, DataError where the data ends.
         """
-        rows = sampler.take(num_prompts)
-        if len(rows) < num_prompts:
-            raise DataError(f"the training data gave {len(rows)} of {num_prompts} prompts: it has ended or is empty")
-        return self.rollout(rows, num_generations, params, version, state, purpose=f"train/{state.global_step}")
+        call = RolloutCall(num_generations, params, version, state, f"train/{state.global_step}", self._next_id)
+        tally = _Tally(self._max_failure_share, self._next_id)
+        metrics: dict[str, float] = {}
+        if max_refills:
+            refill = Refill(num_prompts, max_refills, self._names, self._weights)
+            rows, batch = self._refilled(sampler, call, tally, refill)
+            metrics |= refill.metrics()
+        else:
+            rows = _take(sampler, num_prompts, num_prompts)
+            batch = self._roll_out(rows, call, tally)
+        if greedy_baseline:
+            batch = self._with_baseline(rows, batch, call, tally)
+            metrics |= baseline_metrics(batch)
+        return tally.collected(batch, metrics | reward_metrics(batch, self._names))
 
     def rollout(
         self,
@@ -96,39 +129,124 @@ class Collector:
     ) -> Collected:
         """Samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
-        self._next_id += len(rows) * num_generations
-        tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
-        batch, reports = self._workers.rollout(tasks, call)
-        batch = _in_order(batch)
-        timings = Timings()
-        for name in ("rollout", "reward"):
-            timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
-        metrics = length_metrics(batch)
-        logged = MetricSums()
-        if is_scored:
-            self._check_failures(batch, reports, call)
-            metrics.update(reward_metrics(batch, self._names))
-            for report in reports:
-                logged.merge(report.logged)
-        return Collected(batch, timings, metrics, logged.result())
+        tally = _Tally(self._max_failure_share, self._next_id)
+        batch = self._roll_out(rows, call, tally)
+        return tally.collected(batch, reward_metrics(batch, self._names) if is_scored else {})
 
-    def _check_failures(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        failures: list[RewardFailure] = [failure for report in reports for failure in report.failures]
+    def demonstrate(
+        self, sampler: PromptSampler, num_prompts: int, params: SamplingParams, version: int, state: TrainerState
+    ) -> Collected:
+        """The batch of a training step without a rollout: the sampler's next prompts, each with the completion that the
+        dataset has for it (`Demonstrations`)."""
+        rows = _take(sampler, num_prompts, num_prompts)
+        call = RolloutCall(1, params, version, state, f"train/{state.global_step}", self._next_id)
+        tally = _Tally(self._max_failure_share, self._next_id)
+        return tally.collected(self._roll_out(rows, call, tally, method="demonstrations"), {})
+
+    def _roll_out(
+        self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, *, method: str = "rollout"
+    ) -> Batch | BatchRef:
+        """Samples for these prompts in their order, with ids of their own. method: of the workers, which makes them."""
+        call = replace(call, first_id=self._next_id)
+        self._next_id += len(rows) * call.num_generations
+        tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
+        batch, reports = getattr(self._workers, method)(tasks, call)
+        batch = _in_order(batch)
+        tally.add(batch, reports, call)
+        return batch
+
+    def _refilled(
+        self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
+    ) -> tuple[list[PromptRow], Batch | BatchRef]:
+        """Prompts whose groups have signal, and their samples."""
+        kept_rows: list[PromptRow] = []
+        parts: list[Any] = []
+        purpose = call.purpose
+        while refill.num_missing:
+            rows = _take(sampler, refill.num_wanted, refill.num_missing)
+            made = self._roll_out(rows, replace(call, purpose=purpose), tally)
+            places, samples = refill.keep(made)
+            kept_rows += [rows[place] for place in places]
+            if places:
+                parts.append(made.select(samples))
+            del made  # so that nothing keeps the dropped samples while the next are made
+            refill.check(call.state.global_step)
+            purpose = f"{call.purpose}/refill/{refill.num_rollouts}"
+        return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
+
+    def _with_baseline(
+        self, rows: Sequence[PromptRow], batch: Batch | BatchRef, call: RolloutCall, tally: _Tally
+    ) -> Batch | BatchRef:
+        """The batch with the reward of each prompt's greedy sample, float64 [N]."""
+        greedy = replace(call.params, temperature=0.0)
+        call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
+        rewards = self._roll_out(rows, call, tally)["rewards"]
+        _, group = batch["group"].unique(return_inverse=True)
+        return batch.with_columns(baseline_rewards=rewards[group])
+
+
+class _Tally:
+    """What the rollouts of one collection cost and showed so far. first_id: of its samples."""
+
+    def __init__(self, max_failure_share: float, first_id: int) -> None:
+        self._max_failure_share = max_failure_share
+        self._first_id = first_id
+        self._num_samples = self._num_failed = 0
+        self._failures: list[RewardFailure] = []
+        self._timings = Timings()
+        self._logged = MetricSums()
+
+    def add(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+        """Count a rollout. Raises RewardError where too many of all samples so far have no reward."""
+        for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
+            self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        if not call.is_scored:
+            return
+        shift = call.first_id - self._first_id
+        failures = [replace(failure, key=failure.key + shift) for r in reports for failure in r.failures]
         num_failed = int(batch["rewards"].isnan().sum())
-        check_failure_share(num_failed, batch.num_samples, failures, self._max_failure_share, call.state.global_step)
+        self._failures += failures
+        self._num_failed += num_failed
+        self._num_samples += batch.num_samples
+        check_failure_share(
+            self._num_failed, self._num_samples, self._failures, self._max_failure_share, call.state.global_step
+        )
         if failures:
             logger.warning(
                 "%s: %d samples have no reward and are masked\n%s", call.purpose, num_failed, format_failures(failures)
             )
+        if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
+            for report in reports:
+                self._logged.merge(report.logged)
+
+    def collected(self, batch: Batch | BatchRef, metrics: dict[str, float]) -> Collected:
+        """The batch that came of it, with its metrics."""
+        return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
+
+
+def _take(sampler: PromptSampler, num_prompts: int, least: int) -> list[PromptRow]:
+    """The next prompts. Raises DataError where there are fewer than `least`."""
+    rows = sampler.take(num_prompts)
+    if len(rows) < least:
+        raise DataError(f"the training data gave {len(rows)} of {least} prompts: it has ended or is empty")
+    return rows
 
 
 def replay(
-    folder: Path, step: int, num_prompts: int, num_generations: int, names: Sequence[str], version: int
+    folder: Path,
+    step: int,
+    num_prompts: int,
+    num_generations: int,
+    names: Sequence[str],
+    version: int,
+    *,
+    greedy_baseline: bool = False,
 ) -> Collected:
     """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
     names: of the reward functions.
 
-    Raises DataError where there is none, or one of another number of prompts, samples or reward functions.
+    Raises DataError where there is none, or one of another number of prompts, samples or reward functions, or without
+    the greedy baseline that is wanted.
     """
     timings = Timings()
     with timings.measure("rollout"):
@@ -151,8 +269,14 @@ def replay(
             f"{folder}: the rollout of step {step} was scored by {num_functions} reward functions, but {len(names)} "
             f"are given ({', '.join(names)}); give those that scored it"
         )
+    if greedy_baseline and "baseline_rewards" not in saved:
+        raise DataError(
+            f"{folder}: the rollout of step {step} was made without a greedy baseline, which the algorithm needs; make "
+            f"the rollouts with the algorithm that they are for"
+        )
     batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
-    return Collected(batch, timings, length_metrics(batch) | reward_metrics(batch, names))
+    metrics = length_metrics(batch) | reward_metrics(batch, names)
+    return Collected(batch, timings, metrics | (baseline_metrics(batch) if greedy_baseline else {}))
 
 
 def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, float]:
@@ -163,13 +287,15 @@ def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, f
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
     rewards = batch["rewards"]
     metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
-    _, group = batch["group"].unique(return_inverse=True)
-    unset = torch.full((int(group.max()) + 1,), math.inf, dtype=torch.float64)
-    low = unset.scatter_reduce(0, group, rewards.nan_to_num(math.inf), "amin")
-    high = (-unset).scatter_reduce(0, group, rewards.nan_to_num(-math.inf), "amax")
-    metrics["frac_reward_zero_std"] = float((high <= low).double().mean())
+    metrics["frac_reward_zero_std"] = float((~GroupRewards.of(rewards, batch["group"]).has_signal).double().mean())
     metrics["rewards/num_failed"] = float(rewards.isnan().sum())
     return metrics
+
+
+def baseline_metrics(batch: Batch | BatchRef) -> dict[str, float]:
+    """Metrics of the greedy baseline of a batch, every prompt counted once."""
+    first = torch.tensor([rows[0] for rows in batch.group_rows()])
+    return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _in_order(batch: Batch | BatchRef) -> Batch | BatchRef:

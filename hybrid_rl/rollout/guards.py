@@ -138,9 +138,7 @@ class GuardedEngine(RolloutEngine):
         """The tags. Raises ValueError for unknown ones, EngineStateError while requests run that nobody holds."""
         known = known_tags(tags)
         if self.num_running and self._paused != "keep":
-            raise EngineStateError(
-                f"{self.num_running} requests are running; finish or pause them before sleeping"
-            )
+            raise EngineStateError(f"{self.num_running} requests are running; finish or pause them before sleeping")
         return known
 
     def require_wake(self, tags: Iterable[str]) -> frozenset[str]:

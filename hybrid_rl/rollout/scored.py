@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -12,41 +11,19 @@ import numpy as np
 import torch
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.data import PromptRow
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.interrupts import interrupt_requested
 from hybrid_rl.metrics import MetricSums, Timings
-from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner, TrainerState
-from hybrid_rl.rollout.base import FinishedSample, RolloutRequest, SamplingParams, derive_seed
+from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner
+from hybrid_rl.rollout.base import FinishedSample, RolloutRequest, derive_seed
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.client import RolloutClient
+from hybrid_rl.rollout.judged import Encode, JudgeRound
+from hybrid_rl.rollout.late import merge_late
+
+__all__ = ["RolloutCall", "RolloutReport", "RolloutTask", "ScoredRollout"]
 
 POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
-
-
-@dataclass(frozen=True)
-class RolloutTask:
-    """One prompt of a rollout, num_generations samples. place: of the prompt among all of the rollout, over all
-    ranks."""
-
-    place: int
-    row: PromptRow
-
-
-@dataclass(frozen=True)
-class RolloutCall:
-    """What all prompts of a rollout have in common.
-
-    first_id: of the samples' ids, which no other rollout of the run uses. purpose: with the seed, a sample's place and
-    nothing else it decides the sample's noise: where it is made, and beside which others, does not matter. is_scored:
-    whether rewards are wanted.
-    """
-
-    num_generations: int
-    params: SamplingParams
-    version: int
-    state: TrainerState
-    purpose: str
-    first_id: int
-    is_scored: bool = True
 
 
 @dataclass
@@ -59,16 +36,34 @@ class RolloutReport:
 
 
 class ScoredRollout:
-    """Makes scored samples, which are scored as they finish. decode: token ids to text without special tokens; seed: of
-    every sample's noise."""
+    """Makes scored samples, which are scored as they finish, or where `rewards` score by group when the last of a group
+    has. Judges that are the engine itself get a round of their own, when all samples are there.
+
+    decode: token ids to text without special tokens. seed: of every sample's noise. encode: what a judge is asked, text
+    or messages, to token ids; max_length: of what it is asked with its answer, None = the engine has no limit. Where
+    reward models take part, rewards are NaN until `merge_late` adds their scores.
+    Raises ConfigError for a judge without `encode`.
+    """
 
     def __init__(
-        self, client: RolloutClient, rewards: RewardRunner | None, decode: Callable[[Sequence[int]], str], *, seed: int
+        self,
+        client: RolloutClient,
+        rewards: RewardRunner | None,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        seed: int,
+        encode: Encode | None = None,
+        max_length: int | None = None,
     ) -> None:
         self._client = client
         self._rewards = rewards
         self._decode = decode
         self._seed = seed
+        self._judges: JudgeRound | None = None
+        if rewards is not None and rewards.entries.judges:
+            if encode is None:
+                raise ConfigError("an EngineJudge needs the policy's tokenizer: pass encode= to ScoredRollout")
+            self._judges = JudgeRound(client, rewards, decode, encode, seed=seed, max_length=max_length)
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """The samples of these prompts, prompt by prompt. Raises KeyboardInterrupt where an interrupt was requested."""
@@ -79,21 +74,33 @@ class ScoredRollout:
         finished: dict[int, FinishedSample] = {}
         texts: dict[int, str] = {}
         futures: list[Future[RewardResult]] = []
+        unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
         with timings.measure("rollout"):
             for events in self._client.stream(requests, call.version):
                 finished.update((event.id, event) for event in events)
                 texts.update((event.id, self._decode(event.completion_ids)) for event in events)
                 if rewards is not None:
-                    inputs = [_reward_input(e, tasks_of[e.id].row, texts[e.id], call.first_id) for e in events]
-                    futures.append(rewards.submit(inputs, call.state))
+                    inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call.first_id) for e in events]
+                    if rewards.score_by == "group":
+                        inputs = _whole_groups(unscored, inputs, call.num_generations)
+                    if inputs:
+                        futures.append(rewards.submit(inputs, call.state))
         samples = [finished[request.id] for request in requests]
         columns = _sample_columns(_repeat(tasks, call.num_generations), samples, call)
         columns["completion"] = [texts[request.id] for request in requests]
         with timings.measure("reward"):
             results = _results(futures)
-        if rewards is not None:
-            columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], len(rewards.names)))
-        return Batch(columns), RolloutReport(timings.seconds, _failures(results), _logged(results))
+        report = RolloutReport(timings.seconds, _failures(results), _logged(results))
+        if rewards is None:
+            return Batch(columns), report
+        columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], rewards))
+        batch = Batch(columns)
+        if self._judges is not None:
+            with timings.measure("judge"):
+                late = self._judges.run(batch, call)
+            report.logged.merge(late.logged)
+            batch, report.failures = merge_late(batch, report.failures, rewards, call.first_id, late)
+        return batch, report
 
     def _requests(self, task: RolloutTask, call: RolloutCall) -> list[RolloutRequest]:
         requests = []
@@ -111,8 +118,22 @@ def _repeat(tasks: Sequence[RolloutTask], num_generations: int) -> list[RolloutT
     return [task for task in tasks for _ in range(num_generations)]
 
 
-def _reward_input(sample: FinishedSample, row: PromptRow, text: str, first_id: int) -> RewardInput:
-    return RewardInput(sample.id - first_id, row.prompt, text, sample.completion_ids, row.columns)
+def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, first_id: int) -> RewardInput:
+    row = task.row
+    return RewardInput(sample.id - first_id, row.prompt, text, sample.completion_ids, row.columns, group=task.place)
+
+
+def _whole_groups(
+    unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
+) -> list[RewardInput]:
+    """The samples of the groups that these complete, in order of generation; the others wait in `unscored`."""
+    whole: list[RewardInput] = []
+    for sample in finished:
+        members = unscored.setdefault(sample.group, [])
+        members.append(sample)
+        if len(members) == num_generations:
+            whole += sorted(unscored.pop(sample.group), key=lambda member: member.key)
+    return whole
 
 
 def _results(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
@@ -154,19 +175,25 @@ def _sample_columns(
     }
 
 
-def _reward_columns(results: Sequence[RewardResult], keys: Sequence[int], num_functions: int) -> dict[str, Any]:
+def _reward_columns(results: Sequence[RewardResult], keys: Sequence[int], runner: RewardRunner) -> dict[str, Any]:
     place = {key: index for index, key in enumerate(keys)}
-    rewards = torch.full((len(keys),), math.nan, dtype=torch.float64)
-    values = np.full((len(keys), num_functions), np.nan)
+    rewards = torch.full((len(keys),), torch.nan, dtype=torch.float64)
+    values = np.full((len(keys), len(runner.names)), np.nan)
     extras: list[dict[str, Any]] = [{} for _ in keys]
+    tokens: list[np.ndarray] = [np.empty(0) for _ in keys]
     for result in results:
         where = [place[key] for key in result.keys]
         rewards[where] = torch.from_numpy(result.rewards)
         values[where] = result.values
+        for index, of_sample in zip(where, result.token_rewards, strict=True):
+            tokens[index] = of_sample
         for column, by_key in result.extras.items():
             for key, value in by_key.items():
                 extras[place[key]][column] = value
-    return {"rewards": rewards, "function_rewards": values.tolist(), "extra": extras}
+    columns: dict[str, Any] = {"rewards": rewards, "function_rewards": values.tolist(), "extra": extras}
+    if runner.is_dense:  # on every rank alike, whatever this one's samples got
+        columns["token_rewards"] = Jagged.from_rows([torch.from_numpy(row) for row in tokens], torch.float32)
+    return columns
 
 
 def _failures(results: Sequence[RewardResult]) -> list[RewardFailure]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.algos import Algorithm
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.checkpoint import read_optimizer_into
 from hybrid_rl.config import TrainerConfig
@@ -15,13 +14,18 @@ from hybrid_rl.controller import RankContext, mark_progress
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.router import Routers
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.saving import save_weights
 from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
 from hybrid_rl.workers.fsdp import ShardedCausalLM, accumulating
+from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.optimizer import Optimizer
 from hybrid_rl.workers.plan import Plan, micro_batch
-from hybrid_rl.workers.step import Counts, batch_logprobs, loss_mask, micro_batch_loss, mismatch_metrics
+from hybrid_rl.workers.routing import router_columns
+from hybrid_rl.workers.scoring import batch_logprobs, distribution_columns
+from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 
 
 class Actor:
@@ -30,74 +34,102 @@ class Actor:
     def __init__(
         self,
         model: CausalLM,
-        algorithm: Algorithm,
         config: TrainerConfig,
         context: RankContext,
         *,
         num_optimizer_steps: int,
+        reference: CausalLM | None = None,
     ) -> None:
         self.model = model
         self._context = context
-        self._algorithm = algorithm
         self._config = config
+        self._reference = reference
         if config.model.gradient_checkpointing:
             model.enable_gradient_checkpointing()
             model.verify()  # once more: it put the model into training mode
+        self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
         self.optimizer = Optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
+        self.kl_weight = KLWeight(config.kl)
+        self._numbers = LearnedNumbers(config.policy_loss)
 
-    def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
-        """ln p of the completion tokens under the present weights."""
+    def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
+        """old_logprobs under the present weights or the engine's, as configured, with what the algorithm wants of the
+        distribution behind them; nothing where the update needs none."""
+        config = self._config
         micro_batches = [micro for mini in plan for micro in mini]
-        return batch_logprobs(self.model, batch, micro_batches, self._config.rollout.temperature)
+        num_top = 0
+        if "old_top" in config.policy_loss.needs:
+            num_top = config.policy_loss.num_top  # type: ignore[attr-defined]
+        wants_squares = "sum_pi_squared" in config.advantage.needs
+        columns: dict[str, Jagged] = {}
+        if num_top or wants_squares:
+            columns = distribution_columns(
+                self.model,
+                batch,
+                micro_batches,
+                config.rollout.temperature,
+                num_top=num_top,
+                wants_squares=wants_squares,
+            )
+        elif self._routers is None and config.algorithm.old_logprobs == "recompute":
+            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches, config.rollout.temperature)
+        if self._routers is not None:
+            columns |= router_columns(self.model, self._routers, batch, micro_batches, config.rollout.temperature)
+        if config.algorithm.old_logprobs == "rollout":
+            columns["old_logprobs"] = batch["rollout_logprobs"]
+        return columns
 
     @torch.enable_grad()
-    def update(self, batch: Batch, plan: Plan) -> MetricSums:
-        """All optimizer steps of a training step; this rank's part of the metrics over all of them."""
-        sums = MetricSums()
-        if "old_logprobs" in batch and self._config.algorithm.old_logprobs == "recompute":
-            sums.merge(self._mismatch(batch, batch["old_logprobs"].values))
+    def update(self, batch: Batch, plan: Plan, version: int) -> MetricSums:
+        """All optimizer steps of a training step; this rank's part of the metrics over all of them. version: of the
+        weights as they are before the first of them."""
+        config, sums = self._config, MetricSums()
+        recomputed = config.algorithm.old_logprobs == "recompute" and "old_logprobs" in batch
+        if recomputed:
+            sums.merge(rollout_gap(batch, batch["old_logprobs"].values, config, self._context, version))
         counts = self._counts(batch, plan)
-        for iteration in range(self._config.algorithm.num_iterations):
+        prepared = prepared_column(batch, plan, config, self._context, version)
+        if prepared is not None:
+            batch = batch.with_columns(prepared=prepared)
+        terms = Terms(config, self.kl_weight.beta, version, self._numbers.parameters, self._reference, self._routers)
+        for iteration in range(config.algorithm.num_iterations):
             for index, micro_batches in enumerate(plan):
-                untouched = iteration == 0 and index == 0 and self._config.algorithm.old_logprobs != "recompute"
-                sums.merge(self._optimizer_step(batch, micro_batches, counts[index], compare=untouched))
+                step_sums, logprobs = self._optimizer_step(batch, micro_batches, counts[index], terms)
+                sums.merge(step_sums)
+                if iteration == 0 and index == 0 and not recomputed:  # the weights were still those of the rollout
+                    rows = [row for rows in micro_batches for row in rows]
+                    mine = batch.select(torch.tensor(rows, dtype=torch.int64))
+                    sums.merge(rollout_gap(mine, logprobs, config, self._context, version))
+        sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
 
     def _counts(self, batch: Batch, plan: Plan) -> list[Counts]:
         """Denominators of each mini-batch, over all ranks."""
         rows = [[row for micro in mini for row in micro] for mini in plan]
         mine = [Counts.of(batch.select(torch.tensor(r, dtype=torch.int64)), self._config.algorithm) for r in rows]
-        return [sum(parts, Counts(0, 0)) for parts in zip(*self._context.gather(mine), strict=True)]
+        return [sum(parts, Counts()) for parts in zip(*self._context.gather(mine), strict=True)]
 
     def _optimizer_step(
-        self, batch: Batch, micro_batches: list[list[int]], counts: Counts, *, compare: bool
-    ) -> MetricSums:
-        """One update from the samples of one mini-batch. compare: the weights are still those of the rollout."""
-        config = self._config
+        self, batch: Batch, micro_batches: list[list[int]], counts: Counts, terms: Terms
+    ) -> tuple[MetricSums, torch.Tensor]:
+        """One update from the samples of one mini-batch, and the logprobs of their tokens before it, float32 [M] on
+        the CPU in the order of the micro-batches."""
         self.optimizer.clear()  # of what an update that was broken off left behind
         sums = MetricSums()
         learning_rate = self.optimizer.learning_rate
-        total = 0.0
+        total, before = 0.0, [torch.zeros(0)]
         for index, rows in enumerate(micro_batches):
             mark_progress()
-            micro = micro_batch(batch, rows)
             with accumulating(self.model, is_last=index == len(micro_batches) - 1):
-                loss, stats, logprobs = micro_batch_loss(
-                    self.model,
-                    micro,
-                    self._algorithm,
-                    config.algorithm,
-                    counts,
-                    temperature=config.rollout.temperature,
-                    max_completion_length=config.rollout.max_completion_length,
-                )
+                loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)
                 loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
             total += float(loss.detach())
             sums.merge(stats)
-            if compare:
-                sums.merge(self._mismatch(micro, logprobs.float().cpu()))
+            if rows:
+                before.append(logprobs.float().cpu())
         norm, updated = self.optimizer.step()
+        self._numbers.step(self._context, is_valid=updated)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
         sums.mean("loss", total, once)
@@ -105,11 +137,8 @@ class Actor:
             sums.mean("grad_norm", norm, 1)
             sums.mean("learning_rate", learning_rate, 1)
             sums.total("skipped_updates", 0 if updated else 1)
-        return sums
-
-    def _mismatch(self, batch: Batch, logprobs: torch.Tensor) -> MetricSums:
-        mask = loss_mask(batch, mask_truncated_completions=False)
-        return mismatch_metrics(logprobs, batch["rollout_logprobs"].values, mask)
+            sums.merge(self._numbers.metrics())
+        return sums, torch.cat(before)
 
     def save_model(self, folder: Path) -> None:
         """Write the weights and config as `from_pretrained` reads them. Collective."""
@@ -121,7 +150,7 @@ class Actor:
         if isinstance(self.model, ShardedCausalLM) and self.model.dtype != torch.float32:
             # The shards are the masters, which the saved weights are rounded from.
             state["master"] = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
-        return state
+        return state | {"algorithm": self.kl_weight.state_dict() | self._numbers.state_dict()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -136,4 +165,6 @@ class Actor:
         state = read_optimizer_into(folder, self.optimizer_state())
         if isinstance(self.model, ShardedCausalLM):
             state["master"] = {}  # the shards, which hold them now
+        self.kl_weight.load_state_dict(state["algorithm"])
+        self._numbers.load_state_dict(state["algorithm"])
         self.optimizer.load_state_dict(state)

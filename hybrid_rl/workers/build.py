@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import BlockSource
+from hybrid_rl.models.weights.sources import BlockSource, WeightSource
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.workers.shared_shards import move_to_region
 
@@ -24,36 +27,78 @@ from hybrid_rl.workers.shared_shards import move_to_region
 def build_model(
     model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext, *, is_trained: bool
 ) -> CausalLM:
-    """A role's model: a module of this process as it is, or built from a recipe, each rank reading its part of the
-    weights. is_trained: False freezes all parameters (a reference), and leaves out what only training wants.
+    """The language model of a role: a module of this process as it is, or built from a recipe, each rank reading its
+    part of the weights. is_trained: False freezes all parameters (a reference), and leaves out what only training
+    wants.
 
     Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
     """
-    options = {
+    if isinstance(model, PreTrainedModel):
+        module = model
+    else:
+        module = build_on_meta(model, DTYPES[config.model.dtype])
+        if not is_trained:
+            module.requires_grad_(False)
+    if not isinstance(module.get_output_embeddings(), nn.Linear):
+        raise ModelError(
+            f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
+        )
+    options = _call_options(config, is_trained=is_trained)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(module, config.model.attention, **options)
+    region = "actor" if is_trained and isinstance(config.rollout, VLLMRolloutConfig) else None
+    return _filled(module, model.source, config, context, options, region=region)
+
+
+def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
+    """A model with a number per token in the place of logits: over a copy of a live module's backbone, or built from a
+    recipe of a language model, of a critic or of a reward model.
+
+    Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
+    """
+    options = _call_options(config, is_trained=True)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(value_model_of(model), config.model.attention, **options)
+    module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
+    if isinstance(model.source, BlockSource):
+        model.source.get = context.get
+    return _filled(module, source, config, context, options)
+
+
+def _call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, bool]:
+    return {
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
     }
-    if isinstance(model, PreTrainedModel):
-        return CausalLM(model, config.model.attention, **options)
-    module = build_on_meta(model, DTYPES[config.model.dtype])
-    if not is_trained:
-        module.requires_grad_(False)
-    if isinstance(model.source, BlockSource):
-        model.source.get = context.get
+
+
+def _filled(
+    module: PreTrainedModel,
+    source: WeightSource,
+    config: TrainerConfig,
+    context: RankContext,
+    options: dict[str, bool],
+    *,
+    region: str | None = None,
+) -> CausalLM:
+    """A module on meta, with its weights, laid over the ranks. region: tag of the memory that CPU shards are moved
+    to, where engines of other ranks read them."""
+    if isinstance(source, BlockSource):
+        source.get = context.get
     if context.num_ranks == 1:
-        load_weights(module, model.source, context.device)
-        model.source.close()
+        load_weights(module, source, context.device)
+        source.close()
         return CausalLM(module, config.model.attention, **options)
     sharding = shard_options(config, context.mesh)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    load_weights(module, model.source, shards.device)
+    load_weights(module, source, shards.device)
     if sharding.cpu_offload:
         # Shards stay in host memory; what is computed with on the device is there.
         for child in module.modules():
             child._buffers.update({n: b if b is None else b.to(context.device) for n, b in child._buffers.items()})
-    model.source.close()
-    if is_trained and context.device.type == "cpu" and isinstance(config.rollout, VLLMRolloutConfig):
-        shards = replace(shards, region=move_to_region(shards, "actor"))  # engines of other ranks read them there
+    source.close()
+    if region is not None and context.device.type == "cpu":
+        shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, config.model.attention, **options)
 
 

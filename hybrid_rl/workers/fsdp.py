@@ -30,7 +30,7 @@ from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
 from hybrid_rl.models.blocks import transformer_blocks
-from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE
+from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.workers.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -169,6 +169,14 @@ class ShardedCausalLM(CausalLM):
         """See CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_logprobs(row, temperature))
 
+    def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
+        """See CausalLM."""
+        return self._gathered(lambda: super(ShardedCausalLM, self).row_distribution(row, temperature))
+
+    def row_values(self, row: PackedRow) -> Tensor:
+        """See CausalLM."""
+        return self._gathered(lambda: super(ShardedCausalLM, self).row_values(row))
+
     def _gathered(self, call: Callable[[], Result]) -> Result:
         """Run `call` inside the root's hooks."""
         if self._is_gathered:
@@ -222,15 +230,15 @@ class ShardedCausalLM(CausalLM):
         with self.twin.bound():
             plain = CausalLM(self.twin.module, self.attention.name)
             gap = plain.verify()
-            expected, _ = plain.row_logprobs(self.verify_row(), 1.0)
-        mine, _ = self.row_logprobs(self.verify_row(), 1.0)
-        difference = float((mine - expected).abs().max() / expected.abs().max())
-        if not difference <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
-            raise ModelError(
-                f"{type(self.twin.module).__name__} gives other logprobs on shards (relative gap {difference:.1e}); "
-                f"this architecture is not supported on several ranks"
-            )
-        return max(gap, difference)
+            expected = plain.row_outputs(self.verify_row())
+        gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(self.verify_row()), expected, strict=True)]
+        for difference in gaps:
+            if not difference <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
+                raise ModelError(
+                    f"{type(self.twin.module).__name__} gives other logprobs on shards (relative gap "
+                    f"{difference:.1e}); this architecture is not supported on several ranks"
+                )
+        return max(gap, *gaps)
 
 
 @contextmanager

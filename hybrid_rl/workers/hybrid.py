@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
@@ -19,11 +18,13 @@ from hybrid_rl.report import JsonLines
 from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import KV_CACHE
 from hybrid_rl.rollout.client import EngineClient
+from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.workers.actor import Actor
 from hybrid_rl.workers.base import WorkerBase, rank_plan
 from hybrid_rl.workers.build import build_model
+from hybrid_rl.workers.estimate import with_advantages
 from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
@@ -34,13 +35,12 @@ from hybrid_rl.workers.residents import (
     module_resident,
     optimizer_resident,
 )
+from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
-from hybrid_rl.workers.setup import WorkerSetup
-from hybrid_rl.workers.step import options_of
+from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
 
 GENERATING = frozenset({ACTOR, ENGINE_WEIGHTS, KV_CACHE})
-TRAINING = frozenset({ACTOR, OPTIMIZER})
-SCORING = frozenset({ACTOR, REFERENCE})
+TRAINING = frozenset({ACTOR, OPTIMIZER, REFERENCE}) | CRITICS
 
 PROBE_TOKENS = 4
 PROBE_REQUEST = -1
@@ -56,14 +56,19 @@ class HybridWorker(WorkerBase):
         self._config = config
         self._probe_ids = setup.probe_ids
         self._tokenizer = setup.tokenizer
-        self._algorithm = ALGORITHMS[config.algorithm.name]
         model = build_model(setup.model, config, context, is_trained=True)
         model.check_length(setup.max_length)
         model.verify()
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
-        self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
-        self._actor = Actor(model, self._algorithm, config, context, num_optimizer_steps=setup.num_optimizer_steps)
+        self._roles = Roles(setup, context)
+        self._actor = Actor(
+            model,
+            config,
+            context,
+            num_optimizer_steps=setup.num_optimizer_steps,
+            reference=self._roles.reference_model,
+        )
         self._side = rollout_side(setup, model, context)
         self._engine = self._side.engine
         if self._engine.kv_cache_tokens < setup.max_length:
@@ -73,14 +78,11 @@ class HybridWorker(WorkerBase):
             )
         self._rewards = setup.rewards.runner(config)
         self._samples: JsonLines | None = None
+        self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
         self._rollout = ScoredRollout(EngineClient(self._engine), self._rewards, setup.decode, seed=config.seed)
         self.leases.add(module_resident(ACTOR, model.module))
         self.leases.add(optimizer_resident(self._actor.optimizer))
-        # Without a KL term the reference is a resident of no bytes, so that one declaration of needs serves both cases.
-        self.leases.add(
-            module_resident(REFERENCE, self._reference.model.module if self._reference else torch.nn.Module())
-        )
-        for resident in self._side.residents:
+        for resident in (*self._roles.residents, *self._side.residents):
             self.leases.add(resident)
 
     # ------------------------------------------------------------------------------------------------ training
@@ -90,34 +92,25 @@ class HybridWorker(WorkerBase):
 
     @dispatch(split="groups", collect="concat", needs=SCORING)
     def score(self, batch: Batch, step: int) -> Batch:
-        """Add the logprobs that the algorithm needs: old_logprobs (recompute, rollout) and ref_logprobs."""
+        """Add what the algorithm needs of the batch: logprobs of policy, reference and teacher, values."""
         plan = self._plan(batch, step)
-        mode = self._config.algorithm.old_logprobs
-        if mode == "recompute":
-            batch = batch.with_columns(old_logprobs=self._actor.logprobs(batch, plan))
-        elif mode == "rollout":
-            batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
-        if self._reference is not None:
-            temperature = self._config.rollout.temperature
-            batch = batch.with_columns(ref_logprobs=self._reference.logprobs(batch, plan, temperature))
-        return batch
+        batch = batch.with_columns(**self._actor.columns(batch, plan))
+        return batch.with_columns(**self._roles.columns(batch, plan))
 
     @dispatch(split="groups", collect="concat")
     def advantages(self, batch: Batch) -> Batch:
-        """Add advantages, one per completion token; needs whole groups."""
-        # Of all ranks: some algorithms compare with the whole batch. [N] numbers each.
-        everywhere = self._context.gather((batch["rewards"], batch["group"]))
-        rewards, groups = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
-        options = options_of(self._config.algorithm, self._algorithm.advantage_options)
-        start = sum(len(mine) for mine, _ in everywhere[: self._context.rank])
-        per_sample = self._algorithm.advantage(rewards, groups, **options)[start : start + batch.num_samples]
-        completions = batch["completion_ids"]
-        return batch.with_columns(advantages=completions.with_values(per_sample.float()[completions.row_index()]))
+        """Add advantages, one per completion token, and returns where there is a critic; needs whole groups."""
+        return with_advantages(batch, self._config, self._context, self._actor.kl_weight.beta)
 
     @dispatch(split="groups", collect="all", needs=TRAINING)
     def update(self, batch: Batch, step: int) -> MetricSums:
         """All optimizer steps of a training step; this rank's part of their metrics."""
-        return self._actor.update(batch, self._plan(batch, step))
+        plan = self._plan(batch, step)
+        sums = self._roles.update_critic(batch, plan)
+        if not self._roles.is_warmup(step):
+            sums.merge(self._actor.update(batch, plan, step - 1))
+            self._roles.after_update(self._actor, step)
+        return sums
 
     # ------------------------------------------------------------------------------------------------- rollout
 
@@ -176,6 +169,11 @@ class HybridWorker(WorkerBase):
         """Scored samples of this rank's prompts."""
         return self._rollout.run(tasks, call)
 
+    @dispatch(split="items", collect="concat")
+    def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """The dataset's own completions of this rank's prompts."""
+        return self._demonstrations.run(tasks, call)
+
     # --------------------------------------------------------------------------------------------- samples as text
 
     @dispatch(split="groups", collect="leader", objects=True)
@@ -184,7 +182,8 @@ class HybridWorker(WorkerBase):
         name = "samples.jsonl" if self._context.num_ranks == 1 else f"samples-rank{self._context.rank}.jsonl"
         if self._samples is None:
             self._samples = JsonLines(folder / name)
-        self._samples.write(sample_records(step, batch, self._rewards.names))
+        names = [DEMONSTRATION] if "demonstrations" in self._config.advantage.needs else self._rewards.names
+        self._samples.write(sample_records(step, batch, names))
 
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[int, str, str, float]]:
@@ -220,6 +219,7 @@ class HybridWorker(WorkerBase):
 
         def save_model(target: Path) -> None:
             self._actor.save_model(target)
+            self._roles.save_models(target)
             if self._context.rank == 0:
                 self._tokenizer.save_pretrained(target)
 

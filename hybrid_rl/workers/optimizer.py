@@ -142,6 +142,13 @@ class Optimizer:
             total /= self._mesh.size() / self._mesh.size(-1)
         return total.sqrt().float()
 
+    @torch.no_grad()
+    def forget_moments(self) -> None:
+        """Begin anew: moments and their bias correction; schedule, masters and weights stay."""
+        for target in self._targets.values():
+            for tensor in self._adamw.state[target].values():
+                tensor.zero_()
+
     def clear(self) -> None:
         """Forget accumulated gradients."""
         for tensor in (*self._parameters.values(), *self._targets.values()):

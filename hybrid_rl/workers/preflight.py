@@ -67,9 +67,7 @@ def probe_rank(context: RankContext) -> RankProbe:
     seconds = _measure_seconds(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # whoever sizes a cache later asks the device what is free
-    return RankProbe(
-        context.rank, socket.gethostname(), name, device_id, torch.get_num_threads(), versions(), seconds
-    )
+    return RankProbe(context.rank, socket.gethostname(), name, device_id, torch.get_num_threads(), versions(), seconds)
 
 
 @functools.cache

@@ -1,9 +1,12 @@
-"""The reference: the policy as it was before training, for KL terms."""
+"""Frozen models: the reference (the policy as it was before training, for KL terms) and the teacher of a
+distillation."""
 
 from __future__ import annotations
 
 import copy
 
+import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch, Jagged
@@ -16,7 +19,7 @@ from hybrid_rl.workers.build import build_model
 from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.residents import REFERENCE, module_resident
 from hybrid_rl.workers.setup import WorkerSetup
-from hybrid_rl.workers.step import batch_logprobs
+from hybrid_rl.workers.scoring import batch_logprobs
 
 
 class Reference:
@@ -30,6 +33,17 @@ class Reference:
     def logprobs(self, batch: Batch, plan: Plan, temperature: float) -> Jagged:
         """ln p of the completion tokens under the reference, at the policy's temperature."""
         return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], temperature)
+
+    @torch.no_grad()
+    def take(self, policy: CausalLM) -> None:
+        """Become what the policy is now, in the memory that is there; both lie on the ranks in the same way."""
+        theirs = dict(policy.module.named_parameters())
+        for name, mine in self.model.module.named_parameters():
+            source, target = theirs[name], mine
+            if isinstance(mine, DTensor):
+                assert isinstance(source, DTensor)
+                source, target = source.to_local(), mine.to_local()
+            target.copy_(source)
 
 
 class ReferenceWorker(WorkerBase):

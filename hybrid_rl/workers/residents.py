@@ -17,6 +17,9 @@ ACTOR = "actor"
 ENGINE_WEIGHTS = "engine_weights"
 OPTIMIZER = "optimizer"
 REFERENCE = "reference"
+TEACHER = "teacher"
+CRITIC = "critic"
+CRITIC_OPTIMIZER = "critic_optimizer"
 
 
 def module_resident(tag: str, module: nn.Module) -> Resident:
@@ -24,9 +27,9 @@ def module_resident(tag: str, module: nn.Module) -> Resident:
     return Resident(tag, lambda: sum(_local_bytes(p) for p in module.parameters()))
 
 
-def optimizer_resident(optimizer: Optimizer) -> Resident:
+def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
     """Masters and Adam moments; they stay, as above."""
-    return Resident(OPTIMIZER, lambda: optimizer.num_bytes)
+    return Resident(tag, lambda: optimizer.num_bytes)
 
 
 def engine_weights_resident(model: CausalLM) -> Resident:
@@ -35,9 +38,7 @@ def engine_weights_resident(model: CausalLM) -> Resident:
     if not isinstance(model, ShardedCausalLM):
         return Resident(ENGINE_WEIGHTS, lambda: 0)
     twin = model.twin
-    return Resident(
-        ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=twin.release, wake=twin.bind
-    )
+    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=twin.release, wake=twin.bind)
 
 
 def _local_bytes(parameter: Tensor) -> int:

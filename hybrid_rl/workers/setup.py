@@ -8,34 +8,47 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """The user's reward functions, and how they are called. available_columns: of the dataset, None = not known."""
+    """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added: how
+    many of them, the last ones, the configuration added to the user's; each weighs 1."""
 
     functions: Any
     available_columns: tuple[str, ...] | None
+    num_added: int = 0
+
+    def weights(self, given: Sequence[float] | None) -> list[float] | None:
+        """Weights of all functions, from those that the user gave for his own."""
+        return None if given is None else [*given, *([1.0] * self.num_added)]
 
     def runner(self, config: TrainerConfig) -> RewardRunner:
         """Their runner. Raises ConfigError for functions that cannot be used."""
         return RewardRunner(
             self.functions,
-            weights=config.rewards.reward_weights,
+            weights=self.weights(config.rewards.reward_weights),
             available_columns=self.available_columns,
             num_processes=config.rewards.reward_processes,
             timeout_seconds=config.rewards.reward_timeout_seconds,
         )
 
 
+def demonstration_encoder(tokenizer: PreTrainedTokenizerBase, config: TrainerConfig) -> DemonstrationEncoder:
+    """What turns the dataset's own completions into tokens."""
+    return DemonstrationEncoder(tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
+
+
 @dataclass(frozen=True)
 class WorkerSetup:
     """What a rank needs to build itself. model: a module of this process, or how to build it in any. probe_ids: the
-    prompt on which engine and trainer are compared. fingerprint: what the live module gave that the recipe copies."""
+    prompt on which engine and trainer are compared. teacher: the model that is distilled, if any; critic: what the
+    critic is made from where that is not the policy. fingerprint: what the live module gave that the recipe copies."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -44,23 +57,26 @@ class WorkerSetup:
     num_optimizer_steps: int
     max_length: int
     probe_ids: tuple[int, ...]
+    teacher: PreTrainedModel | ModelRecipe | None = None
+    critic: PreTrainedModel | ModelRecipe | None = None
+    num_critic_steps: int = 0
     fingerprint: list[float] | None = None
 
     @property
     def needs_reference(self) -> bool:
         """Whether somebody must compute the reference's logprobs."""
-        algorithm = self.config.algorithm
-        return algorithm.beta > 0 or "ref_logprobs" in ALGORITHMS[algorithm.name].needs
+        return needs_reference(self.config)
 
     @property
     def has_own_reference(self) -> bool:
         """Whether that is the policy's own ranks."""
-        return self.needs_reference and not getattr(self.config.controller, "reference_ranks", 0)
+        return self.needs_reference and not reference_ranks(self.config)
 
     @property
     def has_scores(self) -> bool:
-        """Whether the policy's own ranks compute logprobs before the update."""
-        return self.has_own_reference or self.config.algorithm.old_logprobs != "detach"
+        """Whether the policy's own ranks compute anything of a batch before the advantages."""
+        wanted = self.config.advantage.needs & {"teacher_logprobs", "values", "sum_pi_squared"}
+        return self.has_own_reference or bool(wanted) or self.config.algorithm.old_logprobs != "detach"
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -234,6 +234,18 @@ def continue_supervised(
     return ContinuedReport(accuracy, trainer.num_steps, elapsed)
 
 
+def train_on_answers(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int, num_steps: int
+) -> None:
+    """Trains the warm-started `model` in place on right answers, so many steps: the teacher of the distillation."""
+
+    def schedule(step: int) -> float:
+        return _ramp(step) * min(1.0, 2 * (num_steps - step) / num_steps)
+
+    trainer = SupervisedTrainer(model, tokenizer, task.train, seed, CONTINUED_LR, BATCH_SIZE, schedule)
+    trainer.run_until(lambda done, _: done == num_steps)
+
+
 def _at_multiple(num_steps: int, loss: float) -> bool:
     return num_steps % STEPS_PER_EVALUATION == 0
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.step import Counts, batch_logprobs, micro_batch_loss
+from hybrid_rl.workers.scoring import batch_logprobs
+from hybrid_rl.workers.step import Counts, micro_batch_loss
 from tests.distributed.ranks import run_ranks
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
-from tests.unit.workers.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.workers.grpo_step import case_batch, case_config, terms_of, with_advantages
 
 pytestmark = pytest.mark.slow
 
@@ -31,21 +31,13 @@ EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the largest gradient
 
 def grpo_backward(model: CausalLM, micro_batches: list[list[int]]) -> float:
     """Backward passes of one rank's micro-batches, with the counts of all samples; this rank's part of the loss."""
-    config = case_config(loss_type="dapo", beta=0.0)
+    config = case_config(loss_type="dapo", beta=0.0, temperature=0.9)
     batch = with_advantages(case_batch())
     counts = Counts.of(batch, config.algorithm)
     total = 0.0
     for index, rows in enumerate(micro_batches):
         with KeepFloat64(), accumulating(model, is_last=index == len(micro_batches) - 1):
-            loss, _, _ = micro_batch_loss(
-                model,
-                micro_batch(batch, rows),
-                ALGORITHMS["grpo"],
-                config.algorithm,
-                counts,
-                temperature=0.9,
-                max_completion_length=grpo_case.MAX_COMPLETION_LENGTH,
-            )
+            loss, _, _ = micro_batch_loss(model, micro_batch(batch, rows), terms_of(config), counts)
             loss.backward()
         total += float(loss.detach())
     return total

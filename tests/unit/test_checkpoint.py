@@ -67,6 +67,28 @@ def test_what_is_written_is_read(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-4"]
 
 
+def test_further_models_have_optimizers_in_folders_of_their_own(folder: Path) -> None:
+    def save_models(target: Path) -> None:
+        (target / "weights").touch()
+        (target / "critic" / "weights").touch()
+
+    states = [{"exp_avg": {"weight": torch.full((2,), number)}, "step": number} for number in (1.0, 2.0)]
+    write_checkpoint(folder, save_models, states[0], {}, parts={"critic": states[1]})
+    assert set(contents(folder)) == {
+        *("weights", SHARDS, SCALARS, STATE_FILE),
+        *(f"critic/{name}" for name in ("weights", SHARDS, SCALARS)),
+    }
+    for number, place in ((1.0, folder), (2.0, folder / "critic")):
+        found = read_optimizer_into(place, {"exp_avg": {"weight": torch.zeros(2)}})
+        assert found["step"] == number and found["exp_avg"]["weight"].tolist() == [number, number]
+
+
+def test_a_further_models_optimizer_that_cannot_be_written_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        write_checkpoint(folder, model_of("new"), {"step": 1}, {}, parts={"critic": {"closure": lambda: None}})
+    assert not folder.exists() and list(folder.parent.iterdir()) == []
+
+
 def test_a_new_one_replaces_an_old_one_wholly(folder: Path) -> None:
     write(folder, "old")
     (folder / "left_over").touch()

@@ -276,7 +276,7 @@ def test_variants_train(make_trainer, records, keys: dict) -> None:
     assert len(lines) == 3
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 and line["skipped_updates"] == 0 for line in lines)
     assert not torch.equal(model.lm_head.weight, before)
-    if trainer.config.algorithm.beta:
+    if trainer.config.kl.beta:
         assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
         assert lines[2]["kl"] > 1e-5
 

@@ -117,9 +117,7 @@ def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
         swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
         return swapped
 
-    return LazyTensor(
-        swap(tensor.shape), tensor.dtype, lambda box: tensor.read(tuple(swap(box))).transpose(dim0, dim1)
-    )
+    return LazyTensor(swap(tensor.shape), tensor.dtype, lambda box: tensor.read(tuple(swap(box))).transpose(dim0, dim1))
 
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {

@@ -28,7 +28,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
     """
     with own_classes(module):
         found = match(module, source)
-        tensors = _checked(module, found, source)
+        tensors = _checked(module, found, source, frozenset())
     if any(parameter.is_meta for parameter in module.parameters()):
         _materialise(module, torch.device(device))
     state = module.state_dict(keep_vars=True)
@@ -42,7 +42,21 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
         module._weight_conversions = found.conversions  # type: ignore[assignment]
 
 
-def _checked(module: PreTrainedModel, found: Match, source: WeightSource) -> dict[str, LazyTensor]:
+def lazy_weights(
+    module: PreTrainedModel, source: WeightSource, *, optional: frozenset[str] = frozenset()
+) -> dict[str, LazyTensor]:
+    """What a source has for a module, a tied tensor once, under its first name that the source has. optional: names of
+    parameters that it need not have.
+
+    Raises ModelError where other tensors are missing, left over, or of another shape.
+    """
+    with own_classes(module):
+        return _checked(module, match(module, source), source, optional)
+
+
+def _checked(
+    module: PreTrainedModel, found: Match, source: WeightSource, optional: frozenset[str]
+) -> dict[str, LazyTensor]:
     """The lazy tensor of every tensor of the module, a tied one once, under its first name that the source has."""
     state = module.state_dict(keep_vars=True)
     groups: dict[int, list[str]] = {}
@@ -53,7 +67,7 @@ def _checked(module: PreTrainedModel, found: Match, source: WeightSource) -> dic
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(found.unexpected))
     module._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
     # A missing buffer that the class allows for keeps the value that code gave it; a parameter has no such value.
-    missing = report.missing_keys | (missing & parameters)
+    missing = (report.missing_keys | (missing & parameters)) - optional
     mismatched = {
         f"{name} (checkpoint {list(lazy.shape)}, model {list(state[name].shape)})"
         for name, lazy in found.tensors.items()
@@ -107,4 +121,3 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
         if name != source and isinstance(state[name], nn.Parameter):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, module.get_parameter(source))
-

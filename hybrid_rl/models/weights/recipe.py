@@ -101,9 +101,7 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     # Some classes draw random numbers while they are built, although nothing of them stays.
     with init_empty_weights(include_buffers=False), no_init_weights(), torch.random.fork_rng(devices=[]):
         if recipe.model_class is None:
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=recipe.trust_remote_code
-            )
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         else:
             module = recipe.model_class._from_config(config, dtype=dtype)
     if recipe.path is not None and module.can_generate():
@@ -118,4 +116,3 @@ def _stored_generation_config(path: str, built: GenerationConfig) -> GenerationC
         return GenerationConfig.from_pretrained(path)
     except OSError:  # it has none: what the model's config says stays
         return built
-

@@ -171,9 +171,7 @@ class _TorchForm:
         if self._batch.is_decode:
             return self._decode(query, keys, values, options)
         parts = []
-        for row, (count, length) in enumerate(
-            zip(self._batch.num_queries, self._batch.context_lengths, strict=True)
-        ):
+        for row, (count, length) in enumerate(zip(self._batch.num_queries, self._batch.context_lengths, strict=True)):
             num_blocks = -(-length // self._cache.block_size)
             blocks = self._batch.block_table[row : row + 1, :num_blocks].long()
             place = torch.arange(length, device=query.device)

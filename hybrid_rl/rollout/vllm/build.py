@@ -54,9 +54,7 @@ def build(
     """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config()
-        num_bytes = kv_cache_bytes(
-            config, vllm_config, max_length=max_length, device=device, memory_share=memory_share
-        )
+        num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
         vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
     except ConfigError:

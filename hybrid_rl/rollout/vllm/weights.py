@@ -27,9 +27,7 @@ class WeightWriter:
     as they were loaded where the platform would pack them; what it packs is loaded anew by vLLM at every handoff.
     """
 
-    def __init__(
-        self, views: CheckpointViews, *, rank: int, is_plain: bool, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._views, self._rank, self._is_plain, self.bucket_bytes = views, rank, is_plain, bucket_bytes
         self._loading = Loading(views)
         self._plans: dict[str, Plan] = {}

@@ -15,7 +15,7 @@ MAX_LENGTH = 5
 ROWS = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3])
 MASK = torch.tensor([True, False, True, False, True, True, True, False])
 VALUES = torch.tensor([1.0, 100.0, 3.0, 1000.0, 2.0, 4.0, 9.0, 1e4])
-LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
+LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "sequence_sum"]
 
 
 def weights(mask: Tensor, rows: Tensor, num_rows: int, loss_type: str) -> Tensor:
@@ -37,6 +37,7 @@ def weights(mask: Tensor, rows: Tensor, num_rows: int, loss_type: str) -> Tensor
         ("dapo", (1 + 3 + 2 + 4 + 9) / 5),
         ("grpo", ((1 + 3) / 2 + 0 + 0 + (2 + 4 + 9) / 3) / 4),
         ("dr_grpo", (1 + 3 + 2 + 4 + 9) / (4 * MAX_LENGTH)),
+        ("sequence_sum", ((1 + 3) + 0 + 0 + (2 + 4 + 9)) / 4),
     ],
 )
 def test_weights_make_the_written_out_mean(loss_type: str, mean: float) -> None:
@@ -66,7 +67,7 @@ def test_nothing_to_learn_from_is_zero_not_nan(loss_type: str) -> None:
 
 
 def test_unknown_loss_type() -> None:
-    with pytest.raises(ValueError, match="'bnpo' is unknown"):
+    with pytest.raises(ValueError, match="'bnpo' is unknown; use dapo, grpo, dr_grpo or sequence_sum"):
         weights(MASK, ROWS, 4, "bnpo")
 
 

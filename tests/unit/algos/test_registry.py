@@ -1,40 +1,134 @@
-"""Algorithm records fit their functions and their config, and the room stands alone."""
+"""Algorithm records are choices and keys of the configuration, users may add their own, and the room stands alone."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
-from hybrid_rl.algos import ALGORITHMS
-from hybrid_rl.config.schema import UNIONS
+from hybrid_rl.algos import (
+    ADVANTAGES,
+    CORRECTIONS,
+    GRPO,
+    KL_TERMS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    AdvantageInputs,
+    Clip,
+    PolicyObjective,
+    register,
+    registry,
+)
+from hybrid_rl.options import key
 
 HEAVY = ("transformers", "omegaconf", "datasets", "rich", "matplotlib")
+HOMES = {"estimator": ADVANTAGES, "objective": POLICY_LOSSES, "correction_mode": CORRECTIONS, "kl_in": KL_TERMS}
+RECORDS = [(tag, record) for tag, home in HOMES.items() for record in home.values()]
 
 
-def test_records_are_the_configs_members() -> None:
-    assert set(ALGORITHMS) == set(UNIONS["algorithm"].members)
-    assert all(record.name == name for name, record in ALGORITHMS.items())
+@pytest.fixture(autouse=True)
+def clean_registry() -> Iterator[None]:
+    """What a test registers is forgotten."""
+    homes = (registry._advantages, registry._policy_losses)
+    before = [dict(home) for home in homes]
+    yield
+    for home, records in zip(homes, before, strict=True):
+        home.clear()
+        home.update(records)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_options_are_leaves_and_keywords(name: str) -> None:
-    record = ALGORITHMS[name]
-    leaves = {field.name for field in dataclasses.fields(UNIONS["algorithm"].members[name])}
-    for function, options in (
-        (record.advantage, record.advantage_options),
-        (record.policy_loss, record.loss_options),
-    ):
-        assert set(options) <= leaves
-        keywords = {
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        assert set(options) == keywords
+def test_every_record_is_found_by_its_name() -> None:
+    assert ADVANTAGES["grpo"] is GRPO and POLICY_LOSSES["clip"] is Clip
+    for home in HOMES.values():
+        assert [dataclasses.fields(record)[0].default for record in home.values()] == list(home)
+
+
+@pytest.mark.parametrize(("tag", "record"), RECORDS, ids=lambda item: getattr(item, "__name__", item))
+def test_records_are_sections_of_the_configuration(tag: str, record: type) -> None:
+    """Frozen; the name first; every option with a default and a meaning."""
+    fields = dataclasses.fields(record)
+    assert record.__dataclass_params__.frozen and fields[0].name == tag  # type: ignore[attr-defined]
+    assert all(item.metadata["doc"] and item.default is not dataclasses.MISSING for item in fields)
+
+
+def test_options_of_different_sections_have_different_names() -> None:
+    """A leaf name alone says which key is meant."""
+    leaves = {
+        tag: {f.name for record in home.values() for f in dataclasses.fields(record)} for tag, home in HOMES.items()
+    }
+    for tag, names in leaves.items():
+        for other, others in leaves.items():
+            assert tag == other or not names & others, f"{tag} and {other} share {names & others}"
+
+
+def test_estimators_need_columns_that_exist() -> None:
+    optional = {f.name for f in dataclasses.fields(AdvantageInputs) if f.default is None}
+    assert all(record.needs <= optional | {"demonstrations"} for record in ADVANTAGES.values())
+
+
+def test_an_estimator_of_ones_own() -> None:
+    @register
+    @dataclasses.dataclass(frozen=True)
+    class Mine(AdvantageEstimator):
+        estimator: Literal["mine"] = key("mine", "the advantage estimator")
+        my_option: float = key(1.0, "an option")
+
+    assert ADVANTAGES["mine"] is Mine and "mine" not in POLICY_LOSSES
+    assert register(Mine) is Mine  # again: the same
+
+
+def test_a_loss_of_ones_own() -> None:
+    @register
+    @dataclasses.dataclass(frozen=True)
+    class MyLoss(PolicyObjective):
+        objective: Literal["my_loss"] = key("my_loss", "the policy loss")
+
+    assert POLICY_LOSSES["my_loss"] is MyLoss and "my_loss" not in ADVANTAGES
+
+
+def test_a_name_that_is_taken() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Other(AdvantageEstimator):
+        estimator: Literal["grpo"] = key("grpo", "the advantage estimator")
+
+    with pytest.raises(ValueError, match="estimator 'grpo' is taken by GRPO"):
+        register(Other)
+    assert ADVANTAGES["grpo"] is GRPO
+
+
+def test_records_that_cannot_be_registered() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Foreign:
+        estimator: Literal["foreign"] = key("foreign", "the advantage estimator")
+
+    class Plain(AdvantageEstimator):
+        estimator = "plain"
+
+    @dataclasses.dataclass(frozen=True)
+    class Nameless(AdvantageEstimator):
+        strength: float = key(1.0, "an option")
+
+    @dataclasses.dataclass(frozen=True)
+    class Silent(AdvantageEstimator):
+        estimator: Literal["silent"] = key("silent", "the advantage estimator")
+        strength: float = 1.0
+
+    refusals = {
+        Foreign: "neither an",
+        Plain: "not a frozen dataclass",
+        Nameless: "begin with a field",
+        Silent: "'strength'",
+    }
+    for record, message in refusals.items():
+        with pytest.raises(ValueError, match=message):
+            register(record)
+    with pytest.raises(ValueError, match="neither an"):
+        register(GRPO())  # type: ignore[arg-type]
+    assert not {"foreign", "plain", "silent"} & set(ADVANTAGES)
 
 
 def test_importing_algos_loads_torch_and_nothing_heavy() -> None:

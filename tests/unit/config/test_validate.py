@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def resolved(has_eval: bool = True, **keys: Any) -> TrainerConfig:
             "prompts_per_mini_batch=5 does not divide prompts_per_step=12; use 1, 2, 3, 4, 6, 12$",
         ),
         ({"prompts_per_step": 4, "prompts_per_mini_batch": 8}, "prompts_per_mini_batch=8 does not divide"),
-        ({"num_generations": 1}, "num_generations=1: grpo compares .* use at least 2"),
+        ({"num_generations": 1}, "num_generations=1: advantage=grpo compares .* use at least 2"),
         (
             {"tokens_per_micro_batch": 511},
             "tokens_per_micro_batch=511 cannot hold one completion of max_completion_length=512",
@@ -132,16 +133,11 @@ def test_mini_batch_and_old_logprobs(keys: dict[str, Any], mini_batch: int, old_
     assert optimizer_steps_per_training_step(config) == updates
 
 
-@pytest.mark.parametrize(("keys", "high"), [({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 0.28}, 0.28)])
-def test_upper_clip_follows_the_lower(keys: dict[str, Any], high: float) -> None:
-    assert resolved(**keys).algorithm.epsilon_high == high  # type: ignore[attr-defined]
-
-
 def test_nothing_else_is_changed() -> None:
-    """prompts_per_mini_batch, old_logprobs and epsilon_high alone."""
+    """prompts_per_mini_batch and old_logprobs alone."""
     before, after = to_dict(TrainerConfig()), to_dict(resolve(TrainerConfig()))
     after["optimizer"]["prompts_per_mini_batch"] = None
-    after["algorithm"].update(old_logprobs="auto", epsilon_high=None)
+    after["algorithm"].update(old_logprobs="auto")
     assert after == before
 
 
@@ -175,7 +171,7 @@ INERT = [
 @pytest.mark.parametrize(("keys", "remedy"), INERT)
 def test_keys_that_would_do_nothing(keys: dict[str, Any], remedy: dict[str, Any] | None) -> None:
     name = next(iter(keys))
-    with pytest.raises(ConfigError, match=rf"\b{name}={keys[name]!r} would do nothing: "):
+    with pytest.raises(ConfigError, match=rf"\b{name}(={re.escape(repr(keys[name]))}|') would do nothing: "):
         resolved(**keys)
     if remedy is not None:
         resolved(**{**keys, **remedy})
@@ -192,15 +188,15 @@ def test_evaluation_keys_need_evaluation_data(keys: dict[str, Any]) -> None:
 
 def test_a_default_given_by_hand_is_no_mistake() -> None:
     """A config read back from a run folder gives every key."""
-    everything = frozenset({"algorithm.kl_estimator", "eval.eval_top_p", "eval.eval_on_start"})
+    everything = frozenset({"fsdp.reduce_dtype", "eval.eval_steps", "eval.eval_on_start"})
     resolve(TrainerConfig(), everything, has_eval=False)
 
 
 def test_only_what_was_given_counts() -> None:
-    config = TrainerConfig(eval=dataclasses.replace(TrainerConfig().eval, eval_top_p=0.5))
+    config = TrainerConfig(fsdp=dataclasses.replace(TrainerConfig().fsdp, reduce_dtype="bfloat16"))
     resolve(config)
-    with pytest.raises(ConfigError, match="eval_top_p"):
-        resolve(config, frozenset({"eval.eval_top_p"}))
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        resolve(config, frozenset({"fsdp.reduce_dtype"}))
 
 
 # ------------------------------------------------------------------------------------------------------ length of a run

@@ -81,6 +81,17 @@ def test_logprobs_entropy_and_gradients_equal_the_models_own(name, token_ids):
         torch.testing.assert_close(gradient, expected[key], rtol=0, atol=2e-6 * scale, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "cohere", "phi"])  # soft-capping, a scale, a bias
+def test_the_whole_distribution_is_the_one_that_logprobs_and_entropy_are_of(name):
+    model = CausalLM(build(name, dtype=torch.float64))
+    row = model.verify_row()
+    log_probs = model.row_distribution(row, 0.7)
+    logprobs, entropy = model.row_logprobs(row, 0.7)
+    torch.testing.assert_close(log_probs.gather(1, row.labels[:, None])[:, 0], logprobs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(-(log_probs.exp() * log_probs).sum(1), entropy, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(len(row.labels), dtype=torch.float64))
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
 def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):

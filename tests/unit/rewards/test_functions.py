@@ -5,8 +5,16 @@ import functools
 import pytest
 import torch
 
-from hybrid_rl.errors import ConfigError, DataError, NotYetSupportedError
-from hybrid_rl.rewards import RewardInput, exact_match, format_completion, resolve_functions
+from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.rewards import (
+    EngineJudge,
+    RewardInput,
+    RewardList,
+    RewardModelEntry,
+    exact_match,
+    format_completion,
+    with_model_entries,
+)
 from hybrid_rl.rewards.functions import unique_names
 
 CHAT = [{"role": "user", "content": "2+2?"}]
@@ -14,6 +22,10 @@ CHAT = [{"role": "user", "content": "2+2?"}]
 
 def sample(key=0, prompt="p", completion="c", **columns):
     return RewardInput(key, prompt, completion, [key, key + 1], columns)
+
+
+def resolve(reward_funcs, available_columns=None):
+    return list(RewardList.of(reward_funcs, available_columns).functions.values())
 
 
 def takes_everything(**kwargs):
@@ -35,7 +47,7 @@ class AsyncJudge:
 
 
 def test_everything_reaches_a_function_with_kwargs():
-    (spec,) = resolve_functions(takes_everything)
+    (spec,) = resolve(takes_everything)
     arguments = spec.arguments([sample(0, answer="4"), sample(1, "q", "d", answer="5")], "state")
     assert arguments == {
         "prompts": ["p", "q"],
@@ -48,13 +60,13 @@ def test_everything_reaches_a_function_with_kwargs():
 
 
 def test_only_named_parameters_reach_a_function_without_kwargs():
-    (spec,) = resolve_functions(lambda completions, answer, log_metric: [0.0])
+    (spec,) = resolve(lambda completions, answer, log_metric: [0.0])
     assert spec.arguments([sample(answer="4", other=1)], None) == {"completions": ["c"], "answer": ["4"]}
     assert spec.log_names == ["log_metric"]
 
 
 def test_chat_completions_are_messages_and_text_stays_text():
-    (spec,) = resolve_functions(length)
+    (spec,) = resolve(length)
     assert spec.arguments([sample(prompt=CHAT, completion="4")], None)["completions"] == [
         [{"role": "assistant", "content": "4"}]
     ]
@@ -62,13 +74,13 @@ def test_chat_completions_are_messages_and_text_stays_text():
 
 
 def test_columns_that_some_samples_lack_are_none_whatever_the_call():
-    (spec,) = resolve_functions(takes_everything)
+    (spec,) = resolve(takes_everything)
     assert spec.arguments([sample(0, a=1), sample(1, b=2)], None, ["c"])["a"] == [1, None]
     assert spec.arguments([sample(0, a=1)], None, ["c"])["c"] == [None]
 
 
 def test_prompt_and_completion_columns_are_not_passed_but_reserved_names_are_refused():
-    (spec,) = resolve_functions(takes_everything, ["prompt", "completion", "completion_ids"])
+    (spec,) = resolve(takes_everything, ["prompt", "completion", "completion_ids"])
     gold = RewardInput(0, "p", "c", [1], {"completion": "gold", "completion_ids": [9], "task": 1})
     arguments = spec.arguments([gold], None)
     assert arguments.keys() == {"prompts", "completions", "completion_ids", "trainer_state", "task"}
@@ -76,21 +88,19 @@ def test_prompt_and_completion_columns_are_not_passed_but_reserved_names_are_ref
     with pytest.raises(DataError, match="trainer_state"):
         spec.arguments([sample(trainer_state=1)], None)
     with pytest.raises(ConfigError, match=r"\['completions'\].*rename"):
-        resolve_functions(takes_everything, ["completions"])
+        RewardList.of(takes_everything, ["completions"])
 
 
 def test_a_keyword_fixed_by_partial_is_not_overridden_by_a_column():
     def f(completions, answer, **kwargs):
         return [0.0]
 
-    (spec,) = resolve_functions(functools.partial(f, answer="fixed"), ["answer"])
+    (spec,) = resolve(functools.partial(f, answer="fixed"), ["answer"])
     assert "answer" not in spec.arguments([sample(answer="column")], None)
 
 
 def test_names():
-    specs = resolve_functions(
-        [length, functools.partial(functools.partial(length)), Judge(), length, AsyncJudge().__call__]
-    )
+    specs = resolve([length, functools.partial(functools.partial(length)), Judge(), length, AsyncJudge().__call__])
     assert [spec.name for spec in specs] == ["length", "length_2", "Judge", "length_3", "__call__"]
     assert unique_names(["a", "a_2", "a"]) == ["a", "a_2", "a_3"]
 
@@ -99,7 +109,7 @@ def test_coroutine_functions_are_recognised_through_partials_and_objects():
     async def f(completions, **kwargs):
         return [0.0]
 
-    specs = resolve_functions([f, functools.partial(f, x=1), AsyncJudge(), Judge(), length])
+    specs = resolve([f, functools.partial(f, x=1), AsyncJudge(), Judge(), length])
     assert [spec.is_async for spec in specs] == [True, True, True, False, False]
 
 
@@ -108,28 +118,49 @@ def test_a_parameter_that_nothing_fills_is_refused_with_the_nearest_column():
         return [0.0]
 
     with pytest.raises(ConfigError, match=r"'f' requires the parameter 'answr'.*did you mean 'answer'"):
-        resolve_functions(f, ["prompt", "answer"])
-    resolve_functions(f, None)  # a stream: unknown until the call
-    resolve_functions(lambda completions, answr="": [0.0], ["answer"])
+        RewardList.of(f, ["prompt", "answer"])
+    RewardList.of(f, None)  # a stream: unknown until the call
+    RewardList.of(lambda completions, answr="": [0.0], ["answer"])
     with pytest.raises(ConfigError, match="'prompt'"):
-        resolve_functions(lambda prompt: [0.0], ["prompt"])
+        RewardList.of(lambda prompt: [0.0], ["prompt"])
     with pytest.raises(ConfigError, match="positional-only"):
-        resolve_functions(lambda completions, /: [0.0])
+        RewardList.of(lambda completions, /: [0.0])
 
 
-@pytest.mark.parametrize("model", ["org/reward-model", torch.nn.Linear(1, 1)])
-def test_reward_models_are_not_supported_yet(model):
-    with pytest.raises(NotYetSupportedError, match="sequence-classification"):
-        resolve_functions([model])
+class Named(torch.nn.Linear):
+    config = type("Config", (), {"_name_or_path": "org/other-model"})
+
+
+def test_models_and_judges_keep_their_places_and_get_trls_names():
+    module, plain = Named(1, 1), torch.nn.Linear(1, 1)
+    given = [length, "org/reward-model/", module, plain, EngineJudge(), length, "org/reward-model"]
+    found = RewardList.of(given)
+    names = ["length", "reward-model", "other-model", "Linear", "engine_judge", "length_2", "reward-model_2"]
+    assert found.names == names
+    assert {place: spec.name for place, spec in found.functions.items()} == {0: "length", 5: "length_2"}
+    assert [found.models[place].model for place in (1, 2, 3, 6)] == [given[1], module, plain, given[6]]
+    assert list(found.judges) == [4] and found.late == [1, 2, 3, 4, 6]
+
+
+def test_tokenizers_go_to_the_models_beside_which_they_stand():
+    first, second = object(), object()
+    entries = with_model_entries([length, "org/a", "org/b"], [None, first, None])
+    assert entries == [length, RewardModelEntry("a", "org/a", first), RewardModelEntry("b", "org/b", None)]
+    assert with_model_entries("org/a", second) == [RewardModelEntry("a", "org/a", second)]
+    assert with_model_entries(entries) == entries
+    with pytest.raises(ConfigError, match="1 reward_processing_classes for 2 reward_funcs"):
+        with_model_entries([length, "org/a"], first)
+    with pytest.raises(ConfigError, match="'length', which is a function; put None"):
+        with_model_entries([length], [first])
 
 
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(ConfigError, match="empty"):
-        resolve_functions([])
+        RewardList.of([])
     with pytest.raises(ConfigError, match="pass an instance"):
-        resolve_functions(Judge)
+        RewardList.of(Judge)
     with pytest.raises(ConfigError, match="cannot be called"):
-        resolve_functions([3])
+        RewardList.of([3])
 
 
 def test_exact_match():

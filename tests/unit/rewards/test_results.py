@@ -1,6 +1,7 @@
 """Weighted sums, masking, and the judgement and report of failures."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,13 +15,13 @@ from hybrid_rl.rewards.runner import PendingScore
 SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
 
 
-def outcome(*values, errors=None, extras=None, metrics=()):
-    return CallOutcome(list(values), errors or {}, None, extras or {}, list(metrics))
+def outcome(*values, errors=None, extras=None, metrics=(), tokens=None):
+    return CallOutcome(list(values), errors or {}, None, extras or {}, list(metrics), tokens or {})
 
 
 def result_with(rewards, failures=()):
     rewards = np.array(rewards)
-    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {})
+    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {}, [])
 
 
 def test_weighted_sum_leaves_out_none_and_masks_failures():
@@ -70,7 +71,7 @@ def test_numbers_of_every_kind_are_accepted(returned):
 
 
 def test_bad_values_fail_only_their_sample():
-    checked = check_values([1.0, math.nan, math.inf, "2", 10**400, None, [1.0]], CallLog(7))
+    checked = check_values([1.0, math.nan, math.inf, "2", 10**400, None, [[1.0]]], CallLog(7))
     assert {position: reason for position, (reason, _) in checked.errors.items()} == {
         1: "nan",
         2: "nan",
@@ -115,7 +116,7 @@ def test_failure_report_groups_by_function_and_reason():
 
 
 def test_a_second_outcome_of_a_call_comes_too_late():
-    pending = PendingScore(["f", "g"], [1.0, 1.0], SAMPLES[:1], num_calls=2)
+    pending = PendingScore(partial(assemble, ["f", "g"], [1.0, 1.0]), SAMPLES[:1], num_calls=2)
     pending.add(0, 0, [(SAMPLES[:1], failed_call("timeout", "too slow"))])
     pending.add(0, 0, [(SAMPLES[:1], outcome(1.0))])
     assert not pending.future.done()

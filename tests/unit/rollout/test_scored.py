@@ -106,7 +106,8 @@ def test_columns_are_those_of_their_samples_in_the_order_of_the_requests(batches
     assert batch["rewards"].dtype == torch.float64
     assert batch["function_rewards"] == [[2.0, 0.5], [1.0, 0.5], [3.0, 0.5], [2.0, 0.5]]
     assert batch["extra"] == [{}] * 4
-    assert set(batch) == {name for name, field in FIELDS.items() if field.writer == "collector"} - {"token_rewards"}
+    absent = {"token_rewards", "baseline_rewards"}
+    assert set(batch) == {name for name, field in FIELDS.items() if field.writer == "collector"} - absent
 
 
 def test_the_oldest_version_behind_a_sample():
@@ -137,7 +138,9 @@ def test_a_rank_without_prompts_has_all_columns_and_no_sample():
 
 
 def test_without_rewards_there_are_only_samples():
-    for rewards, is_scored in ((None, True), (None, False), ("refuses", False)):
+    closed = RewardRunner(length)
+    closed.close()  # it refuses what it is asked
+    for rewards, is_scored in ((None, True), (None, False), (closed, False)):
         batch, _ = ScoredRollout(ScriptedClient(), rewards, decode, seed=0).run(TASKS, call(is_scored=is_scored))
         assert not {"rewards", "function_rewards", "extra"} & set(batch)
         assert batch["completion"] == ["ab", "c", "aaa", "bc"]

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.algos import ALGORITHMS, group_relative_advantages
+from hybrid_rl.algos import group_relative_advantages
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.plan import Plan, make_plan, micro_batch
-from hybrid_rl.workers.step import Counts, micro_batch_loss
+from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
 
@@ -62,6 +62,11 @@ def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     return make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
 
 
+def terms_of(config: TrainerConfig) -> Terms:
+    """Of the first training step."""
+    return Terms(config, beta=config.kl.beta)
+
+
 def loss_and_gradient(
     batch: Batch,
     config: TrainerConfig,
@@ -76,15 +81,7 @@ def loss_and_gradient(
     sums, total = MetricSums(), 0.0
     for rows in micro_batches:
         with KeepFloat64():
-            loss, stats, _ = micro_batch_loss(
-                model,
-                micro_batch(batch, rows),
-                ALGORITHMS["grpo"],
-                config.algorithm,
-                counts,
-                temperature=config.rollout.temperature,
-                max_completion_length=config.rollout.max_completion_length,
-            )
+            loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows), terms_of(config), counts)
         loss.backward()
         total += loss.item()
         sums.merge(stats)

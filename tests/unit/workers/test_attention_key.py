@@ -8,7 +8,7 @@ from hybrid_rl.errors import ConfigError
 def test_actor_and_reference_run_on_what_was_asked_for(make_bench):
     bench = make_bench(attention="sdpa", beta=0.1)
     assert bench.worker._actor.model.attention.name == "sdpa"
-    assert bench.worker._reference.model.attention.name == "sdpa"
+    assert bench.worker._roles.reference_model.attention.name == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash_attn"])

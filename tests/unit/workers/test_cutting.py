@@ -5,13 +5,19 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos import ALGORITHMS
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.balance import split_over_ranks
 from hybrid_rl.workers.plan import micro_batch
 from hybrid_rl.workers.step import Counts, micro_batch_loss
 from tests.reference.grpo_case import REWARDS, build_model, load_recorded
-from tests.unit.workers.grpo_step import case_batch, case_config, loss_and_gradient, plan_of, with_advantages
+from tests.unit.workers.grpo_step import (
+    case_batch,
+    case_config,
+    loss_and_gradient,
+    plan_of,
+    terms_of,
+    with_advantages,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -89,20 +95,13 @@ def test_a_rank_of_empty_micro_batches_gives_every_parameter_a_gradient_of_zero(
     batch, config = batch_and_config(loss_type)
     batch = batch.select([])
     model = CausalLM(build_model(torch.float32))
-    loss, _, _ = micro_batch_loss(
-        model,
-        micro_batch(batch, []),
-        ALGORITHMS["grpo"],
-        config.algorithm,
-        Counts(100, 16),  # of the other ranks
-        temperature=config.rollout.temperature,
-        max_completion_length=config.rollout.max_completion_length,
-    )
+    of_others = Counts(100, 16, 40)
+    loss, _, _ = micro_batch_loss(model, micro_batch(batch, []), terms_of(config), of_others)
     loss.backward()
     assert loss.item() == 0.0
     gradients = [parameter.grad for parameter in model.module.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
-    assert Counts.of(batch, config.algorithm) == Counts(0, 0)
+    assert Counts.of(batch, config.algorithm) == Counts()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 6])

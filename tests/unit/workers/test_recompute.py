@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybrid_rl.workers.step import batch_logprobs, micro_batch_logprobs
+from hybrid_rl.models import PackedRow
+from hybrid_rl.workers.scoring import batch_logprobs
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -18,9 +19,11 @@ def test_logprobs_are_bitwise_those_of_the_training_pass(make_bench, cap: int, d
     assert len(set((lengths % 2).tolist())) == 2  # odd and even lengths
     actor = bench.worker._actor
     plan = bench.worker._plan(batch, 1)
-    scored = actor.logprobs(batch, plan)
+    scored = actor.columns(batch, plan)["old_logprobs"]
     for micro in (rows for mini in plan for rows in mini):
-        logprobs, _ = micro_batch_logprobs(actor.model, batch.select(micro), 1.0)
+        chosen = batch.select(micro)
+        row = PackedRow.of(chosen["prompt_ids"], chosen["completion_ids"], actor.model.device)
+        logprobs, _ = actor.model.row_logprobs(row, 1.0)
         assert logprobs.requires_grad
         assert torch.equal(logprobs.detach(), scored.select(torch.tensor(micro)).values)
 

@@ -1,4 +1,4 @@
-"""Group-relative advantages: the published numbers, Python's own statistics, and exact zeros."""
+"""Group-relative advantages: the published numbers, Python's own statistics, exact zeros, and step by step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.algos import group_has_signal, group_relative_advantages
-from hybrid_rl.algos.advantages import STD_FLOOR
+from hybrid_rl.algos.advantages import STD_FLOOR, process_advantages
 
 NAN = math.nan
-SCALES = ["group", "batch", "none"]
+SCALES = ["group", "batch", "mad", "none"]
 
 
 def advantages(rewards: list[float], groups: list[int], scale: str = "group") -> list[float]:
@@ -36,9 +36,19 @@ def reference(rewards: list[float], groups: list[int], scale: str) -> list[float
         if math.isnan(reward) or len(mates) < 2 or max(mates) == min(mates):
             result.append(0.0)
             continue
-        divisor = {"group": statistics.stdev(mates) + STD_FLOOR, "batch": batch_std + STD_FLOOR, "none": 1.0}[scale]
+        divisor = {
+            "group": statistics.stdev(mates) + STD_FLOOR,
+            "batch": batch_std + STD_FLOOR,
+            "mad": robust_std(mates) + STD_FLOOR,
+            "none": 1.0,
+        }[scale]
         result.append((reward - statistics.mean(mates)) / divisor)
     return result
+
+
+def robust_std(values: list[float]) -> float:
+    deviations = [abs(value - statistics.median(values)) for value in values]
+    return 1.4826 * statistics.median(deviations) or 1.253314 * statistics.mean(deviations)
 
 
 def test_one_success_of_eight() -> None:
@@ -66,6 +76,16 @@ def test_batch_scale_by_hand() -> None:
     divisor = math.sqrt(8.75 / 3) + 1e-4
     expected = [-0.5 / divisor, 0.5 / divisor, -1 / divisor, 1 / divisor]
     assert advantages([0, 1, 2, 4], [0, 0, 1, 1], "batch") == pytest.approx(expected, rel=1e-14)
+
+
+def test_robust_scale_by_hand() -> None:
+    """1 2 3 4 100: median 3, deviations 2 1 0 1 97 with median 1; one outlier does not hide the others, as it does
+    where the standard deviation, 43.6, divides."""
+    *mild, _ = advantages([1, 2, 3, 4, 100], [0] * 5, "mad")
+    assert mild == pytest.approx([(r - 22) / (1.4826 + 1e-4) for r in (1, 2, 3, 4)], rel=1e-14)
+    # One success of eight: more than half are equal, so that the mean deviation 1/8 takes over from a median of 0.
+    won, *_ = advantages([1.0] + [0.0] * 7, [0] * 8, "mad")
+    assert won == pytest.approx(0.875 / (1.253314 / 8 + 1e-4), rel=1e-14)
 
 
 def test_unscored_samples_count_nowhere() -> None:
@@ -131,9 +151,90 @@ def test_group_has_signal() -> None:
     [
         (torch.zeros(2, 2), torch.zeros(2, 2), "group", r"must be \[N\]"),
         (torch.zeros(2), torch.zeros(3), "group", r"\(2,\) and \(3,\)"),
-        (torch.zeros(2), torch.zeros(2), "std", "use group, batch or none"),
+        (torch.zeros(2), torch.zeros(2), "std", "use group, batch, mad or none"),
     ],
 )
 def test_bad_arguments(rewards: torch.Tensor, groups: torch.Tensor, scale: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_relative_advantages(rewards, groups.long(), scale_rewards=scale)
+
+
+def process_reference(
+    samples: list[tuple[int, float, list[float], list[bool]]], scale: str = "group"
+) -> list[list[float]]:
+    """Section 4.1.3 of DeepSeekMath, sample by sample. A sample: group, outcome (NaN = not scored), rewards of tokens,
+    whether the policy made them (here rewards lie at its own tokens only)."""
+    lists: list[list[tuple[int, float]]] = []  # per sample: position and reward of its steps
+    for group, outcome, tokens, made in samples:
+        steps = [(t, r) for t, r in enumerate(tokens) if r != 0]
+        mates = [o for g, o, _, _ in samples if g == group and not math.isnan(o)]
+        last = max((t for t, m in enumerate(made) if m), default=None)
+        if any(mates) and last is not None:
+            steps = [(t, r) for t, r in steps if t != last] + [(last, tokens[last] + outcome)]
+        lists.append([] if math.isnan(outcome) else steps)
+    result = []
+    for (group, _, tokens, made), steps in zip(samples, lists, strict=True):
+        pool = [r for (g, *_), other in zip(samples, lists, strict=True) if g == group for _, r in other]
+        normalised = []
+        for t, reward in steps:
+            if len(pool) < 2 or max(pool) == min(pool):
+                normalised.append((t, 0.0))
+                continue
+            divisor = {"group": statistics.stdev(pool) + STD_FLOOR, "none": 1.0}[scale]
+            normalised.append((t, (reward - statistics.mean(pool)) / divisor))
+        result.append([sum(r for s, r in normalised if s >= t) if made[t] else 0.0 for t in range(len(tokens))])
+    return result
+
+
+def process(samples: list[tuple[int, float, list[float], list[bool]]], scale: str = "group") -> list[float]:
+    return process_advantages(
+        torch.tensor([o + sum(tokens) for _, o, tokens, _ in samples], dtype=torch.float64),
+        torch.tensor([r for _, _, tokens, _ in samples for r in tokens], dtype=torch.float64),
+        torch.tensor([g for g, *_ in samples]),
+        torch.tensor([m for *_, made in samples for m in made], dtype=torch.bool),
+        torch.tensor([i for i, s in enumerate(samples) for _ in s[2]], dtype=torch.int64),
+        scale_rewards=scale,
+    ).tolist()
+
+
+def test_process_supervision_by_hand() -> None:
+    """Step rewards 1 and 3 | 2: mean 2, deviation 1; the first sample's tokens get (-1 + 1) and 1, the other's 0."""
+    made = [True, True, True]
+    samples = [(0, 0.0, [1.0, 0.0, 3.0], made), (0, 0.0, [0.0, 2.0, 0.0], made)]
+    assert process(samples) == pytest.approx([0, 1 / 1.0001, 1 / 1.0001, 0, 0, 0], abs=1e-14)
+
+
+def test_process_supervision_without_rewards_of_tokens_is_grpo() -> None:
+    outcomes = [1.0, 0.0, 0.0, 0.5, 0.5]
+    samples = [(i // 3, o, [0.0, 0.0], [True, True]) for i, o in enumerate(outcomes)]
+    expected = advantages(outcomes, [0, 0, 0, 1, 1])
+    assert process(samples) == pytest.approx([a for a in expected for _ in range(2)], rel=1e-14)
+
+
+def test_rounding_of_dense_rewards_is_no_outcome() -> None:
+    """Totals that differ from the sum of float32 rewards in the last digits: no outcome of zero joins the steps."""
+    tokens = torch.tensor([0.1, 0.7, 0.3, 0.9], dtype=torch.float32)
+    args = (torch.tensor([0, 0]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]))
+    rough = process_advantages(torch.tensor([0.8, 1.2], dtype=torch.float64), tokens, *args)
+    exact = process_advantages(tokens.double().view(2, 2).sum(1), tokens, *args)
+    torch.testing.assert_close(rough, exact, rtol=0, atol=1e-12)
+
+
+@given(
+    samples=st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.sampled_from([0.0, 1.0, -0.5, NAN]),
+            st.lists(st.tuples(st.sampled_from([0.0, 0.0, 0.25, 1.0, -2.0]), st.booleans()), min_size=1, max_size=5),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    scale=st.sampled_from(["group", "none"]),
+)
+def test_process_supervision_against_the_definition(
+    samples: list[tuple[int, float, list[tuple[float, bool]]]], scale: str
+) -> None:
+    cases = [(g, o, [r if m else 0.0 for r, m in tokens], [m for _, m in tokens]) for g, o, tokens in samples]
+    expected = [a for row in process_reference(cases, scale) for a in row]
+    assert process(cases, scale) == pytest.approx(expected, rel=1e-10, abs=1e-10)

@@ -1,0 +1,133 @@
+"""Rewards by group: what the estimators that compare completions of one prompt share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
+
+STD_FLOOR = 1e-4  # as in TRL, so that the same batch gives the same numbers; rewards are of the order of 1
+MAD_TO_STD = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
+MEAN_DEVIATION_TO_STD = 1.253314  # and standard deviation / mean absolute deviation, sqrt(pi / 2)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rewards of N samples in G groups, in ascending order of their ids.
+
+    rewards: float64 [N], 0 where there is none. scored: bool [N]. index: int64 [N], the group of each sample. counts:
+    float64 [G], scored samples. low, high: float64 [G], of the scored rewards, inf and -inf where there are none.
+    """
+
+    rewards: Tensor
+    scored: Tensor
+    index: Tensor
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, rewards: Tensor, groups: Tensor) -> Groups:
+        """rewards: float [N], NaN where a sample could not be scored; groups: int64 [N], any numbers."""
+        if rewards.dim() != 1 or groups.shape != rewards.shape:
+            raise ValueError(f"rewards and groups must be [N], not {tuple(rewards.shape)} and {tuple(groups.shape)}")
+        rewards, scored = rewards.to(torch.float64), ~rewards.isnan()
+        _, index = groups.unique(return_inverse=True)
+        zeros = rewards.new_zeros(int(index.max()) + 1 if index.numel() else 0)
+        low, high = torch.full_like(zeros, torch.inf), torch.full_like(zeros, -torch.inf)
+        return cls(
+            rewards=torch.where(scored, rewards, torch.zeros_like(rewards)),
+            scored=scored,
+            index=index,
+            counts=zeros.index_add(0, index, scored.to(torch.float64)),
+            low=low.scatter_reduce(0, index, torch.where(scored, rewards, torch.inf), "amin"),
+            high=high.scatter_reduce(0, index, torch.where(scored, rewards, -torch.inf), "amax"),
+        )
+
+    @property
+    def has_signal(self) -> Tensor:
+        """bool [G]: groups with at least two different rewards. Where all are equal, a difference to their mean is
+        rounding and must not become a signal."""
+        return (self.counts > 1) & (self.high > self.low)
+
+    @property
+    def compared(self) -> Tensor:
+        """bool [N]: scored samples of groups with signal."""
+        return self.scored & self.has_signal[self.index]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of `values` [N] over the scored samples of each group, float64 [G]."""
+        kept = torch.where(self.scored, values.to(torch.float64), torch.zeros_like(self.rewards))
+        return torch.zeros_like(self.counts).index_add_(0, self.index, kept)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of `values` [N] over the scored samples of each group, float64 [G]; 0 where there are none."""
+        return self.sum(values) / self.counts.clamp(min=1)
+
+    def std(self) -> Tensor:
+        """Sample standard deviation (n - 1) of the rewards of each group, float64 [G]; 0 for fewer than two."""
+        squares = self.sum((self.rewards - self.mean(self.rewards)[self.index]) ** 2)
+        return (squares / (self.counts - 1).clamp(min=1)).sqrt()
+
+    def ranking(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The scored samples, group after group, ascending in `values` [N] and in their order where values are equal:
+        int64 [S], and where each group begins among them: int64 [G]."""
+        order = torch.nonzero(self.scored)[:, 0]
+        order = order[values[order].argsort(stable=True)]
+        order = order[self.index[order].argsort(stable=True)]
+        counts = self.counts.long()
+        return order, counts.cumsum(0) - counts
+
+    def median(self, values: Tensor) -> Tensor:
+        """Median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle two where
+        their number is even; 0 where there are none."""
+        order, starts = self.ranking(values)
+        if not len(order):
+            return torch.zeros_like(self.counts)
+        ranked, counts = values[order].to(torch.float64), self.counts.long()
+        # An empty group's places lie outside its own samples: clamped here, its result is left out below.
+        lower = ranked[(starts + (counts - 1).div(2, rounding_mode="floor")).clamp(0, len(order) - 1)]
+        upper = ranked[(starts + counts.div(2, rounding_mode="floor")).clamp(0, len(order) - 1)]
+        return torch.where(counts > 0, (lower + upper) / 2, torch.zeros_like(lower))
+
+    def robust_std(self) -> Tensor:
+        """1.4826 times the median absolute deviation from the median, float64 [G].
+
+        Where more than half of the rewards are equal, which is common for binary ones, that is 0: there, 1.253314 times
+        the mean absolute deviation from the median (Iglewicz and Hoaglin, How to detect and handle outliers, 1993).
+        """
+        deviation = (self.rewards - self.median(self.rewards)[self.index]).abs()
+        mad = self.median(deviation)
+        return torch.where(mad > 0, MAD_TO_STD * mad, MEAN_DEVIATION_TO_STD * self.mean(deviation))
+
+    def scale(self, scale_rewards: str) -> Tensor:
+        """What centred rewards are divided by, float64 [G]: 1 for "none"; else STD_FLOOR more than the sample standard
+        deviation of the group ("group"), a robust estimate of it ("mad"), or that of all samples ("batch")."""
+        if scale_rewards == "none":
+            return torch.ones_like(self.counts)
+        if scale_rewards == "group":
+            return self.std() + STD_FLOOR
+        if scale_rewards == "mad":
+            return self.robust_std() + STD_FLOOR
+        if scale_rewards == "batch":
+            scored = self.rewards[self.scored]
+            std = scored.std() if len(scored) > 1 else self.rewards.new_zeros(())
+            return (std + STD_FLOOR).expand_as(self.counts)
+        raise ValueError(f"scale_rewards={scale_rewards!r} is unknown; use group, batch, mad or none")
+
+
+def group_has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
+    """True for each group (bool [G], groups in ascending order of their id) with at least two different rewards."""
+    return Groups.of(rewards, groups).has_signal
+
+
+def whole_batch(inputs: AdvantageInputs, estimate: Callable[[Tensor, Tensor], Tensor]) -> Advantages:
+    """Advantages per sample of a function that compares the rewards [N] and groups [N] of all ranks."""
+    everywhere = inputs.gather((inputs.rewards, inputs.groups))
+    rewards, groups = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
+    start = sum(len(mine) for mine, _ in everywhere[: inputs.rank])
+    return Advantages(inputs.per_token(estimate(rewards, groups)[start : start + len(inputs.rewards)]))

@@ -1,0 +1,265 @@
+"""Correction of what the engine sampled to what the trainer computes: weights of tokens in the policy loss.
+
+The engine samples from pi_rollout; the trainer, before any update of the step, computes pi_old for the same weights or
+newer ones. Ratios here are pi_old / pi_rollout, of a token or of a completion; the ratio policy / pi_old, which has the
+gradient and is clipped, is the policy loss's. Tokens that are left out still count in the denominators of the loss, as
+in TRL; verl takes them out of its mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos.kl import check_columns, kl_estimate
+from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.options import key
+
+_MODE = "how the gap between engine and trainer is corrected"
+_LEVEL = "ratio of a token, of the completion (product), or the geometric mean of its tokens"
+_VETO = "also leave out a completion that has a token with a ratio below this (verl: 1e-4); None = off"
+
+
+@dataclass(frozen=True)
+class CorrectionInputs:
+    """T completion tokens of whole samples. logprobs: float [T], of the learner at the start of the training step,
+    detached; rollout_logprobs: float [T], of the engine; mask: bool [T]; rows: int64 [T], in 0..num_rows-1; ages: int64
+    [T], policy versions between the token and the learner, 0 where it is fresh."""
+
+    logprobs: Tensor
+    rollout_logprobs: Tensor
+    mask: Tensor
+    rows: Tensor
+    num_rows: int
+    ages: Tensor
+
+    def __post_init__(self) -> None:
+        check_columns(
+            logprobs=self.logprobs,
+            rollout_logprobs=self.rollout_logprobs,
+            mask=self.mask,
+            rows=self.rows,
+            ages=self.ages,
+        )
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """weights: float [T], detached, of each token in the policy loss, 0 where masked. rejected: bool [T], tokens in the
+    mask that it leaves out; truncated: bool [T], tokens in the mask whose ratio it bounded."""
+
+    weights: Tensor
+    rejected: Tensor
+    truncated: Tensor
+
+
+def importance_ratio(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, level: str
+) -> Tensor:
+    """pi_old / pi_rollout, float64 [T], detached; 1 for a masked token at level "token".
+
+    - "token": of each token
+    - "sequence": the product over the unmasked tokens of its completion, the same at all of them
+    - "geometric": its n-th root over these n tokens, exp of the mean of the logs
+
+    The product is the only unbiased one for whole completions; its spread grows with their length. May be inf.
+    logprobs, rollout_logprobs: float [T]; mask: bool [T]; rows: int64 [T], in 0..num_rows-1, every sample whole.
+    """
+    check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
+    gap = logprobs.detach().double() - rollout_logprobs.detach().double()
+    log_ratio = torch.where(mask, gap, torch.zeros_like(gap))
+    if level == "token":
+        return log_ratio.exp()
+    total = row_sum(log_ratio, rows, num_rows)
+    if level == "sequence":
+        return total.exp()[rows]
+    if level == "geometric":
+        return (total / row_sum(mask.double(), rows, num_rows).clamp(min=1)).exp()[rows]
+    raise ValueError(f"level={level!r} is unknown; use token, sequence or geometric")
+
+
+def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float) -> Corrected:
+    """Truncated importance sampling: min(ratio, cap). It zeroes nothing. ratio: float [T]; mask: bool [T]."""
+    check_columns(ratio=ratio, mask=mask)
+    weights = torch.where(mask, ratio.clamp(max=cap), torch.zeros_like(ratio))
+    return Corrected(weights, torch.zeros_like(mask), mask & (ratio > cap))
+
+
+def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
+    """Masked importance sampling: the ratio itself where low <= ratio <= high, 0 elsewhere. A ratio that is no number
+    counts as outside. ratio: float [T]; mask: bool [T]."""
+    check_columns(ratio=ratio, mask=mask)
+    kept = mask & (ratio >= low) & (ratio <= high)
+    return Corrected(torch.where(kept, ratio, torch.zeros_like(ratio)), mask & ~kept, torch.zeros_like(mask))
+
+
+def mean_divergence(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, estimator: str
+) -> Tensor:
+    """Estimate of KL(pi_rollout || pi_old) per token of each completion, float64 [num_rows], 0 for one without tokens.
+
+    The absolute value of the mean of `kl_estimate` over its unmasked tokens, which the engine sampled: with k1 this is
+    |ln of the geometric mean of the ratios|. Arguments as in `importance_ratio`.
+    """
+    check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
+    estimate = kl_estimate(rollout_logprobs.detach().double(), logprobs.detach().double(), estimator)
+    total = row_sum(torch.where(mask, estimate, torch.zeros_like(estimate)), rows, num_rows)
+    return total.abs() / row_sum(mask.double(), rows, num_rows).clamp(min=1)
+
+
+def leave_out(found: Corrected, which: Tensor, mask: Tensor) -> Corrected:
+    """The same without the tokens `which`, bool [T]: weight 0, rejected."""
+    check_columns(weights=found.weights, which=which, mask=mask)
+    return Corrected(found.weights.masked_fill(which, 0), found.rejected | (mask & which), found.truncated & ~which)
+
+
+def vetoed(ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, veto: float) -> Tensor:
+    """All tokens of the completions that have an unmasked token with a ratio below `veto`, bool [T]. ratio: float [T],
+    of each token."""
+    check_columns(ratio=ratio, mask=mask, rows=rows)
+    return (row_sum((mask & (ratio < veto)).double(), rows, num_rows) > 0)[rows]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Base of the records. is_active: False where nothing is done."""
+
+    is_active: ClassVar[bool] = True
+
+    def weigh(self, inputs: CorrectionInputs) -> Corrected:
+        """Weights of all tokens."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NoCorrection(Correction):
+    """The engine's samples are taken for the trainer's own."""
+
+    correction_mode: Literal["none"] = key("none", _MODE)
+    is_active = False
+
+
+@dataclass(frozen=True)
+class _Weighing(Correction):
+    """What all corrections have: older tokens may count less, by a factor per policy version (a plain discount, from no
+    paper)."""
+
+    correction_mode: str = key("", _MODE)
+    staleness_decay: float = key(
+        1.0, "a token's weight times this for every policy version that it is old; 1 = off", above=0, maximum=1
+    )
+
+    def weigh(self, inputs: CorrectionInputs) -> Corrected:
+        """See Correction. In the dtype of the logprobs."""
+        found = self._weigh(inputs)
+        weights = found.weights * self.staleness_decay ** inputs.ages.clamp(min=0).double()
+        return replace(found, weights=weights.to(inputs.logprobs.dtype))
+
+    def _weigh(self, inputs: CorrectionInputs) -> Corrected:
+        """The weights before they decay, float64."""
+        raise NotImplementedError
+
+    def _ratio(self, inputs: CorrectionInputs, level: str) -> Tensor:
+        return importance_ratio(
+            inputs.logprobs, inputs.rollout_logprobs, inputs.mask, inputs.rows, inputs.num_rows, level=level
+        )
+
+    def _veto(self, found: Corrected, inputs: CorrectionInputs, veto: float | None) -> Corrected:
+        if veto is None:
+            return found
+        bad = vetoed(self._ratio(inputs, "token"), inputs.mask, inputs.rows, inputs.num_rows, veto=veto)
+        return leave_out(found, bad, inputs.mask)
+
+
+@dataclass(frozen=True)
+class TruncatedImportanceSampling(_Weighing):
+    """min(pi_old / pi_rollout, C), detached (F. Yao et al., "Your efficient RL framework secretly brings you off-policy
+    RL training", 2025: per token, C = 2).
+
+    For the ratio of a completion verl says C = 2 to 10 and TRL has 3; for the geometric mean C must be near 1 to do
+    anything.
+    """
+
+    correction_mode: Literal["tis"] = key("tis", _MODE)
+    correction_level: Literal["token", "sequence", "geometric"] = key("token", _LEVEL)
+    correction_cap: float = key(2.0, "ratios above this count as this", minimum=1)
+
+    def _weigh(self, inputs: CorrectionInputs) -> Corrected:
+        return truncated_weights(self._ratio(inputs, self.correction_level), inputs.mask, cap=self.correction_cap)
+
+
+@dataclass(frozen=True)
+class MaskedImportanceSampling(_Weighing):
+    """pi_old / pi_rollout where it lies within bounds, 0 elsewhere (J. Liu, Y. Li et al., "When speed kills stability",
+    2025).
+
+    They bound the product over a completion from above only (correction_low=0 here; so does TRL); verl's preset has 0.5
+    and 2.
+    """
+
+    correction_mode: Literal["mis"] = key("mis", _MODE)
+    correction_level: Literal["token", "sequence", "geometric"] = key("sequence", _LEVEL)
+    correction_low: float = key(0.5, "ratios below this have weight 0; 0 = no lower bound", minimum=0, maximum=1)
+    correction_high: float = key(2.0, "ratios above this have weight 0", minimum=1)
+    correction_veto: float | None = key(None, _VETO, above=0, below=1)
+
+    def _weigh(self, inputs: CorrectionInputs) -> Corrected:
+        ratio = self._ratio(inputs, self.correction_level)
+        found = masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
+        return self._veto(found, inputs, self.correction_veto)
+
+
+@dataclass(frozen=True)
+class IcePop(_Weighing):
+    """pi_old / pi_rollout of each token where it lies within [0.5, 5], 0 elsewhere: M(k) of IcePop (Ring-1T,
+    arXiv:2510.18855)."""
+
+    correction_mode: Literal["icepop"] = key("icepop", _MODE)
+    correction_low: float = key(0.5, "ratios below this have weight 0 (alpha)", minimum=0, maximum=1)
+    correction_high: float = key(5.0, "ratios above this have weight 0 (beta)", minimum=1)
+
+    def _weigh(self, inputs: CorrectionInputs) -> Corrected:
+        ratio = self._ratio(inputs, "token")
+        return masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
+
+
+@dataclass(frozen=True)
+class KLRejection(_Weighing):
+    """Whole completions are left out where engine and trainer lie too far apart per token; the others have weight 1.
+
+    verl's rollout correction (Y. Li et al.): its preset of k3 has 0.01, that of k1, the geometric mean, 0.001.
+    """
+
+    correction_mode: Literal["kl_rejection"] = key("kl_rejection", _MODE)
+    correction_estimator: Literal["k1", "k3", "abs"] = key(
+        "k3", "KL(engine || trainer) per token of a completion; k1 = |ln of the geometric mean of its ratios|"
+    )
+    correction_threshold: float = key(0.01, "completions above this are left out, nats per token", above=0)
+    correction_cap: float | None = key(
+        None, "weigh what is kept by the ratio of each token, up to this; None = weight 1", minimum=1
+    )
+    correction_veto: float | None = key(None, _VETO, above=0, below=1)
+
+    def _weigh(self, inputs: CorrectionInputs) -> Corrected:
+        divergence = mean_divergence(
+            inputs.logprobs,
+            inputs.rollout_logprobs,
+            inputs.mask,
+            inputs.rows,
+            inputs.num_rows,
+            estimator=self.correction_estimator,
+        )
+        if self.correction_cap is None:
+            none = torch.zeros_like(inputs.mask)
+            found = Corrected(inputs.mask.double(), none, none)
+        else:
+            found = truncated_weights(self._ratio(inputs, "token"), inputs.mask, cap=self.correction_cap)
+        # Not `>`: a divergence that is no number is left out.
+        found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
+        return self._veto(found, inputs, self.correction_veto)
+
+
+CORRECTIONS = (NoCorrection, TruncatedImportanceSampling, MaskedImportanceSampling, IcePop, KLRejection)

@@ -1,0 +1,69 @@
+"""The KL penalty against the reference as records: none, in the loss, in the reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hybrid_rl.options import key
+
+_WHERE = "where a KL penalty against the reference stands: none, loss or reward"
+
+
+@dataclass(frozen=True)
+class KLTerm:
+    """Base of the records. in_loss, in_reward: where the penalty stands."""
+
+    in_loss: ClassVar[bool] = False
+    in_reward: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class NoKL(KLTerm):
+    """No reference model."""
+
+    kl_in: Literal["none"] = key("none", _WHERE)
+    beta: float = key(0.0, "weight of the KL penalty; above 0 sets kl_in=loss", minimum=0, maximum=0)
+
+
+@dataclass(frozen=True)
+class _Weighted(KLTerm):
+    """What both penalties have."""
+
+    kl_in: str = key("", _WHERE)
+    beta: float = key(0.04, "weight of the KL penalty; with kl_target what it starts from", above=0)
+    kl_target: float | None = key(
+        None, "adaptive weight: beta follows the measured KL per completion to this; None = fixed", above=0
+    )
+    kl_horizon: int = key(10000, "adaptive weight: samples over which beta moves by one unit of error", minimum=1)
+    reference_reset_steps: int | None = key(
+        None, "every n training steps the policy becomes the new reference; None = never (ProRL)", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class KLInLoss(_Weighted):
+    """beta * KL(policy || reference) beside the policy loss (GRPO, arXiv:2402.03300, eq. 3 and 4: k3, beta = 0.04)."""
+
+    kl_in: Literal["loss"] = key("loss", _WHERE)
+    kl_estimator: Literal["k2", "k3", "abs", "exact"] = key(
+        "k3", "KL estimate in the loss; k1 is not offered: its gradient is zero in expectation"
+    )
+    use_bias_correction_kl: bool = key(
+        True, "weight the KL term by the importance ratio: right for samples of an older policy (DeepSeek-V3.2)"
+    )
+    in_loss = True
+
+
+@dataclass(frozen=True)
+class KLInReward(_Weighted):
+    """-beta * KL at every token, as part of its reward (PPO for language models, arXiv:1909.08593, eq. 2)."""
+
+    kl_in: Literal["reward"] = key("reward", _WHERE)
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = key(
+        "k1", "KL estimate in the reward; only k1 has the gradient of KL(policy || reference)"
+    )
+    in_reward = True
+
+
+KL_TERMS = (NoKL, KLInLoss, KLInReward)

@@ -1,0 +1,194 @@
+"""Clip-Cov and KL-Cov: the few tokens that make entropy collapse lose their gradient, or pay a KL penalty.
+
+A policy gradient changes the entropy by about minus the covariance of ln p and advantage ("The Entropy Mechanism of
+Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a small share of tokens makes up most of
+it. Both methods choose tokens by their part in it. The paper takes the present policy's logprobs; here they are those
+at the start of the training step, equal in its first update, because the choice is made over the whole mini-batch of
+all ranks before it is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos.inputs import LossInputs, PolicyLoss, WholeMiniBatch
+from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
+from hybrid_rl.algos.policy_losses.columns import check_columns, unclipped
+from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.options import key
+
+
+@dataclass(frozen=True)
+class ClipCov(PolicyObjective):
+    """Tokens drawn from those of high covariance have no gradient (arXiv:2505.22617)."""
+
+    objective: Literal["clip_cov"] = key("clip_cov", "the policy loss")
+    clip_cov_ratio: float = key(2e-4, "share of tokens without gradient", above=0, maximum=1)
+    clip_cov_lb: float = key(1.0, "covariance above which a token may be drawn")
+    clip_cov_ub: float = key(5.0, "covariance below which a token may be drawn")
+    epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
+    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
+    needs = frozenset({"old_logprobs"})
+
+    def prepare(self, whole: WholeMiniBatch) -> Tensor:
+        """1 for tokens without gradient, float32 [T]."""
+        return draw_by_covariance(
+            whole, ratio=self.clip_cov_ratio, lower=self.clip_cov_lb, upper=self.clip_cov_ub
+        ).float()
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """See PolicyObjective."""
+        loss = clipped_policy_loss(
+            inputs.logprobs,
+            inputs.old_logprobs,
+            inputs.advantages,
+            inputs.mask,
+            inputs.rows,
+            inputs.num_rows,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+        )
+        return without_tokens(loss, _selected(inputs), inputs.advantages)
+
+
+@dataclass(frozen=True)
+class KLCov(PolicyObjective):
+    """The tokens of highest covariance pay a KL penalty, without a clip (arXiv:2505.22617)."""
+
+    objective: Literal["kl_cov"] = key("kl_cov", "the policy loss")
+    kl_cov_ratio: float = key(
+        2e-3, "share of tokens with a penalty (32B models in the paper: 2e-4)", above=0, maximum=1
+    )
+    kl_cov_coef: float = key(1.0, "weight of the penalty", minimum=0)
+    needs = frozenset({"old_logprobs"})
+
+    def prepare(self, whole: WholeMiniBatch) -> Tensor:
+        """1 for tokens with a penalty, float32 [T]."""
+        return highest_covariance(whole, ratio=self.kl_cov_ratio).float()
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """See PolicyObjective."""
+        return selected_kl_policy_loss(
+            inputs.log_ratio, inputs.advantages, _selected(inputs) & inputs.mask, coef=self.kl_cov_coef
+        )
+
+
+def without_tokens(loss: PolicyLoss, selected: Tensor, advantages: Tensor) -> PolicyLoss:
+    """The same loss, 0 and without gradient at the tokens of `selected`, bool [T]; they count as clipped, high where
+    their advantage is positive."""
+    check_columns(per_token=loss.per_token, selected=selected, advantages=advantages)
+    return replace(
+        loss,
+        per_token=torch.where(selected, torch.zeros_like(loss.per_token), loss.per_token),
+        clipped_low=loss.clipped_low | (selected & (advantages < 0)),
+        clipped_high=loss.clipped_high | (selected & (advantages > 0)),
+        metrics={**loss.metrics, "covariance/selected_share": selected.to(loss.ratio.dtype)},
+    )
+
+
+def selected_kl_policy_loss(log_ratio: Tensor, advantages: Tensor, selected: Tensor, *, coef: float) -> PolicyLoss:
+    """-ratio * A, and + coef * |ln ratio| at the tokens of `selected`.
+
+    The paper writes KL(old || policy) for the penalty without an estimate of it; |ln ratio| is what its authors' code
+    takes. Its gradient is 0 at ratio 1, that is, in the first update of a training step.
+
+    log_ratio: float [T], ln of policy / old policy, with gradient; advantages: float [T]; selected: bool [T].
+    """
+    check_columns(log_ratio=log_ratio, advantages=advantages, selected=selected)
+    ratio = log_ratio.exp()
+    penalty = torch.where(selected, coef * log_ratio.abs(), torch.zeros_like(log_ratio))
+    return unclipped(
+        -ratio * advantages.detach() + penalty, ratio, {"covariance/selected_share": selected.to(ratio.dtype)}
+    )
+
+
+def draw_by_covariance(whole: WholeMiniBatch, *, ratio: float, lower: float, upper: float) -> Tensor:
+    """Tokens drawn at random from those whose covariance lies between `lower` and `upper`: bool [T].
+
+    As many as `ratio` of all unmasked tokens, rounded down, at least one, or as there are. Which ones depends on the
+    seed and on what the samples hold, not on their order. The authors' code leaves out tokens that the ratio clip
+    stops: in the first update there are none, and later ones are not known when the choice is made.
+    """
+    covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)
+    candidates = (whole.mask & (covariance > lower) & (covariance < upper)).nonzero()[:, 0]
+    order = token_keys(whole)[candidates].argsort(stable=True)
+    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+
+
+def highest_covariance(whole: WholeMiniBatch, *, ratio: float) -> Tensor:
+    """Tokens with the highest covariance: bool [T]. As many as `ratio` of all unmasked tokens, rounded down, at least
+    one. Ties are broken by the seed and by what the samples hold, not by their order."""
+    candidates = whole.mask.nonzero()[:, 0]
+    candidates = candidates[token_keys(whole)[candidates].argsort(stable=True)]
+    covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)[candidates]
+    order = covariance.argsort(descending=True, stable=True)
+    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+
+
+def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(ln p - mean ln p) * (A - mean A) of each token, means over the unmasked tokens: float64 [T], 0 where masked.
+
+    logprobs, advantages: float [T]; mask: bool [T].
+    """
+    check_columns(logprobs=logprobs, advantages=advantages, mask=mask)
+    product = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    product[mask] = _centred(logprobs[mask]) * _centred(advantages[mask])
+    return product
+
+
+def token_keys(whole: WholeMiniBatch) -> Tensor:
+    """A pseudo-random number of each token, int64 [T], from the seed, its position in its sample and the logprobs and
+    advantages of that sample: the same however samples are ordered. Tokens of samples that are equal throughout share
+    it, and so does nothing else but by accident."""
+    zeros = torch.zeros_like(whole.rows)
+    first = torch.full((whole.num_rows,), len(whole.rows), dtype=torch.int64, device=whole.rows.device)
+    places = torch.arange(len(whole.rows), device=whole.rows.device)
+    positions = places - first.scatter_reduce(0, whole.rows, places, "amin")[whole.rows]
+    content = torch.zeros_like(whole.rows)
+    for column in (_bits(whole.old_logprobs), _bits(whole.advantages)):
+        content = _mix(content) + torch.where(whole.mask, column, zeros)
+    content = _mix(_mix(content) + positions)
+    samples = row_sum(content, whole.rows, whole.num_rows)[whole.rows]
+    return _mix(_mix(_mix(samples) + content) + whole.seed % (1 << 63))
+
+
+def _selected(inputs: LossInputs) -> Tensor:
+    if inputs.prepared is None or inputs.prepared.shape != inputs.mask.shape:
+        shape = None if inputs.prepared is None else tuple(inputs.prepared.shape)
+        raise ValueError(f"prepared must be {tuple(inputs.mask.shape)}, what `prepare` chose, not {shape}")
+    return inputs.prepared > 0
+
+
+def _num_selected(whole: WholeMiniBatch, ratio: float) -> int:
+    return max(1, int(ratio * int(whole.mask.sum())))
+
+
+def _flags(whole: WholeMiniBatch, places: Tensor) -> Tensor:
+    return torch.zeros_like(whole.mask).index_fill(0, places, True)
+
+
+def _centred(values: Tensor) -> Tensor:
+    # Sorted before they are summed: the mean is the same, to the last bit, in every order of the samples.
+    values = values.double()
+    return values - values.sort().values.sum() / max(len(values), 1)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.detach().double().view(torch.int64)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 on int64: every bit of the result depends on every bit of the argument."""
+    bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Logical shift to the right."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,156 @@
+"""DPPO: a trust region by the divergence of distributions, in the place of a clip of the sampled token's ratio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
+from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio
+from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.options import key
+
+# Smallest probability of "everything else": a difference of float32 probabilities resolves none below it.
+REST_FLOOR = 1e-12
+# The paper's thresholds, appendix C.1. Its larger runs took 0.2 for the binary TV (appendix E).
+THRESHOLDS = {"tv": 0.15, "kl": 0.05}
+
+
+@dataclass(frozen=True)
+class DPPO(PolicyObjective):
+    """Divergence Proximal Policy Optimization, arXiv:2602.04879.
+
+    The binary divergences compare with the engine that sampled, as the paper asks for (section 5.2): their ratio is
+    policy / engine, so that no further correction of the engine's samples belongs beside them. The top-k divergences
+    compare with the learner at the start of the training step, since engines do not report their best tokens.
+    """
+
+    objective: Literal["dppo"] = key("dppo", "the policy loss")
+    divergence_type: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = key(
+        "binary_tv", "total variation or KL, from the sampled token alone or from the best tokens of the old policy too"
+    )
+    divergence_threshold: float | None = key(
+        None, "divergence from which updates away from the old policy stop; None = 0.15 for TV, 0.05 for KL", above=0
+    )
+    num_top: int = key(20, "best tokens of the old policy that the top-k divergences tell apart", minimum=1)
+    clip_ratio_c: float | None = key(
+        5.0, "upper bound of the ratio as a weight; None = none (the paper's stability runs)", minimum=1
+    )
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """See PolicyObjective: what the chosen divergence asks for."""
+        return frozenset() if self.corrects_rollout else frozenset({"old_logprobs", "log_probs", "old_top"})
+
+    @property
+    def corrects_rollout(self) -> bool:  # type: ignore[override]
+        """See PolicyObjective: the ratio of the binary divergences does."""
+        return self.divergence_type in ("binary_tv", "binary_kl")
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """See PolicyObjective."""
+        scope, kind = self.divergence_type.split("_")
+        old_logprobs = inputs.rollout_logprobs if scope == "binary" else inputs.old_logprobs
+        log_ratio = masked_log_ratio(inputs.logprobs, old_logprobs, inputs.mask)
+        if scope == "binary":
+            divergence = binary_divergence(inputs.logprobs, old_logprobs, kind)
+        else:
+            columns = (inputs.log_probs, inputs.token_ids, inputs.old_top_ids, inputs.old_top_logprobs)
+            log_probs, token_ids, old_top_ids, old_top_logprobs = columns
+            if log_probs is None or token_ids is None or old_top_ids is None or old_top_logprobs is None:
+                raise ValueError(
+                    f"divergence_type={self.divergence_type} needs log_probs, token_ids, old_top_ids and "
+                    f"old_top_logprobs; compute them or choose binary_{kind}"
+                )
+            divergence = top_divergence(log_probs, token_ids, old_logprobs, old_top_ids, old_top_logprobs, kind)
+        threshold = THRESHOLDS[kind] if self.divergence_threshold is None else self.divergence_threshold
+        return divergence_policy_loss(
+            log_ratio, inputs.advantages, divergence, threshold=threshold, clip_ratio_c=self.clip_ratio_c
+        )
+
+
+def divergence_policy_loss(
+    log_ratio: Tensor, advantages: Tensor, divergence: Tensor, *, threshold: float, clip_ratio_c: float | None
+) -> PolicyLoss:
+    """-M * min(r, C) * A, with the weight min(r, C) detached where it multiplies the gradient of ln policy.
+
+    M is 0 where the update leaves the trust region, (A > 0 and r > 1 and D > threshold) or (A < 0 and r < 1 and
+    D > threshold), and 1 elsewhere: updates that lead back to the old policy are never stopped. arXiv:2602.04879,
+    eq. 12 (objective and mask) and eq. 23 (C). Without C the gradient is that of -M * r * A.
+
+    log_ratio: ln of policy / old policy, with gradient; advantages; divergence: D(old || policy). All float [T].
+    """
+    check_columns(log_ratio=log_ratio, advantages=advantages, divergence=divergence)
+    ratio, advantages = log_ratio.exp(), advantages.detach()
+    detached = ratio.detach()
+    outside = divergence.detach() > threshold
+    blocked_high = (advantages > 0) & (detached > 1) & outside
+    blocked_low = (advantages < 0) & (detached < 1) & outside
+    bounded = detached if clip_ratio_c is None else detached.clamp(max=clip_ratio_c)
+    surrogate = bounded * (log_ratio - log_ratio.detach()).exp()
+    per_token = torch.where(blocked_high | blocked_low, torch.zeros_like(surrogate), -surrogate * advantages)
+    return PolicyLoss(
+        per_token=per_token,
+        weight=ratio,
+        ratio=detached,
+        clipped_low=blocked_low,
+        clipped_high=blocked_high,
+        metrics={"divergence/mean": divergence.detach()},
+    )
+
+
+def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: str) -> Tensor:
+    """D(old || policy) of the two events "this token" and "another one", float64 [T], detached: a lower bound of the
+    divergence over the vocabulary. arXiv:2602.04879, eq. 13 (kind="tv") and eq. 14 (kind="kl").
+
+    logprobs, old_logprobs: float [T], ln p of the sampled token. A probability of 1 - p below 1e-12 counts as 1e-12.
+    """
+    check_columns(logprobs=logprobs, old_logprobs=old_logprobs)
+    policy, old = (values.detach().double()[:, None] for values in (logprobs, old_logprobs))
+    # expm1: 1 - p of a token that is nearly certain keeps its digits.
+    return _divergence(policy, -policy.expm1(), old, -old.expm1(), kind)
+
+
+def top_divergence(
+    log_probs: Tensor, token_ids: Tensor, old_logprobs: Tensor, old_top_ids: Tensor, old_top_logprobs: Tensor, kind: str
+) -> Tensor:
+    """D(old || policy) over the best tokens of the old policy, the sampled token and "other", float64 [T], detached: a
+    lower bound of the divergence over the vocabulary. arXiv:2602.04879, eq. 15 (kind="tv") and eq. 16 (kind="kl").
+
+    log_probs: float [T, V], of the policy; token_ids: int64 [T] and old_logprobs: float [T], of the sampled tokens;
+    old_top_ids: int64 [T, K], K different ids a token; old_top_logprobs: float [T, K]. A probability of "other" below
+    1e-12 counts as 1e-12.
+    """
+    num_tokens = log_probs.shape[0]
+    if log_probs.dim() != 2 or token_ids.shape != (num_tokens,) or old_logprobs.shape != (num_tokens,):
+        raise ValueError(
+            f"log_probs must be [T, V], token_ids and old_logprobs [T], not {tuple(log_probs.shape)}, "
+            f"{tuple(token_ids.shape)} and {tuple(old_logprobs.shape)}"
+        )
+    if old_top_ids.dim() != 2 or len(old_top_ids) != num_tokens or old_top_logprobs.shape != old_top_ids.shape:
+        raise ValueError(
+            f"old_top_ids and old_top_logprobs must be [{num_tokens}, K], not {tuple(old_top_ids.shape)} and "
+            f"{tuple(old_top_logprobs.shape)}"
+        )
+    ids = torch.cat([old_top_ids, token_ids[:, None]], dim=1)
+    policy = log_probs.detach().gather(1, ids).double()
+    old = torch.cat([old_top_logprobs.detach().double(), old_logprobs.detach().double()[:, None]], dim=1)
+    # A sampled token that is among the best is counted there.
+    known = (old_top_ids == token_ids[:, None]).any(1)
+    policy[known, -1] = old[known, -1] = -torch.inf
+    return _divergence(policy, 1 - policy.exp().sum(1, keepdim=True), old, 1 - old.exp().sum(1, keepdim=True), kind)
+
+
+def _divergence(policy: Tensor, policy_rest: Tensor, old: Tensor, old_rest: Tensor, kind: str) -> Tensor:
+    """policy, old: ln p of N events, [T, N], -inf in both for no event; policy_rest, old_rest: p of all others, [T, 1].
+    Returns [T]."""
+    rests = torch.cat([old_rest, policy_rest], dim=1).clamp(min=REST_FLOOR)
+    if kind == "tv":
+        return 0.5 * ((old.exp() - policy.exp()).abs().sum(1) + (rests[:, 0] - rests[:, 1]).abs())
+    if kind == "kl":
+        terms = torch.where(old == -torch.inf, torch.zeros_like(old), old.exp() * (old - policy))
+        return terms.sum(1) + rests[:, 0] * (rests[:, 0] / rests[:, 1]).log()
+    raise ValueError(f"kind={kind!r} is unknown; use tv or kl")

@@ -1,0 +1,122 @@
+"""Lambda-GRPO: a learned preference for long or short completions of a group."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos.inputs import LossInputs, PolicyLoss, WholeMiniBatch
+from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
+from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.options import key
+
+
+@dataclass(frozen=True)
+class LambdaGRPO(PolicyObjective):
+    """Lambda-GRPO (arXiv:2510.06870): the clipped surrogate, completions weighted by their length and one learned
+    exponent. The exponent begins at 0, where all weights are 1 (DAPO with loss_type "dapo", as in the paper)."""
+
+    objective: Literal["lambda_grpo"] = key("lambda_grpo", "the policy loss")
+    epsilon: float = key(0.2, "ratio clip below 1", above=0, maximum=1)
+    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
+    lambda_length_scale: float = key(1 / 9, "what one standard deviation of length adds to the base, 1", above=0)
+    lambda_learning_rate: float = key(1e-3, "of the exponent, which Adam learns beside the model", minimum=0)
+    initial_parameters = (0.0,)
+
+    @property
+    def parameter_learning_rate(self) -> float:
+        """See PolicyObjective."""
+        return self.lambda_learning_rate
+
+    def prepare(self, whole: WholeMiniBatch) -> Tensor:
+        """The bases of each token's group: see `length_bases`."""
+        return length_bases(whole.mask, whole.rows, whole.num_rows, whole.groups, length_scale=self.lambda_length_scale)
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """See PolicyObjective."""
+        if inputs.parameters is None or inputs.prepared is None:
+            raise ValueError("lambda_grpo needs parameters [1] and what `prepare` gave; one of them is None")
+        loss = clipped_policy_loss(
+            inputs.logprobs,
+            inputs.old_logprobs,
+            inputs.advantages,
+            inputs.mask,
+            inputs.rows,
+            inputs.num_rows,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+        )
+        weights = length_weights(inputs.prepared, inputs.parameters).to(loss.per_token.dtype)
+        exponent = inputs.parameters.detach().to(weights.dtype).expand_as(weights)
+        return dataclasses.replace(
+            loss,
+            per_token=weights * loss.per_token,
+            metrics={"lambda_grpo/length_weight": weights.detach(), "lambda_grpo/lambda": exponent},
+        )
+
+
+def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, length_scale: float) -> Tensor:
+    """h = 1 + length_scale * z of each token's completion, and of all completions of its group.
+
+    arXiv:2510.06870: z is the completion's number of tokens in the loss, standardised within its group. The standard
+    deviation is that of the population; z is 0 where all lengths of a group are equal and in a group of one.
+    Completions without a token in the loss are no part of their group. The exponent of an optimizer step is known only
+    when the loss is computed, hence the whole group at every token.
+
+    mask: bool [T]; rows: int64 [T], in 0..num_rows-1; groups: int64 [num_rows]. Result: float64 [T, 1 + G], the token's
+    own h, then the ascending h of its group, NaN after the last; G is the size of the largest group. Raises ValueError
+    where some h is not above 0, as a power of it needs; in groups of at most 1 / length_scale^2 that cannot be.
+    """
+    if mask.dim() != 1 or mask.shape != rows.shape or groups.shape != (num_rows,):
+        raise ValueError(
+            f"mask and rows must be [T] and groups [num_rows={num_rows}], not {tuple(mask.shape)}, {tuple(rows.shape)} "
+            f"and {tuple(groups.shape)}"
+        )
+    lengths = row_sum(mask.double(), rows, num_rows)
+    counted = lengths > 0
+    index = torch.unique(groups, return_inverse=True)[1]
+    zeros = lengths.new_zeros(int(index.max()) + 1 if num_rows else 0)
+    sizes = zeros.index_add(0, index, counted.double())
+    mean = zeros.index_add(0, index, lengths) / sizes.clamp(min=1)
+    centred = torch.where(counted, lengths - mean[index], torch.zeros_like(lengths))
+    std = (zeros.index_add(0, index, centred**2) / sizes.clamp(min=1)).sqrt()
+    longest = zeros.scatter_reduce(0, index, lengths, "amax")
+    shortest = (zeros + torch.inf).scatter_reduce(0, index, torch.where(counted, lengths, torch.inf), "amin")
+    # Equal lengths are told by their values: their standard deviation may be a rounding error.
+    differs = (longest > shortest)[index]
+    bases = 1 + length_scale * torch.where(differs, centred / std[index], torch.zeros_like(lengths))
+    if bool((bases <= 0).any()):
+        raise ValueError(
+            f"lambda_length_scale={length_scale:.4g} is too large: a completion is "
+            f"{float((1 - bases.min()) / length_scale):.4g} standard deviations shorter than its group, so that "
+            "its base is 0 or less; use a smaller one"
+        )
+    table = zeros.new_full((len(zeros), max(1, int(sizes.max()) if num_rows else 1)), torch.nan)
+    table[sizes == 0, 0] = 1.0  # nobody's weight; finite, so that its gradient is 0 and not NaN
+    order = torch.where(counted)[0]
+    order = order[bases[order].argsort()]
+    order = order[index[order].argsort(stable=True)]
+    starts = (sizes.cumsum(0) - sizes).long()
+    table[index[order], torch.arange(len(order), device=mask.device) - starts[index[order]]] = bases[order]
+    return torch.cat([bases[:, None], table[index]], 1)[rows]
+
+
+def length_weights(bases: Tensor, exponent: Tensor) -> Tensor:
+    """f = G * exp(h^lambda) / (sum over the group of exp(h^lambda)), the weight of each token's completion.
+
+    arXiv:2510.06870. The mean of f over the completions of a group is 1. bases: float64 [T, 1 + G], from
+    `length_bases`; exponent: float64 [1], lambda, with gradient. Result float64 [T].
+    """
+    if bases.dim() != 2 or exponent.shape != (1,):
+        raise ValueError(
+            f"bases must be [T, 1 + G] and exponent [1], not {tuple(bases.shape)} and {tuple(exponent.shape)}"
+        )
+    group = bases[:, 1:]
+    present = ~group.isnan()
+    powers = torch.where(present, torch.where(present, group, 1.0) ** exponent, -torch.inf)
+    return (bases[:, 0] ** exponent + present.sum(1).double().log() - powers.logsumexp(1)).exp()

@@ -1,0 +1,52 @@
+"""Where the batch of a training step comes from: new rollouts, saved ones, or the data set's own completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybrid_rl.assembly import Run
+from hybrid_rl.controller import WorkerGroup
+from hybrid_rl.data import PromptSampler
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.collector import Collected, Collector, replay
+
+
+def collector_of(run: Run, policy: WorkerGroup) -> Collector:
+    """The collector of a run."""
+    rewards = run.config.rewards
+    return Collector(
+        policy,
+        run.reward_names,
+        max_failure_share=rewards.max_reward_failure_share,
+        reward_weights=run.rewards.weights(rewards.reward_weights),
+    )
+
+
+def collect_step(
+    run: Run, collector: Collector, sampler: PromptSampler, version: int, state: TrainerState
+) -> Collected:
+    """The batch of the training step that `state` names, for a learner at this policy version."""
+    config, num_prompts = run.config, run.config.data.prompts_per_step
+    if config.rollouts_path is not None:
+        sampler.take(num_prompts)  # so that position and epoch are those of the recorded run
+        return replay(
+            Path(config.rollouts_path),
+            state.global_step,
+            num_prompts,
+            config.algorithm.num_generations,
+            run.reward_names,
+            version,
+            greedy_baseline="baseline_rewards" in config.advantage.needs,
+        )
+    if "demonstrations" in config.advantage.needs:
+        return collector.demonstrate(sampler, num_prompts, run.train_params, version, state)
+    return collector.collect(
+        sampler,
+        num_prompts,
+        config.algorithm.num_generations,
+        run.train_params,
+        version,
+        state,
+        max_refills=config.algorithm.max_refills,
+        greedy_baseline="baseline_rewards" in config.advantage.needs,
+    )

@@ -1,0 +1,99 @@
+"""Sections of the configuration whose class is a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.schema import (
+    AlgorithmConfig,
+    CriticConfig,
+    EvalConfig,
+    InPlaceRolloutConfig,
+    LocalControllerConfig,
+    RayControllerConfig,
+    SampledEvalConfig,
+    ValueHeadConfig,
+    VLLMRolloutConfig,
+)
+
+
+@dataclass(frozen=True)
+class Union:
+    """A section whose class is chosen by the value of its tag key, which may lie in the section or be its value.
+
+    infer: from all given leaves (name to value) and the members chosen so far, the member where none is named; None
+    where nothing speaks for one. Without a tag the member is always inferred. remedies: what to do who gives a key of a
+    member that is not chosen.
+    """
+
+    tag: str | None
+    default: str
+    members: Mapping[str, type]
+    planned: Mapping[str, str] = field(default_factory=dict)
+    infer: Callable[[Mapping[str, Any], Mapping[str, str]], str | None] | None = None
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+
+def number(value: Any) -> float:
+    """A given value as a number, 0 where it is none: whether it may be used is checked with the other values."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _kl_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    if "beta" not in given:
+        return None
+    return "loss" if number(given["beta"]) > 0 else "none"
+
+
+def _controller_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    return "ray" if number(given.get("num_ranks")) > 1 else None
+
+
+def _eval_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    return "sampled" if number(given.get("eval_temperature")) > 0 else None
+
+
+def _critic_section(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
+    return "value_head" if "values" in ADVANTAGES[chosen["advantage"]].needs else "none"
+
+
+# In an order in which each is inferred from those before it.
+UNIONS: Mapping[str, Union] = MappingProxyType(
+    {
+        "algorithm": Union("name", "grpo", dict.fromkeys(PRESETS, AlgorithmConfig)),
+        "advantage": Union("estimator", "grpo", ADVANTAGES),
+        "policy_loss": Union("objective", "clip", POLICY_LOSSES),
+        "kl": Union("kl_in", "none", KL_TERMS, infer=_kl_section, remedies={"loss": "set beta above 0"}),
+        "correction": Union("correction_mode", "none", CORRECTIONS),
+        "critic": Union(
+            None,
+            "none",
+            {"none": CriticConfig, "value_head": ValueHeadConfig},
+            infer=_critic_section,
+            remedies={"value_head": "there is no critic; choose an advantage that has one: gae, vapo or vtrace"},
+        ),
+        "eval": Union(
+            None,
+            "greedy",
+            {"greedy": EvalConfig, "sampled": SampledEvalConfig},
+            infer=_eval_section,
+            remedies={"sampled": "evaluation is greedy; set eval_temperature above 0"},
+        ),
+        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig}),
+        "controller": Union(
+            "backend",
+            "local",
+            {"local": LocalControllerConfig, "ray": RayControllerConfig},
+            infer=_controller_section,
+            remedies={"ray": "set num_ranks above 1, or that"},
+        ),
+    }
+)

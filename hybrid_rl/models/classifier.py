@@ -1,0 +1,132 @@
+"""Reward models: sequence classification with one label, run packed. The score of a sequence is what the head makes of
+the hidden state of its last token; the padding token of the model's config never is that token, as in transformers'
+own forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+from hybrid_rl.batch import Jagged
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.attention import attention_configs, attention_functions
+from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, CausalLM
+from hybrid_rl.models.load import first_line
+from hybrid_rl.models.row import PackedRow
+from hybrid_rl.models.weights.recipe import ModelRecipe
+
+# Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.
+VERIFY_SEQUENCES = (((5, 9, 4), (7, 3)), ((5, 9, 4), (8,)), ((6, 2, 9, 3), ()))
+
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
+    """The reward model of a folder or hub name; its head has one label (as TRL loads it), whatever its config says.
+
+    Raises ModelError where its config cannot be loaded, or transformers has no such class for its family.
+    """
+    recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
+    try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
+        raise ModelError(f"cannot load the config of reward model {path!r}: {first_line(error)}") from error
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"reward model {path!r}: transformers has no sequence classification for {config.model_type!r}; use a "
+            f"model of a family that has"
+        )
+    config.num_labels = 1
+    model_class: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    return dataclasses.replace(recipe, model_class=model_class, config=config)
+
+
+def check_classifier(module: PreTrainedModel, name: str) -> None:
+    """Raise ModelError for a module that is no sequence classification with one label."""
+    labels = getattr(module.config, "num_labels", None)
+    if "ForSequenceClassification" not in type(module).__name__ or labels != 1:
+        raise ModelError(
+            f"reward model {name!r} is a {type(module).__name__} with {labels} labels; give a "
+            f"...ForSequenceClassification with num_labels=1, or a function that calls it"
+        )
+
+
+def last_token_row(sequences: Sequences, pad_token_id: int | None, device: torch.device) -> PackedRow:
+    """N sequences as one row, whose `sources` are the places of their last tokens. Equal prompts are computed once."""
+    stripped = [_without_padding(prompt, completion, pad_token_id) for prompt, completion in sequences]
+    prompts = Jagged.from_rows([list(prompt) for prompt, _ in stripped], torch.int64)
+    # The place that would predict one token more is that of the last one.
+    completions = Jagged.from_rows([[*completion, 0] for _, completion in stripped], torch.int64)
+    row = PackedRow.of(prompts, completions, device)
+    last = (completions.offsets[1:] - 1).to(device)
+    return dataclasses.replace(row, labels=row.labels[last], sources=row.sources[last])
+
+
+def row_tokens(sequences: Sequences) -> list[int]:
+    """Tokens of each sequence in such a row, no prompt shared."""
+    return [len(prompt) + len(completion) + 1 for prompt, completion in sequences]
+
+
+def sequence_scores(model: CausalLM, sequences: Sequences) -> Tensor:
+    """The score of each sequence, float32 (float64 of a float64 model) [N]; none may be longer than the model has
+    positions. Collective where the model is sharded."""
+    row = last_token_row(sequences, pad_token_id(model.module), model.device)
+    if model.max_positions is not None:  # for the place after the last one there may be none
+        row = dataclasses.replace(row, positions=row.positions.clamp(max=model.max_positions - 1))
+    return model.row_values(row)
+
+
+def pad_token_id(module: PreTrainedModel) -> int | None:
+    """The padding token that the module's own forward pass looks for."""
+    return getattr(module.config.get_text_config(), "pad_token_id", None)
+
+
+@torch.no_grad()
+def verify_scores(model: CausalLM) -> float:
+    """Compare packed scores of a model that is not sharded with its module's own forward of each sequence; the largest
+    gap, relative to the largest number that could come of such hidden states.
+
+    Raises ModelError where they differ: scores would be wrong, silently.
+    """
+    plain: Any = model.module
+    name = type(plain).__name__
+    try:
+        found = sequence_scores(model, VERIFY_SEQUENCES)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{name} does not run with packed sequences: {error}") from error
+    configs = attention_configs(plain)
+    expected, sizes = [], []
+    # Eager attention defines an architecture: the others leave out what they lack.
+    with attention_functions(configs, ["eager"] * len(configs)):
+        for prompt, completion in VERIFY_SEQUENCES:
+            ids = torch.tensor([[*prompt, *completion]], device=model.device)
+            output = plain(input_ids=ids, use_cache=False, output_hidden_states=True)
+            expected.append(output.logits[0, 0])
+            sizes.append(output.hidden_states[-1][0, -1].norm())
+    head = next(child for child in plain.children() if isinstance(child, torch.nn.Linear))
+    scale = (torch.stack(sizes).max() * head.weight.norm()).clamp(min=1e-6)
+    gap = float((found - torch.stack(expected).to(found.dtype)).abs().max() / scale)
+    if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
+        raise ModelError(
+            f"{name} gives other scores with packed sequences (relative gap {gap:.1e}); this architecture is not "
+            f"supported as a reward model"
+        )
+    return gap
+
+
+def _without_padding(
+    prompt: Sequence[int], completion: Sequence[int], pad_id: int | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Up to the last token that is no padding; at least the first token is left."""
+    while completion and completion[-1] == pad_id:
+        completion = completion[:-1]
+    while not completion and len(prompt) > 1 and prompt[-1] == pad_id:
+        prompt = prompt[:-1]
+    return prompt, completion

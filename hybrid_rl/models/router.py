@@ -1,0 +1,151 @@
+"""The routers of a mixture-of-experts model, read while it runs: which experts a token went to, and how likely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.causal_lm import CausalLM
+from hybrid_rl.models.row import PackedRow
+
+
+class Routers:
+    """The L routers of a model, in the order of its layers. They have hooks inside `reading` only.
+
+    Which modules they are, and which of their outputs are the logits, transformers says itself. Blocks that run through
+    torch.compile do not see the hooks. Runs the model once, on all ranks where it is sharded. Raises ModelError for a
+    model without routers, and for routers that do not give away which experts they choose.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self._routers = _routers(model.module)
+        name = type(model.module).__name__
+        if not self._routers:
+            raise ModelError(
+                f"{name} has no routers that can be read: it is no mixture of experts, or transformers does not say "
+                f"where they are; use a loss without router scores (policy_loss=gmpo)"
+            )
+        row = model.verify_row()
+        with torch.no_grad(), self.reading(row) as reading:
+            model.row_logprobs(row, 1.0)
+        try:
+            reading.check()
+        except ModelError as error:
+            raise ModelError(f"the routers of {name} cannot be read: {error}") from None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are mixtures of experts (L)."""
+        return len(self._routers)
+
+    @contextmanager
+    def reading(self, row: PackedRow, expert_ids: Tensor | None = None) -> Iterator[RouterReading]:
+        """Read the routers in the forward pass of this row inside the block: see RouterReading."""
+        if expert_ids is not None and tuple(expert_ids.shape[:2]) != (row.sources.shape[0], self.num_layers):
+            raise ValueError(
+                f"expert_ids must be [M, L, K] for {row.sources.shape[0]} tokens and {self.num_layers} layers, not "
+                f"{tuple(expert_ids.shape)}"
+            )
+        reading = RouterReading(row.sources, expert_ids, self.num_layers)
+        handles = [
+            router.register_forward_hook(partial(reading.take, layer, index))
+            for layer, (router, index) in enumerate(self._routers)
+        ]
+        try:
+            yield reading
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class RouterReading:
+    """What the routers said of M tokens, at the places that predict them: detached.
+
+    sources: int64 [M], those places. expert_ids: int64 [M, L, K], the experts that are asked for; None = the K that
+    each router chooses.
+    """
+
+    def __init__(self, sources: Tensor, expert_ids: Tensor | None, num_layers: int) -> None:
+        self._sources = sources
+        self._asked = expert_ids
+        self._ids: list[Tensor | None] = [None] * num_layers
+        self._logprobs: list[Tensor | None] = [None] * num_layers
+        self._problem = ""
+
+    @property
+    def expert_ids(self) -> Tensor:
+        """The experts, int64 [M, L, K]."""
+        self.check()
+        return torch.stack([ids for ids in self._ids if ids is not None], dim=1)
+
+    @property
+    def logprobs(self) -> Tensor:
+        """ln of their shares of the softmax over all experts, float32 [M, L, K].
+
+        So also where a model weighs its experts otherwise (by a sigmoid, or among the chosen ones alone).
+        """
+        self.check()
+        return torch.stack([logprobs for logprobs in self._logprobs if logprobs is not None], dim=1)
+
+    def check(self) -> None:
+        """Raise ModelError where something was not read."""
+        silent = [layer for layer, logprobs in enumerate(self._logprobs) if logprobs is None]
+        if self._problem:
+            raise ModelError(self._problem)
+        if silent:
+            raise ModelError(
+                f"{len(silent)} of {len(self._logprobs)} routers did not run in the forward pass, or not as modules "
+                f"(as in compiled or fused blocks); set torch_compile=false"
+            )
+
+    @torch.no_grad()
+    def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
+        """Forward hook of a router whose output at `index` are the logits."""
+        if self._logprobs[layer] is not None:
+            return  # a recomputation: the forward pass came first
+        parts = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+        chosen = [part for part in parts if not part.is_floating_point()]
+        logits = output[index]
+        if len(chosen) != 1 or chosen[0].shape[:-1] != logits.shape[:-1]:
+            shapes = [tuple(part.shape) for part in parts]
+            self._problem = (
+                f"{type(router).__name__} gives {shapes}, of which no one tensor names the experts of every token; use "
+                f"a loss without router scores (policy_loss=gmpo)"
+            )
+            return
+        if self._asked is None:
+            ids = chosen[0].reshape(-1, chosen[0].shape[-1])[self._sources].long()
+        else:
+            ids = self._asked[:, layer]
+        logprobs = torch.log_softmax(logits.reshape(-1, logits.shape[-1])[self._sources].float(), dim=-1)
+        self._ids[layer], self._logprobs[layer] = ids, logprobs.gather(1, ids)
+
+
+def _routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """Every router of a model with the place of the logits in its output."""
+    owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
+    found: dict[nn.Module, int] = {}
+    for owner in owners:
+        recorders = (owner._can_record_outputs or {}).get("router_logits")
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            if isinstance(recorder, OutputRecorder):
+                found |= _recorded(owner, recorder)
+    return [(child, found[child]) for child in module.modules() if child in found]
+
+
+def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int]:
+    """The modules that a recorder is meant for, found as transformers finds them."""
+    part = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
+    return {
+        child: recorder.index
+        for name, child in owner.named_modules()
+        if recorder.target_class is not None and isinstance(child, recorder.target_class) and part in f".{name}."
+    }

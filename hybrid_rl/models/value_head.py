@@ -1,0 +1,169 @@
+"""A critic's module: the backbone of a causal language model with one number per token in the place of its logits.
+
+Its class is the one that transformers' AutoModelForTokenClassification takes for the family; a family without one gets
+a class that is put together in the same way, so that its checkpoints have the same form.
+
+A new head is zero. All values are 0 then, whatever the seed, the number of ranks or the backbone: the first advantages
+are those of plain returns, without noise, and ranks need not agree on random numbers. The first update moves the head
+alone, since the gradient of what is below a head of zeros is zero; every later one moves everything.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.weights.lazy import LazyTensor
+from hybrid_rl.models.weights.loading import lazy_weights, load_weights
+from hybrid_rl.models.weights.names import match
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.sources import StateSource, WeightSource
+from hybrid_rl.resharding.boxes import Box
+
+
+def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightSource]:
+    """The module on the meta device, and what fills it (`load_weights`).
+
+    Where the recipe's weights have a head of one number, those of a critic or of a reward model, it is taken with the
+    backbone; a bias that such a head lacks is zero. Otherwise they are those of the language model, and the head is
+    zero. Raises ModelError where the architecture takes no value head, or the weights are not of this architecture.
+    """
+    language_model = build_on_meta(recipe, dtype)
+    module = _headed(language_model, recipe, dtype)
+    state = module.state_dict(keep_vars=True)
+    below = f"{module.base_model_prefix}."
+    head = {name: tuple(state[name].shape) for name in state if not name.startswith(below)}
+    if head.keys() & match(module, recipe.source).tensors.keys():
+        biases = frozenset(name for name in head if name.endswith("bias"))
+        found = lazy_weights(module, recipe.source, optional=biases)
+    else:
+        found = _backbone_weights(language_model, recipe.source, below)
+    zeros = {name: shape for name, shape in head.items() if name not in found}
+    return module, _Filled(recipe.source, found, zeros, dtype)
+
+
+@torch.no_grad()
+def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a live module's backbone, whatever was changed on it, with a head of zeros; of a critic or a reward
+    model with its head."""
+    recipe = ModelRecipe.of_module(module, StateSource({}))
+    found = _headed(module, recipe, module.dtype)
+    setattr(found, found.base_model_prefix, copy.deepcopy(module.base_model))
+    own = dict(module.named_parameters())
+    for name, parameter in list(found.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        values = own[name] if name in own else torch.zeros(parameter.shape, dtype=module.dtype, device=module.device)
+        if values.shape != parameter.shape:
+            raise _no_value_head(module, f"its {name} is {list(values.shape)}, not {list(parameter.shape)}")
+        parent, _, leaf = name.rpartition(".")
+        setattr(found.get_submodule(parent), leaf, torch.nn.Parameter(values.detach().clone()))
+    return found.eval()
+
+
+def load_value_model(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
+    """A saved critic, of families too that AutoModelForTokenClassification does not know; or the backbone of a
+    language model with a head of zeros. On the CPU."""
+    recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
+    module, source = value_model_on_meta(recipe, DTYPES[dtype])
+    load_weights(module, source, "cpu")
+    return module
+
+
+def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of a model of this family with a number per token.
+
+    Raises ModelError where there is none and none can be put together.
+    """
+    kind, config = type(language_model), language_model.config
+    if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        return cast(type[PreTrainedModel], MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)])
+    families = [base for base in kind.__mro__[1:] if PreTrainedModel in base.__bases__]
+    if not families or type(config) not in MODEL_MAPPING:
+        raise _no_value_head(language_model, "transformers has no backbone of its own for its config")
+    return _composed(families[0])
+
+
+@functools.cache
+def _composed(family: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    name = family.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
+    members = {"base_model_prefix": family.base_model_prefix, "__module__": __name__}
+    return type(name, (GenericForTokenClassification, family), members)
+
+
+def _no_value_head(language_model: PreTrainedModel, why: str) -> ModelError:
+    return ModelError(
+        f"{type(language_model).__name__} cannot be given a value head: {why}; set critic_path to a model of a family "
+        f"such as Llama, Qwen2, Qwen3, Mistral, Gemma or GPT-2 that has the same tokenizer"
+    )
+
+
+def _headed(language_model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The module on the meta device, with the language model's frozen parameters frozen."""
+    config: PreTrainedConfig = copy.deepcopy(language_model.config)
+    config.num_labels = 1
+    kind = value_model_class(language_model)
+    found = build_on_meta(
+        dataclasses.replace(recipe, model_class=kind, config=config, generation_config=None, conversions=None), dtype
+    )
+    mine, own = type(found.base_model), type(language_model.base_model)
+    if mine is not own:
+        raise _no_value_head(
+            language_model, f"its backbone is a {own.__name__}, that of {kind.__name__} a {mine.__name__}"
+        )
+    return found
+
+
+def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, prefix: str) -> dict[str, LazyTensor]:
+    """What a source of a language model has for its backbone, by the names of the headed module."""
+    state = language_model.state_dict(keep_vars=True)
+    below = f"{language_model.base_model_prefix}."
+    beside = frozenset(name for name in state if not name.startswith(below))
+    found = {id(state[name]): lazy for name, lazy in lazy_weights(language_model, source, optional=beside).items()}
+    # By identity: of an embedding that is tied to the language head the source may hold the head's name alone.
+    backbone = {name.removeprefix(below): id(tensor) for name, tensor in state.items() if name.startswith(below)}
+    return {prefix + name: found[tensor] for name, tensor in backbone.items() if tensor in found}
+
+
+class _Filled(WeightSource):
+    """Tensors found in another source, by the module's own names, and zeros for those that it lacks."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        found: Mapping[str, LazyTensor],
+        zeros: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.label = source.label
+        self._source = source
+        self._found = found
+        self._zeros = zeros
+        self._dtype = dtype
+
+    def names(self) -> Sequence[str]:
+        return [*self._found, *self._zeros]
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        if name in self._zeros:
+            return self._zeros[name], self._dtype
+        return tuple(self._found[name].shape), self._found[name].dtype
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        if name in self._zeros:
+            return torch.zeros([part.stop - part.start for part in box], dtype=self._dtype)
+        return self._found[name].read(box)
+
+    def close(self) -> None:
+        self._source.close()

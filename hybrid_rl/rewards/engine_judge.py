@@ -1,0 +1,48 @@
+"""The rollout engine as judge: the policy grades completions, its own."""
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle
+
+# Room for a judge's own words.
+PROMPT_TOKENS = 512
+
+
+class EngineJudge:
+    """A reward that the rollout engine gives, with the weights that made the samples.
+
+    When all samples of a rank are finished, the engine answers the judge's prompts in a second round of generation;
+    they go through the policy's chat template where its tokenizer has one.
+
+    prompt, parser: see JudgeStyle; None: a grade from 0 to 10 in <score></score>, or pairwise the winner in
+    <winner></winner>, whose score is the share of wins within the group. An answer that the parser can make nothing of
+    leaves the sample unscored. max_tokens: of an answer. temperature: 0 = greedy. max_prompt_length: tokens that the
+    engine makes room for in what it is asked; None = PROMPT_TOKENS beside the longest prompt and completion (pairwise
+    two). A sample that would take more is not scored, and counts as failed.
+    Raises ConfigError for an unusable argument.
+    """
+
+    def __init__(
+        self,
+        prompt: JudgePrompt | None = None,
+        parser: JudgeParser | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        mode: JudgeMode = "pointwise",
+        max_prompt_length: int | None = None,
+        name: str = "engine_judge",
+    ) -> None:
+        if max_tokens < 1 or temperature < 0 or (max_prompt_length is not None and max_prompt_length < 1):
+            raise ConfigError(
+                f"max_tokens={max_tokens} and max_prompt_length={max_prompt_length} must be at least 1, "
+                f"temperature={temperature} at least 0"
+            )
+        self.style = JudgeStyle.of(mode, prompt, parser)
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.max_prompt_length = max_prompt_length
+        self.__name__ = name
+
+    def max_length(self, sample_length: int) -> int:
+        """Tokens of the longest question with its answer. sample_length: of the longest prompt with its completion."""
+        num_samples = 2 if self.style.mode == "pairwise" else 1
+        return (self.max_prompt_length or num_samples * sample_length + PROMPT_TOKENS) + self.max_tokens

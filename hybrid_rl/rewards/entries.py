@@ -1,0 +1,126 @@
+"""What `reward_funcs` holds: functions, reward models and judges, each in its place."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.engine_judge import EngineJudge
+from hybrid_rl.rewards.functions import (
+    LIBRARY_PARAMETERS,
+    UNPASSED_COLUMNS,
+    RewardFunction,
+    function_name,
+    inspect_function,
+    refuse_unusable,
+    reserved_column_message,
+    unique_names,
+)
+from hybrid_rl.rewards.marks import unwrap_partial
+
+
+@dataclass(frozen=True)
+class RewardModelEntry:
+    """A reward model in the place of a function.
+
+    name: in metrics. model: a folder or hub name, a module, or whatever else the workers build it from. tokenizer: its
+    own; None where it is to be loaded with the model.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True)
+class RewardList:
+    """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, each different."""
+
+    names: list[str]
+    functions: Mapping[int, RewardFunction]
+    models: Mapping[int, RewardModelEntry]
+    judges: Mapping[int, EngineJudge]
+
+    @property
+    def late(self) -> list[int]:
+        """Places of what scores samples only when all of them are there: reward models and judges."""
+        return sorted([*self.models, *self.judges])
+
+    def max_length(self, sample_length: int) -> int:
+        """Tokens of the longest sequence that the engine is to take: a sample, or what a judge is asked and answers."""
+        return max([sample_length, *(judge.max_length(sample_length) for judge in self.judges.values())])
+
+    @classmethod
+    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> "RewardList":
+        """Sort one entry or a list of them. available_columns: of the dataset, None where they are not known.
+
+        Raises ConfigError for what cannot be used, and for functions with parameters that nothing can fill.
+        """
+        given = [as_entry(entry) for entry in as_list(reward_funcs)]
+        if not given:
+            raise ConfigError("reward_funcs is empty; pass at least one function")
+        for entry in given:
+            if not isinstance(entry, RewardModelEntry | EngineJudge):
+                refuse_unusable(entry)
+        columns = set(available_columns or ()) - UNPASSED_COLUMNS
+        if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
+            raise ConfigError(reserved_column_message(reserved))
+        names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
+        places = range(len(given))
+        models = {i: given[i] for i in places if isinstance(given[i], RewardModelEntry)}
+        judges = {i: given[i] for i in places if isinstance(given[i], EngineJudge)}
+        functions = {
+            i: inspect_function(given[i], names[i], available_columns)
+            for i in places
+            if i not in models and i not in judges
+        }
+        return cls(names, functions, models, judges)
+
+
+def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> list[Any]:
+    """reward_funcs as a list in which every model is a RewardModelEntry.
+
+    processing_classes: TRL's reward_processing_classes: tokenizers of the reward models, one for each entry of
+    reward_funcs (None beside functions, and where it is to be loaded with the model), or a single one.
+    Raises ConfigError for another number of them and for one beside a function.
+    """
+    entries = [as_entry(entry) for entry in as_list(reward_funcs)]
+    if processing_classes is None:
+        return entries
+    classes = as_list(processing_classes)
+    if len(classes) != len(entries):
+        raise ConfigError(
+            f"{len(classes)} reward_processing_classes for {len(entries)} reward_funcs; give one for each, None beside "
+            f"a function"
+        )
+    for place, (entry, tokenizer) in enumerate(zip(entries, classes, strict=True)):
+        if isinstance(entry, RewardModelEntry):
+            entries[place] = RewardModelEntry(entry.name, entry.model, tokenizer or entry.tokenizer)
+        elif tokenizer is not None:
+            raise ConfigError(
+                f"reward_processing_classes has a {type(tokenizer).__name__} for {function_name(entry)!r}, which is a "
+                f"function; put None in its place"
+            )
+    return entries
+
+
+def as_list(given: Any) -> list[Any]:
+    """A list or tuple as a list, anything else as the only entry of one."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def as_entry(given: Any) -> Any:
+    """A string or a module as RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
+    if isinstance(given, str):
+        return RewardModelEntry(last_part(given) or given, given)
+    torch = sys.modules.get("torch")  # a module can only exist once torch is imported
+    if torch is None or not isinstance(unwrap_partial(given), torch.nn.Module):
+        return given
+    path = getattr(getattr(given, "config", None), "_name_or_path", "")
+    return RewardModelEntry(last_part(str(path or "")) or type(given).__name__, given)
+
+
+def last_part(path: str) -> str:
+    """Name of a folder or hub model without what stands before it."""
+    return path.rstrip("/").rpartition("/")[2]

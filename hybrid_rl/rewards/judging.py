@@ -1,0 +1,161 @@
+"""What judges are asked, how their answers are read, and how comparisons become scores."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.functions import Messages
+from hybrid_rl.rewards.verifiers import completion_text
+
+JudgeMode = Literal["pointwise", "pairwise"]
+# A template, or a function of the same names as keywords that gives the text or the chat messages.
+JudgePrompt = str | Callable[..., str | Messages]
+JudgeParser = Callable[[str], float | None]
+
+MAX_GRADE = 10.0
+POINTWISE_PROMPT = """Grade how well the response answers the request.
+
+<request>
+{prompt}
+</request>
+
+<response>
+{completion}
+</response>
+
+Judge correctness first, then helpfulness and clarity; length is no merit. Think briefly, then give your grade, a \
+number from 0 (useless) to 10 (perfect), as the last line: <score>grade</score>"""
+PAIRWISE_PROMPT = """Compare two responses to the same request.
+
+<request>
+{prompt}
+</request>
+
+<response_a>
+{completion_a}
+</response_a>
+
+<response_b>
+{completion_b}
+</response_b>
+
+Judge correctness first, then helpfulness and clarity; neither length nor order is a merit. Think briefly, then give \
+the better one, A, B or tie, as the last line: <winner>A</winner>, <winner>B</winner> or <winner>tie</winner>"""
+
+_SCORE = re.compile(r"<score>\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?:/\s*10\s*)?</score>", re.IGNORECASE)
+_WINNER = re.compile(r"<winner>\s*(A|B|tie)\s*</winner>", re.IGNORECASE)
+_SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
+
+
+def parse_grade(text: str) -> float | None:
+    """The number in the last <score></score>; None where there is none, or it is not from 0 to 10."""
+    found = _SCORE.findall(text)
+    grade = float(found[-1]) if found else None
+    return grade if grade is not None and 0.0 <= grade <= MAX_GRADE else None
+
+
+def parse_winner(text: str) -> float | None:
+    """1 where the last <winner></winner> names A, 0 for B, 0.5 for a tie; None where there is none."""
+    found = _WINNER.findall(text)
+    return _SHARES[found[-1].lower()] if found else None
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to a judge. samples: indices of the one that is graded, or of A and B."""
+
+    samples: tuple[int, ...]
+    prompt: str | Messages
+
+
+@dataclass(frozen=True)
+class JudgeStyle:
+    """How a judge is asked. prompt: a template with {prompt}, {completion} (pairwise {completion_a}, {completion_b})
+    and names of dataset columns, or a function of these keywords; parser: its answer to a number, or None where it says
+    nothing that can be used: the grade, or pairwise the share of the win (0 to 1) that goes to A. None: the defaults.
+    """
+
+    mode: JudgeMode
+    prompt: JudgePrompt
+    parser: JudgeParser
+
+    @classmethod
+    def of(cls, mode: JudgeMode, prompt: JudgePrompt | None, parser: JudgeParser | None) -> "JudgeStyle":
+        """Fill in defaults. Raises ConfigError for an unknown mode and an unusable prompt or parser."""
+        if mode not in get_args(JudgeMode):
+            raise ConfigError(f"mode={mode!r}; use one of {', '.join(get_args(JudgeMode))}")
+        is_pair = mode == "pairwise"
+        prompt = (PAIRWISE_PROMPT if is_pair else POINTWISE_PROMPT) if prompt is None else prompt
+        parser = (parse_winner if is_pair else parse_grade) if parser is None else parser
+        wanted = ("{completion_a}", "{completion_b}") if is_pair else ("{completion}",)
+        if isinstance(prompt, str) and (missing := [name for name in wanted if name not in prompt]):
+            raise ConfigError(f"the judge's prompt lacks {missing[0]}: the judge would not see what it is to judge")
+        if not callable(parser) or not (isinstance(prompt, str) or callable(prompt)):
+            raise ConfigError(f"a judge takes a text or function as prompt and a function as parser, not {prompt!r}")
+        return cls(mode, prompt, parser)
+
+    def questions(
+        self,
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
+        columns: Mapping[str, Sequence[Any]],
+        groups: Sequence[int],
+    ) -> list[Question]:
+        """All questions about N samples: one each, or one for each ordered pair of a group. Both orders of a pair are
+        asked, so that a liking for the first or second place cancels out. columns: name -> N values."""
+        texts = [completion_text(completion) for completion in completions]
+
+        def render(sample: int, **shown: str) -> str | Messages:
+            values = {name: values[sample] for name, values in columns.items()}
+            values |= {"prompt": prompt_text(prompts[sample]), **shown}
+            if not isinstance(self.prompt, str):
+                return self.prompt(**values)
+            try:
+                return self.prompt.format(**values)
+            except (KeyError, IndexError) as error:
+                raise ConfigError(
+                    f"the judge's prompt has the placeholder {error}, but there are only {', '.join(sorted(values))}; "
+                    f"write braces that are no placeholder twice"
+                ) from error
+
+        if self.mode == "pointwise":
+            return [Question((i,), render(i, completion=text)) for i, text in enumerate(texts)]
+        return [
+            Question((a, b), render(a, completion_a=texts[a], completion_b=texts[b]))
+            for a in range(len(texts))
+            for b in range(len(texts))
+            if a != b and groups[a] == groups[b]
+        ]
+
+    def scores(
+        self, questions: Sequence[Question], answers: Sequence[float | None | Exception], num_samples: int
+    ) -> list[Any]:
+        """The score of each sample: its grade, or the mean share of wins over its comparisons.
+
+        answers: what the parser made of each answer, or why there is none. A comparison without a number is left out; a
+        sample without any gets the first of its exceptions, else None.
+        """
+        if self.mode == "pointwise":
+            return list(answers)
+        shares: list[list[float]] = [[] for _ in range(num_samples)]
+        errors: dict[int, Exception] = {}
+        for question, answer in zip(questions, answers, strict=True):
+            a, b = question.samples
+            if isinstance(answer, Exception):
+                for sample in (a, b):
+                    errors.setdefault(sample, answer)
+            elif answer is not None:
+                shares[a].append(float(answer))
+                shares[b].append(1.0 - float(answer))
+        return [sum(own) / len(own) if own else errors.get(sample) for sample, own in enumerate(shares)]
+
+
+def prompt_text(prompt: str | Messages) -> str:
+    """A prompt as text: chat messages with their roles, or the content alone of a single one of the user."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        return str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

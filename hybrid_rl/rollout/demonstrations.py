@@ -1,0 +1,265 @@
+"""Demonstrations: batches whose completions come from the dataset, for supervised fine-tuning.
+
+The rows are in TRL's prompt-completion format: the column `completion` holds a text, or chat messages: one of the
+assistant. A completion becomes the tokens that a policy would have to produce behind the prompt's tokens, up to and
+with the one that ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.data import PromptRow, SizedSource, StreamSource
+from hybrid_rl.data.prompts import shorten
+from hybrid_rl.errors import DataError, ModelError
+from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.rollout.base import FinishedSample, FinishReason, SamplingParams
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.scored import RolloutReport, _sample_columns
+
+COMPLETION_COLUMN = "completion"
+DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
+CHECKED_ROWS = 1024  # tokenised together while a dataset is checked
+
+OverlongCompletions = Literal["error", "truncate"]
+
+
+class DemonstrationEncoder:
+    """Turns the completions of dataset rows into token ids.
+
+    Text is tokenised with its prompt, as one text, and split where the prompt's tokens end. Where a token would lie
+    across that border the completion is tokenised by itself, since a policy finds the prompt's tokens as they are.
+    Messages go through the chat template with their prompt, which must begin as the prompt does alone. What a template
+    writes behind the token that ends the completion is left out: a rollout stops there.
+
+    chat_template_kwargs: as of the prompts. overlong_completions: what happens to those of more than max_tokens tokens:
+    `error`, or `truncate`: they are cut and end as a rollout does at its limit, without an end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        overlong_completions: OverlongCompletions = "error",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self.overlong_completions = overlong_completions
+
+    def encode(self, rows: Sequence[PromptRow], params: SamplingParams) -> list[list[int]]:
+        """Token ids of each row's completion, whatever its length. params: the stop tokens, of which one is the last.
+
+        Raises DataError, naming the row, for a completion that is missing, of a wrong type or cannot be tokenised
+        behind its prompt, ModelError for a tokenizer that cannot be used.
+        """
+        if not rows:
+            return []
+        is_chat = not isinstance(rows[0].prompt, str)
+        pairs = [self._chat_texts(row) if is_chat else self._plain_texts(row) for row in rows]
+        if not is_chat:
+            self._check_ends_open(pairs[0][1])
+        heads, wholes = (self._tokens([pair[part] for pair in pairs], special=not is_chat) for part in (0, 1))
+        return [
+            self._ended(self._behind(head, whole, head_text, whole_text, row), row, params)
+            for head, whole, (head_text, whole_text), row in zip(heads, wholes, pairs, rows, strict=True)
+        ]
+
+    def limit(self, ids: list[int], row: int, params: SamplingParams) -> tuple[list[int], FinishReason]:
+        """A completion under params.max_tokens, and why it ends. Raises DataError for a longer one under `error`."""
+        if len(ids) <= params.max_tokens:
+            return ids, "stop"
+        if self.overlong_completions == "error":
+            raise overlong_error(1, len(ids), row, params)
+        return ids[: params.max_tokens], "length"
+
+    def _plain_texts(self, row: PromptRow) -> tuple[str, str]:
+        completion = _completion(row)
+        if not isinstance(completion, str):
+            raise DataError(
+                f"row {row.index}: the prompt is text, but the completion {shorten(completion)} is not; give both as "
+                "text, or both as messages"
+            )
+        return str(row.prompt), f"{row.prompt}{completion}"
+
+    def _chat_texts(self, row: PromptRow) -> tuple[str, str]:
+        prompt: Any = row.prompt
+        if prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"row {row.index}: the prompt ends with a message of the assistant; move it to the completion"
+            )
+        head = self._render(prompt, row, add_generation_prompt=True)
+        whole = self._render([*prompt, _message(_completion(row), row)], row, add_generation_prompt=False)
+        if not whole.startswith(head):
+            place = next((i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), len(whole))
+            raise DataError(
+                f"row {row.index}: the chat template does not begin prompt and completion as it begins the prompt: "
+                f"{shorten(head[place:])} becomes {shorten(whole[place:])}; what is trained would not be what is "
+                "sampled. Use a template that keeps the prompt as it is (chat_template_kwargs may choose so), or give "
+                "prompt and completion as text"
+            )
+        return head, whole
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], row: PromptRow, *, add_generation_prompt: bool) -> str:
+        # As prompts are: keys that only other rows have are there with None.
+        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    cleaned, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
+                )
+            )
+        except Exception as error:  # templates raise anything
+            raise DataError(
+                f"row {row.index}: the messages {shorten(messages)} are refused by the chat template "
+                f"({type(error).__name__}: {error}); correct the row"
+            ) from error
+
+    def _check_ends_open(self, text: str) -> None:
+        bare, whole = self._tokens([text], special=False)[0], self._tokens([text], special=True)[0]
+        if whole[len(whole) - len(bare) :] != bare:
+            last = self._tokenizer.convert_ids_to_tokens(whole[-1])
+            raise ModelError(
+                f"the tokenizer puts {last!r} behind every text, which would stand between prompt and completion; set "
+                "add_eos_token=False on it, or give messages"
+            )
+
+    def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        found = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+        return [list(ids) for ids in found["input_ids"]]
+
+    def _behind(self, head: list[int], whole: list[int], head_text: str, whole_text: str, row: PromptRow) -> list[int]:
+        """The tokens behind those of the prompt."""
+        # A truncated prompt is the end of the whole one.
+        if head[len(head) - len(row.prompt_ids) :] != list(row.prompt_ids):
+            raise DataError(
+                f"row {row.index}: the prompt was tokenised to other ids than here; use one tokenizer, one chat "
+                "template and one chat_template_kwargs for both"
+            )
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+        own = self._tokens([whole_text[len(head_text) :]], special=False)[0]
+        if self._text(head + own) != self._text(whole):
+            raise DataError(
+                f"row {row.index}: the completion {shorten(whole_text[len(head_text) :])} cannot be tokenised behind "
+                f"its prompt, which ends with {shorten(head_text[-20:])}: the text would become another; move spaces "
+                "from the end of the prompt to the start of the completion"
+            )
+        return own
+
+    def _ended(self, ids: list[int], row: PromptRow, params: SamplingParams) -> list[int]:
+        """The completion up to its first stop token, or with an end-of-sequence token where it has none."""
+        place = next((i for i, token in enumerate(ids) if token in params.stop_token_ids), None)
+        if place is None:
+            if self._tokenizer.eos_token_id is None:
+                raise ModelError(
+                    "the tokenizer has no end-of-sequence token to end a completion with; set tokenizer.eos_token"
+                )
+            return [*ids, int(self._tokenizer.eos_token_id)]
+        rest = self._tokenizer.decode(ids[place + 1 :], skip_special_tokens=True)
+        if rest.strip():
+            stop = self._tokenizer.convert_ids_to_tokens(ids[place])
+            raise DataError(
+                f"row {row.index}: the completion goes on behind the stop token {stop!r}: {shorten(rest)}; a rollout "
+                "would end there: remove the token from the text, or from stop_token_ids"
+            )
+        return ids[: place + 1]
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+class Demonstrations:
+    """Makes batches of demonstrations, as `ScoredRollout` makes those of samples. decode: token ids to text without
+    special tokens."""
+
+    def __init__(self, encoder: DemonstrationEncoder, decode: Callable[[Sequence[int]], str]) -> None:
+        self._encoder = encoder
+        self._decode = decode
+
+    def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """The demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
+
+        Raises ValueError for a call of several samples per prompt, and what the encoder raises.
+        """
+        if call.num_generations != 1:
+            raise ValueError(f"a prompt has one demonstration, but num_generations={call.num_generations}; use 1")
+        timings = Timings()
+        with timings.measure("rollout"):
+            samples = []
+            for task, ids in zip(tasks, self._encoder.encode([t.row for t in tasks], call.params), strict=True):
+                kept, reason = self._encoder.limit(ids, task.row.index, call.params)
+                identity, size = call.first_id + task.place, len(kept)
+                samples.append(FinishedSample(identity, kept, [0.0] * size, [-1] * size, reason))
+            columns = _sample_columns(tasks, samples, call)
+            columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
+            columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
+            columns["function_rewards"] = [[1.0] for _ in samples]
+            columns["extra"] = [{} for _ in samples]
+        return Batch(columns), RolloutReport(timings.seconds, [], MetricSums())
+
+
+def check_demonstrations(
+    source: SizedSource | StreamSource, encoder: DemonstrationEncoder, params: SamplingParams
+) -> None:
+    """Encode every completion of a dataset once (of a stream the first, the others as they come), before work starts.
+
+    Raises DataError for a dataset without the column `completion`, and for rows that cannot be used.
+    """
+    if COMPLETION_COLUMN not in source.column_names:
+        raise DataError(
+            f"supervised fine-tuning needs a column `{COMPLETION_COLUMN}` beside `prompt`; the dataset has "
+            f"{', '.join(repr(name) for name in source.column_names)}. Rename the one that holds the answer"
+        )
+    over: list[tuple[int, int]] = []  # (row, tokens)
+    for rows in _chunks(source):
+        for row, ids in zip(rows, encoder.encode(rows, params), strict=True):
+            if len(ids) > params.max_tokens:
+                over.append((row.index, len(ids)))
+    if over and encoder.overlong_completions == "error":
+        raise overlong_error(len(over), max(size for _, size in over), over[0][0], params)
+
+
+def overlong_error(num_over: int, longest: int, first_row: int, params: SamplingParams) -> DataError:
+    """The error for completions that are too long, the longest of `longest` tokens."""
+    return DataError(
+        f"max_completion_length={params.max_tokens}, but {num_over} completion(s) are longer: the longest has "
+        f"{longest} tokens with the one that ends it, the first is row {first_row}. Raise max_completion_length to "
+        f"{longest}, or shorten or remove such rows"
+    )
+
+
+def _chunks(source: SizedSource | StreamSource) -> Iterator[list[PromptRow]]:
+    if isinstance(source, StreamSource):
+        yield [next(iter(source))]
+        return
+    for start in range(0, len(source), CHECKED_ROWS):
+        yield [source[position] for position in range(start, min(start + CHECKED_ROWS, len(source)))]
+
+
+def _completion(row: PromptRow) -> Any:
+    completion = row.columns[COMPLETION_COLUMN]
+    if completion is None or (isinstance(completion, str | list | tuple) and not completion):
+        raise DataError(f"row {row.index}: the completion {completion!r} is missing or empty; fill or remove the row")
+    return completion
+
+
+def _message(completion: Any, row: PromptRow) -> Mapping[str, Any]:
+    """The assistant's message of a chat completion, which may be given as text too."""
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": completion}
+    is_list = isinstance(completion, list | tuple)
+    message = completion[0] if is_list and len(completion) == 1 else None
+    if not isinstance(message, Mapping) or "role" not in message or message["role"] != "assistant":
+        raise DataError(
+            f"row {row.index}: the completion {shorten(completion)} must be a text or a list of one message of the "
+            'assistant: [{"role": "assistant", "content": "..."}]; earlier turns belong into the prompt'
+        )
+    has_calls = "tool_calls" in message and message["tool_calls"]
+    if "content" not in message or not isinstance(message["content"], str) and not has_calls:
+        raise DataError(f"row {row.index}: the completion {shorten(completion)} needs a text as its content")
+    return message

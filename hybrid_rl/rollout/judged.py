@@ -1,0 +1,110 @@
+"""A second round of generation, in which the engine judges the samples that it has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.data import PromptEncoder
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
+from hybrid_rl.rewards.functions import Messages
+from hybrid_rl.rewards.judging import Question
+from hybrid_rl.rollout.base import RolloutRequest, SamplingParams, derive_seed
+from hybrid_rl.rollout.call import RolloutCall
+from hybrid_rl.rollout.client import RolloutClient
+from hybrid_rl.rollout.late import LateScores
+
+Encode = Callable[[str | Messages], Sequence[int]]
+FIRST_JUDGE_ID = -2  # and downwards: requests of samples count upwards from 0, -1 is that of the probe
+
+
+def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Encode:
+    """What the policy is asked as a judge, to token ids: text as a message of the user, where there is a chat
+    template."""
+    encoder = PromptEncoder(tokenizer, max_prompt_length=None, chat_template_kwargs=chat_template_kwargs)
+    has_template = bool(getattr(tokenizer, "chat_template", None) or encoder.chat_template_kwargs.get("chat_template"))
+
+    def encode(prompt: str | Messages) -> list[int]:
+        is_message = isinstance(prompt, str) and has_template
+        return encoder.encode([[{"role": "user", "content": prompt}] if is_message else prompt])[0]
+
+    return encode
+
+
+class JudgeRound:
+    """Arguments as of ScoredRollout."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        rewards: RewardRunner,
+        decode: Callable[[Sequence[int]], str],
+        encode: Encode,
+        *,
+        seed: int,
+        max_length: int | None,
+    ) -> None:
+        self._client = client
+        self._judges = rewards.entries.judges
+        self._names = rewards.names
+        self._decode = decode
+        self._encode = encode
+        self._seed = seed
+        self._max_length = max_length
+
+    def run(self, batch: Batch, call: RolloutCall) -> LateScores:
+        """Scores of this rank's samples. Where ranks share an engine all of them come here, with samples or without."""
+        questions = {place: self._questions(judge, batch) for place, judge in self._judges.items()}
+        requests: dict[tuple[int, int], RolloutRequest] = {}
+        failures: list[RewardFailure] = []
+        for number, (place, judge) in enumerate(self._judges.items()):
+            for index, question in enumerate(questions[place]):
+                request = self._request(number, judge, question, batch, call)
+                if self._max_length is None or len(request.prompt_ids) + judge.max_tokens <= self._max_length:
+                    requests[place, index] = request
+                    continue
+                detail = (
+                    f"the judge's prompt has {len(request.prompt_ids)} tokens and its answer up to {judge.max_tokens}, "
+                    f"but the engine takes {self._max_length}; lower max_completion_length or the judge's max_tokens"
+                )
+                for sample in question.samples:
+                    key = int(batch["trajectory"][sample]) - call.first_id
+                    failures.append(RewardFailure(self._names[place], key, "long", detail))
+        answers: dict[int, str] = {}
+        for events in self._client.stream(list(requests.values()), call.version):
+            answers.update((event.id, self._decode(event.completion_ids)) for event in events)
+        values: dict[int, list[float | None]] = {}
+        logged = MetricSums()
+        for place, judge in self._judges.items():
+            asked = [index for index in range(len(questions[place])) if (place, index) in requests]
+            parsed: list[float | None | Exception] = [None] * len(questions[place])
+            for index in asked:
+                parsed[index] = judge.style.parser(answers[requests[place, index].id])
+            num_unparsed = sum(parsed[index] is None for index in asked)
+            logged.mean(f"{self._names[place]}/unparsed", num_unparsed, len(asked))
+            values[place] = judge.style.scores(questions[place], parsed, batch.num_samples)
+        return LateScores(values, failures, logged)
+
+    def _questions(self, judge: EngineJudge, batch: Batch) -> list[Question]:
+        rows = batch["row"]
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        return judge.style.questions(batch["prompt"], batch["completion"], columns, batch["group"].tolist())
+
+    def _request(
+        self, number: int, judge: EngineJudge, question: Question, batch: Batch, call: RolloutCall
+    ) -> RolloutRequest:
+        """number: of the judge. Ids are unique over ranks and judges; noise depends only on the samples asked about."""
+        places = [int(batch["trajectory"][sample]) - call.first_id for sample in question.samples]
+        other = places[-1] % call.num_generations
+        sample = call.first_id + places[0]
+        identity = FIRST_JUDGE_ID - ((sample * len(self._judges) + number) * call.num_generations + other)
+        params = SamplingParams(
+            max_tokens=judge.max_tokens,
+            temperature=judge.temperature,
+            stop_token_ids=call.params.stop_token_ids,
+            seed=derive_seed(self._seed, call.params.seed, call.purpose, "judge", number, *places),
+        )
+        return RolloutRequest(identity, tuple(self._encode(question.prompt)), params)

@@ -1,0 +1,148 @@
+"""Dynamic sampling: which groups teach something, how many more prompts to roll out, what to say where none do.
+
+DAPO (arXiv:2503.14476, eq. 11 and algorithm 1) trains on prompts that the policy solves sometimes: 0 < number of right
+samples < group size. Prompts are sampled until a training step has its number of such groups. The paper's rewards are
+right or wrong; of rewards in general a group has signal where two of its samples got different ones. The paper names
+neither how many prompts a further round takes (here: as many as the share of groups with signal so far lets expect) nor
+an end (here: max_refills).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.errors import NoSignalError
+from hybrid_rl.metrics import mean_and_std
+
+# Shapes a reward, and does not say who is right. A second function of the name gets a number.
+SHAPING = re.compile(r"overlong_penalty(_\d+)?")
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """What the samples of G groups got, in the order of the groups' ids. low, high: float64 [G] (inf and -inf where no
+    sample was scored); num_scored: int64 [G]; group: int64 [N], the group of each sample."""
+
+    low: Tensor
+    high: Tensor
+    num_scored: Tensor
+    group: Tensor
+
+    @staticmethod
+    def of(rewards: Tensor, group_ids: Tensor) -> GroupRewards:
+        """rewards: float64 [N], NaN = not scored; group_ids: int64 [N]."""
+        _, group = group_ids.unique(return_inverse=True)
+        unset = torch.full((int(group.max()) + 1 if group.numel() else 0,), math.inf, dtype=torch.float64)
+        low = unset.scatter_reduce(0, group, rewards.nan_to_num(math.inf), "amin")
+        high = (-unset).scatter_reduce(0, group, rewards.nan_to_num(-math.inf), "amax")
+        scored = torch.zeros(len(unset), dtype=torch.int64).index_add(0, group, (~rewards.isnan()).long())
+        return GroupRewards(low, high, scored, group)
+
+    @property
+    def has_signal(self) -> Tensor:
+        """Bool [G]: two samples got different rewards."""
+        return self.high > self.low
+
+
+def judged_rewards(batch: Batch | BatchRef, names: Sequence[str], weights: Sequence[float]) -> Tensor:
+    """The weighted rewards by which a group is judged, float64 [N], NaN = not scored: those of all functions but
+    `overlong_penalty`, as DAPO filters by accuracy; of all where there is no other.
+
+    names, weights: of the reward functions.
+    """
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))
+    judges = [place for place, name in enumerate(names) if not SHAPING.fullmatch(name)] or list(range(len(names)))
+    # Term by term: a matrix product may round equal rows differently.
+    total = torch.zeros(batch.num_samples, dtype=torch.float64)
+    for place in judges:
+        total += weights[place] * values[:, place].nan_to_num(0.0)
+    return total.masked_fill(batch["rewards"].isnan() | values[:, judges].isnan().all(1), math.nan)
+
+
+class Refill:
+    """Counts the groups of a training step until num_prompts of them have signal; at most 1 + max_refills rollouts.
+
+    names, weights: of the reward functions.
+    """
+
+    def __init__(self, num_prompts: int, max_refills: int, names: Sequence[str], weights: Sequence[float]) -> None:
+        self.num_prompts = num_prompts
+        self.max_refills = max_refills
+        self._names, self._weights = tuple(names), tuple(weights)
+        self.num_rollouts = self.num_rolled = self.num_with_signal = 0
+        self._groups: list[GroupRewards] = []
+        self._rewards: list[Tensor] = []
+
+    @property
+    def num_missing(self) -> int:
+        """Groups with signal that are still needed."""
+        return max(self.num_prompts - self.num_with_signal, 0)
+
+    @property
+    def num_wanted(self) -> int:
+        """Prompts of the next rollout: as many as are expected to give what is missing, at most num_prompts."""
+        if not self.num_with_signal:
+            return self.num_prompts
+        expected = -(-self.num_missing * self.num_rolled // self.num_with_signal)  # rounded up
+        return min(expected, self.num_prompts)
+
+    def keep(self, batch: Batch | BatchRef) -> tuple[list[int], Tensor]:
+        """Count a rollout. Returns which of its groups to train on, by place, and their samples (int64 [M], in order):
+        the first with signal, as many as are missing."""
+        judged = judged_rewards(batch, self._names, self._weights)
+        groups = GroupRewards.of(judged, batch["group"])
+        found = groups.has_signal.nonzero()[:, 0]
+        kept = found[: self.num_missing]
+        self.num_rollouts += 1
+        self.num_rolled += len(groups.low)
+        self.num_with_signal += len(found)
+        self._groups.append(groups)
+        self._rewards.append(batch["rewards"])
+        return kept.tolist(), torch.isin(groups.group, kept).nonzero()[:, 0]
+
+    def check(self, step: int) -> None:
+        """Raise NoSignalError where groups are missing after the last rollout."""
+        if self.num_missing and self.num_rollouts > self.max_refills:
+            raise NoSignalError(
+                f"step {step}: {self.num_with_signal} of {self.num_rolled} prompts "
+                f"({self.num_with_signal / self.num_rolled:.1%}) had a group with different rewards, but "
+                f"prompts_per_step={self.num_prompts} are needed, and max_refills={self.max_refills} are used up. "
+                f"{self._others()} Give prompts that the policy solves sometimes, raise num_generations or "
+                "max_refills, lower prompts_per_step, or train on all groups with max_refills=0"
+            )
+
+    def _others(self) -> str:
+        """What the groups without signal are, in words. Too easy: alike in the upper half of all rewards seen."""
+        low, high, scored = (
+            torch.cat([getattr(groups, name) for groups in self._groups]) for name in ("low", "high", "num_scored")
+        )
+        alike, seen = low[(scored > 1) & (low == high)], scored > 0
+        middle = (float(low[seen].min()) + float(high[seen].max())) / 2 if seen.any() else 0.0
+        if bool((alike == middle).all()):  # one reward in all the data: nothing tells easy from hard
+            parts = {f"had the reward {middle:g} throughout": alike}
+        else:
+            parts = {"are too easy": alike[alike > middle], "are too hard": alike[alike <= middle]}
+            parts = {
+                f"{words} (all alike, mean reward {float(p.mean()):.3g})": p for words, p in parts.items() if len(p)
+            }
+        found = [f"{len(part)} {words}" for words, part in parts.items() if len(part)]
+        if (scored < 2).any():
+            found.append(f"{int((scored < 2).sum())} had fewer than two scored samples")
+        return f"Of the others, {', '.join(found)}." if found else ""
+
+    def metrics(self) -> dict[str, float]:
+        """What was rolled out for the batch. reward_all: mean over all samples, those of dropped groups too."""
+        dropped = self.num_rolled - min(self.num_with_signal, self.num_prompts)
+        return {
+            "collect/num_rollouts": float(self.num_rollouts),
+            "collect/groups_dropped": float(dropped),
+            "collect/groups_kept_share": 1 - dropped / self.num_rolled,
+            "collect/reward_all": mean_and_std(torch.cat(self._rewards))[0],
+        }

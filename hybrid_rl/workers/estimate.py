@@ -1,0 +1,61 @@
+"""Advantages of a rank's samples: the batch's columns as an estimator takes them, and what it gives as columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos import AdvantageInputs
+from hybrid_rl.algos.kl import kl_reward
+from hybrid_rl.algos.kl_terms import KLInReward
+from hybrid_rl.batch import Batch
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.controller import RankContext
+
+
+def with_advantages(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> Batch:
+    """Add advantages, one per completion token, and returns where there is a critic; needs whole groups. Collective.
+
+    beta: present weight of a KL penalty in the reward.
+    """
+    inputs = advantage_inputs(batch, config, context, beta)
+    found = config.advantage.compute(inputs)
+    completions = batch["completion_ids"]
+    columns = {"advantages": completions.with_values(found.advantages.float())}
+    if found.returns is not None:
+        columns["returns"] = completions.with_values(found.returns.float())
+    return batch.with_columns(**columns)
+
+
+def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> AdvantageInputs:
+    """The columns of a batch in float64, a KL penalty in the reward added to the rewards of tokens and samples."""
+    completions = batch["completion_ids"]
+    rows, mask = completions.row_index(), batch["completion_mask"].values
+
+    def values(name: str) -> Tensor | None:
+        return batch[name].values.double() if name in batch else None
+
+    dense, logprobs, reference = values("token_rewards"), values("old_logprobs"), values("ref_logprobs")
+    token_rewards = torch.zeros(len(rows), dtype=torch.float64) if dense is None else dense
+    rewards = batch["rewards"]
+    if isinstance(config.kl, KLInReward):
+        assert logprobs is not None and reference is not None
+        penalty = kl_reward(logprobs, reference, mask, beta, config.kl.kl_estimator)
+        token_rewards = token_rewards + penalty
+        rewards = rewards + torch.zeros_like(rewards).index_add(0, rows, penalty)
+    return AdvantageInputs(
+        rewards=rewards,
+        groups=batch["group"],
+        rows=rows,
+        mask=mask,
+        token_rewards=token_rewards,
+        rollout_logprobs=values("rollout_logprobs"),
+        logprobs=logprobs,
+        ref_logprobs=reference,
+        teacher_logprobs=values("teacher_logprobs"),
+        values=values("values"),
+        sum_pi_squared=values("sum_pi_squared"),
+        baseline_rewards=batch["baseline_rewards"] if "baseline_rewards" in batch else None,
+        gather=context.gather,
+        rank=context.rank,
+    )

@@ -1,0 +1,199 @@
+"""Reward models: frozen sequence classification models that score whole samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.controller import RankContext, mark_progress
+from hybrid_rl.data import pack_by_tokens
+from hybrid_rl.errors import ModelError
+from hybrid_rl.memory import Resident
+from hybrid_rl.models import CausalLM, check_tokenizer
+from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.models.classifier import (
+    VERIFY_SEQUENCES,
+    check_classifier,
+    classifier_recipe,
+    row_tokens,
+    sequence_scores,
+    verify_scores,
+)
+from hybrid_rl.models.load import DTYPES, load_tokenizer
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.rewards import RewardFailure, RewardModelEntry
+from hybrid_rl.rollout.late import LateScores
+from hybrid_rl.workers.base import TOKENS_PER_MICRO_BATCH
+from hybrid_rl.workers.build import _call_options, _filled
+from hybrid_rl.workers.fsdp import ShardedCausalLM
+from hybrid_rl.workers.residents import module_resident
+
+REWARD_MODELS = "reward_models"
+# Of no weight: what a rank computes while others still have samples.
+FILLER = (((0,), ()),)
+
+
+class RewardModel:
+    """One reward model on this rank: whole with one rank, sharded with more.
+
+    entry: its model is a folder or hub name, a module of this process or a recipe; its tokenizer is loaded with it
+    where it has none. policy_tokenizer: where both have the same vocabulary (and, for chat prompts, the same template)
+    token ids are scored as they are. Otherwise prompt and completion, as text, are tokenised anew: messages by the
+    reward model's own chat template, text as one text without special tokens, as TRL does.
+
+    Collective where there are several ranks. Raises ModelError for a model that cannot be used.
+    """
+
+    def __init__(
+        self, entry: RewardModelEntry, policy_tokenizer: Any, config: TrainerConfig, context: RankContext
+    ) -> None:
+        self.name = entry.name
+        self._config, self._context = config, context
+        self.model = build_reward_model(entry, config, context)
+        check_classifier(self.model.module, entry.name)
+        self._verify()
+        self._tokenizer = _tokenizer_of(entry, config)
+        check_tokenizer(self._tokenizer, self.model.module)
+        self._has_same_ids = policy_tokenizer.get_vocab() == self._tokenizer.get_vocab()
+        templates = (getattr(tokenizer, "chat_template", None) for tokenizer in (policy_tokenizer, self._tokenizer))
+        self._has_same_template = len(set(map(str, templates))) == 1
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        if not isinstance(self.model, ShardedCausalLM):
+            verify_scores(self.model)
+            return
+        with self.model.twin.bound():
+            plain = CausalLM(self.model.twin.module, self.model.attention.name)
+            verify_scores(plain)
+            expected = sequence_scores(plain, VERIFY_SEQUENCES)
+        gap = relative_gap(sequence_scores(self.model, VERIFY_SEQUENCES), expected)
+        if not gap <= VERIFY_TOLERANCE.get(self.model.dtype, 1e-3):
+            raise ModelError(
+                f"reward model {self.name!r} gives other scores on shards (relative gap {gap:.1e}); this architecture "
+                f"is not supported on several ranks"
+            )
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> Tensor:
+        """The score of every sample, float64 [N]; NaN of those that are longer than the model has positions.
+
+        Collective: ranks with fewer micro-batches run what has no weight.
+        """
+        sequences = [self._sequence(batch, row) for row in range(batch.num_samples)]
+        limit = self.model.max_positions
+        rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit]
+        sizes = [row_tokens(sequences)[row] for row in rows]
+        self.model.check_length(max(sizes, default=1))
+        default = TOKENS_PER_MICRO_BATCH.get(self.model.device.type, 16384)
+        cap = max(self._config.optimizer.tokens_per_micro_batch or default, *sizes, 1)
+        micros = pack_by_tokens(sizes, cap) if sizes else []
+        found = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
+        for number in range(max(self._context.gather(len(micros)))):
+            mark_progress()
+            chosen = [rows[i] for i in micros[number]] if number < len(micros) else []
+            values = sequence_scores(self.model, [sequences[row] for row in chosen] or FILLER)
+            if chosen:
+                found[chosen] = values.double().cpu()
+        return found
+
+    def _sequence(self, batch: Batch, row: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens of a sample: prompt and completion, or all of them as the first."""
+        prompt, completion = batch["prompt"][row], batch["completion"][row]
+        is_text = isinstance(prompt, str)
+        if self._has_same_ids and (is_text or self._has_same_template):
+            return batch["prompt_ids"][row].tolist(), batch["completion_ids"][row].tolist()
+        if is_text:
+            ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._chat(prompt, completion)
+        if not ids:
+            raise ModelError(f"reward model {self.name!r}: its tokenizer makes no token of {prompt + completion!r}")
+        return ids, []
+
+    def _chat(self, prompt: Sequence[Mapping[str, Any]], completion: str) -> list[int]:
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        if messages[-1]["role"] == "assistant":  # the completion goes on with it
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + completion}
+        else:
+            messages.append({"role": "assistant", "content": completion})
+        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+
+
+class RewardModels:
+    """All reward models of a run, by their places in reward_funcs. Arguments as of RewardModel."""
+
+    def __init__(
+        self,
+        entries: Mapping[int, RewardModelEntry],
+        names: Sequence[str],
+        policy_tokenizer: Any,
+        config: TrainerConfig,
+        context: RankContext,
+    ) -> None:
+        self._names = names
+        self._models = {
+            place: RewardModel(entry, policy_tokenizer, config, context) for place, entry in entries.items()
+        }
+
+    def check_prompts(self, prompt: Any) -> None:
+        """Raise ModelError where a model cannot be asked about a prompt of this kind: messages without a template."""
+        for model in self._models.values():
+            if not isinstance(prompt, str) and not getattr(model._tokenizer, "chat_template", None):
+                raise ModelError(
+                    f"reward model {model.name!r}: its tokenizer has no chat template, but prompts are messages; pass "
+                    f"reward_processing_classes= with one that has"
+                )
+
+    @property
+    def resident(self) -> Resident:
+        """Their weights, as the leases know them."""
+        return module_resident(REWARD_MODELS, nn.ModuleList([model.model.module for model in self._models.values()]))
+
+    def late_scores(self, batch: Batch, first_id: int) -> LateScores:
+        """Scores of this rank's samples, to be merged. first_id: as of the RolloutCall. Collective."""
+        values: dict[int, list[float | None]] = {}
+        failures: list[RewardFailure] = []
+        for place, model in self._models.items():
+            scores = model.scores(batch)
+            detail = f"prompt and completion are longer than the model's {model.model.max_positions} positions"
+            for row in scores.isnan().nonzero()[:, 0].tolist():
+                key = int(batch["trajectory"][row]) - first_id
+                failures.append(RewardFailure(self._names[place], key, "long", detail))
+            values[place] = [None if score != score else score for score in scores.tolist()]
+        return LateScores(values, failures)
+
+
+def build_reward_model(entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> CausalLM:
+    """The model of an entry on this rank, frozen. Collective where there are several."""
+    model = entry.model
+    options = _call_options(config, is_trained=False)
+    if isinstance(model, PreTrainedModel):
+        check_classifier(model, entry.name)
+        return CausalLM(model.requires_grad_(False), config.model.attention, **options)
+    if isinstance(model, str):
+        model = classifier_recipe(model, trust_remote_code=config.model.trust_remote_code)
+    if not isinstance(model, ModelRecipe):
+        raise ModelError(f"reward model {entry.name!r} is a {type(model).__name__}; give a path or a PreTrainedModel")
+    module = build_on_meta(model, DTYPES[config.model.dtype]).requires_grad_(False)
+    check_classifier(module, entry.name)
+    return _filled(module, model.source, config, context, options)
+
+
+def _tokenizer_of(entry: RewardModelEntry, config: TrainerConfig) -> Any:
+    if entry.tokenizer is not None:
+        return entry.tokenizer
+    path = entry.model if isinstance(entry.model, str) else getattr(entry.model, "path", None)
+    if path is None and isinstance(entry.model, PreTrainedModel):
+        path = entry.model.config._name_or_path or None
+    if path is None:
+        raise ModelError(
+            f"reward model {entry.name!r} was passed as a module; pass its tokenizer in reward_processing_classes="
+        )
+    return load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)

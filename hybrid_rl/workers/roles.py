@@ -1,0 +1,131 @@
+"""The models of a rank beside the policy: reference, teacher and critic, each there where the algorithm wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_rl.algos import KLInLoss, KLInReward
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config.schema import ValueHeadConfig
+from hybrid_rl.controller import RankContext
+from hybrid_rl.memory import Resident
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.saving import save_weights
+from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.workers.actor import Actor
+from hybrid_rl.workers.critic import Critic
+from hybrid_rl.workers.plan import Plan
+from hybrid_rl.workers.reference import Reference
+from hybrid_rl.workers.residents import (
+    ACTOR,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    REFERENCE,
+    TEACHER,
+    module_resident,
+    optimizer_resident,
+)
+from hybrid_rl.workers.setup import WorkerSetup
+
+CRITICS = frozenset({CRITIC, CRITIC_OPTIMIZER})
+SCORING = frozenset({ACTOR, REFERENCE, TEACHER, CRITIC})
+REFERENCE_FOLDER, CRITIC_FOLDER = "reference", "critic"
+
+
+class Roles:
+    """What stands beside the actor of a rank. A role that is not wanted is a resident of no bytes, so that one
+    declaration of needs serves all algorithms."""
+
+    def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
+        config = setup.config
+        self._config, self._context = config, context
+        self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
+        self._teacher = None if setup.teacher is None else Reference(setup.teacher, config, context)
+        self._critic: Critic | None = None
+        if isinstance(config.critic, ValueHeadConfig):
+            self._critic = Critic(
+                setup.critic or setup.model,
+                config,
+                context,
+                num_optimizer_steps=setup.num_critic_steps,
+                options=config.critic,
+            )
+
+    @property
+    def reference_model(self) -> CausalLM | None:
+        """The reference on this rank."""
+        return None if self._reference is None else self._reference.model
+
+    @property
+    def residents(self) -> Sequence[Resident]:
+        """All roles, as the leases know them."""
+        nothing = torch.nn.Module()
+        frozen = {REFERENCE: self._reference, TEACHER: self._teacher, CRITIC: self._critic}
+        found = [module_resident(tag, role.model.module if role else nothing) for tag, role in frozen.items()]
+        if self._critic is None:
+            return [*found, module_resident(CRITIC_OPTIMIZER, nothing)]
+        return [*found, optimizer_resident(self._critic.optimizer, CRITIC_OPTIMIZER)]
+
+    def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
+        """ref_logprobs, teacher_logprobs and values, as far as there are such models. Collective."""
+        temperature = self._config.rollout.temperature
+        columns: dict[str, Jagged] = {}
+        if self._reference is not None:
+            columns["ref_logprobs"] = self._reference.logprobs(batch, plan, temperature)
+        if self._teacher is not None:
+            columns["teacher_logprobs"] = self._teacher.logprobs(batch, plan, temperature)
+        if self._critic is not None:
+            columns["values"] = self._critic.values(batch, plan)
+        return columns
+
+    def update_critic(self, batch: Batch, plan: Plan) -> MetricSums:
+        """All optimizer steps of the critic in a training step. Collective."""
+        return MetricSums() if self._critic is None else self._critic.update(batch, plan)
+
+    def is_warmup(self, step: int) -> bool:
+        """Whether only the critic learns in this training step."""
+        critic = self._config.critic
+        return isinstance(critic, ValueHeadConfig) and step <= critic.critic_warmup_steps
+
+    def after_update(self, actor: Actor, step: int) -> None:
+        """Where it is due, the policy becomes the reference, and its optimizer begins anew (ProRL, arXiv:2505.24864,
+        section 3.3)."""
+        if self._resets and step % self._resets == 0:
+            assert self._reference is not None
+            self._reference.take(actor.model)
+            actor.optimizer.forget_moments()
+
+    @property
+    def _resets(self) -> int:
+        """Training steps between two resets of the reference, 0 for none."""
+        kl = self._config.kl
+        return (kl.reference_reset_steps or 0) if isinstance(kl, (KLInLoss, KLInReward)) else 0
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    def save_models(self, folder: Path) -> None:
+        """Write what a resumed run cannot build anew into folders of the checkpoint. Collective."""
+        is_writer = self._context.rank == 0
+        if self._critic is not None:
+            self._critic.save_model(folder / CRITIC_FOLDER)
+        if self._resets and self._reference is not None:
+            model = self._reference.model
+            save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Optimizer state of the roles; tensors are the memory itself."""
+        return {} if self._critic is None else {"critic": self._critic.optimizer_state()}
+
+    def load_models(self, folder: Path) -> None:
+        """Continue from a checkpoint's models; of the critic with its optimizer. Collective."""
+        if self._critic is not None:
+            self._critic.load(folder)
+        if self._resets and self._reference is not None:
+            model = self._reference.model
+            load_weights(model.module, FolderSource(str(folder / REFERENCE_FOLDER)), model.device)

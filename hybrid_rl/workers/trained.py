@@ -1,0 +1,87 @@
+"""A model with its optimizer: one update from micro-batches, and what a checkpoint holds of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.checkpoint import read_optimizer_into
+from hybrid_rl.config import OptimizerConfig, TrainerConfig
+from hybrid_rl.controller import RankContext, mark_progress
+from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.saving import save_weights
+from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.workers.fsdp import ShardedCausalLM, accumulating
+from hybrid_rl.workers.optimizer import Optimizer
+
+
+class TrainedModel:
+    """What every role that learns has."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: OptimizerConfig,
+        config: TrainerConfig,
+        context: RankContext,
+        *,
+        num_optimizer_steps: int,
+    ) -> None:
+        self.model = model
+        self._context = context
+        self._config = config
+        if config.model.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+            model.verify()  # it put the model into training mode
+        self.optimizer = Optimizer(model.module, optimizer, num_optimizer_steps=num_optimizer_steps)
+
+    def _step(
+        self, micro_batches: Sequence[Sequence[int]], loss_of: Callable[[Sequence[int]], Tensor]
+    ) -> tuple[float, float, bool]:
+        """One update of the weights. loss_of: this rank's part of the loss from the samples of a micro-batch.
+
+        Returns this rank's part of the loss, the gradient norm and whether the weights were updated.
+        """
+        self.optimizer.clear()  # of what an update that was broken off left behind
+        total = 0.0
+        for index, rows in enumerate(micro_batches):
+            mark_progress()
+            with accumulating(self.model, is_last=index == len(micro_batches) - 1):
+                loss = loss_of(rows)
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.accumulate()
+            total += float(loss.detach())
+        return total, *self.optimizer.step()
+
+    def save_model(self, folder: Path) -> None:
+        """Write the weights and config as `from_pretrained` reads them. Collective."""
+        save_weights(self.model.module, folder, self.model.dtype, is_writer=self._context.rank == 0)
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """What a resumed run needs beside the weights, masters included; tensors are the memory itself."""
+        state = self.optimizer.state_dict()
+        if isinstance(self.model, ShardedCausalLM) and self.model.dtype.itemsize < torch.float32.itemsize:
+            # The shards are the masters, which the saved weights are rounded from.
+            state["master"] = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
+        return state
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take weights and optimizer state of a checkpoint, into the memory that is there.
+
+        Raises CheckpointError where they are damaged or of another model.
+        """
+        try:
+            load_weights(self.model.module, FolderSource(str(folder)), self.model.device)
+        except ModelError as error:
+            raise CheckpointError(f"cannot resume from {folder}: {error}") from error
+        state = read_optimizer_into(folder, self.optimizer_state())
+        if isinstance(self.model, ShardedCausalLM):
+            state["master"] = {}  # the shards, which hold them now
+        self.optimizer.load_state_dict(state)

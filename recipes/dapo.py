@@ -1,0 +1,16 @@
+"""DAPO: `python recipes/dapo.py [key=value ...]`.
+
+GRPO with a wider clip above than below, and groups without signal, all right or all wrong, replaced by new ones before
+the update. Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+"""
+
+import sys
+from pathlib import Path
+
+# A script is started with its own folder on the path, not the project's.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes.runner import start  # noqa: E402
+
+if __name__ == "__main__":
+    start(__file__, __doc__)

@@ -1,0 +1,16 @@
+"""GSPO: `python recipes/gspo.py [key=value ...]`.
+
+GRPO whose ratio, and whose clip, is of a whole completion. Without model.path it is the quickstart, as in
+recipes/grpo.py; with one it trains that on your data.
+"""
+
+import sys
+from pathlib import Path
+
+# A script is started with its own folder on the path, not the project's.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes.runner import start  # noqa: E402
+
+if __name__ == "__main__":
+    start(__file__, __doc__)

@@ -1,0 +1,110 @@
+"""Records how recipes learn, for tests/e2e: `python -m recipes.record_curves [NAME ...]`, without names all of them.
+
+Each runs to its end from the warm start of two seeds, on one thread; recipes/curves/NAME.json keeps the held-out
+accuracy at every evaluation, and a digest of the settings under which that was so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from hybrid_rl.config import load_config
+from hybrid_rl.config.presets import PRESETS
+from recipes.quickstart.model import build_model, build_tokenizer
+from recipes.quickstart.run import Outcome, improve
+from recipes.quickstart.task import Task, build_task
+from recipes.quickstart.warm_start import WarmStartReport, warm_start
+
+HERE = Path(__file__).resolve().parent
+CURVES = HERE / "curves"
+SEEDS = (42, 7)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where recipes begin: the task of a seed, and a model behind its warm start, of which each takes a copy."""
+
+    seed: int
+    task: Task
+    tokenizer: PreTrainedTokenizerFast
+    model: Qwen2ForCausalLM
+    warm: WarmStartReport
+
+    @classmethod
+    def of(cls, seed: int) -> Start:
+        """Build and warm-start."""
+        task, tokenizer = build_task(seed), build_tokenizer()
+        model = build_model(tokenizer, seed)
+        return cls(seed, task, tokenizer, model, warm_start(model, tokenizer, task, seed))
+
+    def run(self, name: str, folder: Path, **changes: Any) -> Outcome:
+        """A recipe from here, silently; run folders under `folder`. changes: of its settings."""
+        config, _ = load_config(settings_file(name), {"seed": self.seed, "output_dir": str(folder), **changes})
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return improve(copy.deepcopy(self.model), self.tokenizer, self.task, config)
+
+
+def names() -> list[str]:
+    """All recipes: the YAML files here."""
+    return sorted(path.stem for path in HERE.glob("*.yaml"))
+
+
+def settings_file(name: str) -> Path:
+    """The YAML file of a recipe."""
+    return HERE / f"{name}.yaml"
+
+
+def settings_digest(name: str) -> str:
+    """Changes with what a recipe's YAML file or its preset says; other keys and their defaults play no part."""
+    text = settings_file(name).read_text()
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    preset = PRESETS[load_config(settings_file(name))[0].algorithm.name].settings
+    said = json.dumps([sorted(filter(None, lines)), sorted((path, repr(value)) for path, value in preset.items())])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """What was recorded for a recipe: settings (digest), and by seed the curve, as text -> accuracy."""
+    curve: dict[str, Any] = json.loads((CURVES / f"{name}.json").read_text())
+    return curve
+
+
+def record(chosen: Sequence[str]) -> None:
+    """Run these recipes and write their curves."""
+    torch.set_num_threads(1)
+    CURVES.mkdir(exist_ok=True)
+    found: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    for seed in SEEDS:
+        start = Start.of(seed)
+        for name in chosen:
+            began = time.process_time()
+            with tempfile.TemporaryDirectory(prefix="curves-") as folder:
+                outcome = start.run(name, Path(folder))
+            curve = {str(step): round(accuracy, 4) for step, accuracy in sorted(outcome.curve.items())}
+            found[name][str(seed)] = curve
+            print(
+                f"{name}, seed {seed}: {start.warm.accuracy:.3f} -> {outcome.accuracy:.3f} in {outcome.steps} steps, "
+                f"{time.process_time() - began:.0f} CPU seconds",
+                flush=True,
+            )
+            if len(found[name]) == len(SEEDS):
+                said = {"settings": settings_digest(name), "accuracy": found[name]}
+                (CURVES / f"{name}.json").write_text(json.dumps(said, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    record(sys.argv[1:] or names())

@@ -1,0 +1,16 @@
+"""ReMax: `python recipes/remax.py [key=value ...]`.
+
+One completion per prompt, compared with the reward of the greedy one, which is generated and scored for that alone.
+Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+"""
+
+import sys
+from pathlib import Path
+
+# A script is started with its own folder on the path, not the project's.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from recipes.runner import start  # noqa: E402
+
+if __name__ == "__main__":
+    start(__file__, __doc__)

@@ -1,0 +1,74 @@
+"""Every recipe learns: a few steps of each in the ordinary tests, all of them to their ends on request (`e2e_full`)."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.record_curves import SEEDS, Start, names, recorded, settings_digest
+
+RECIPES = names()
+# Held-out accuracy of a run may differ by so much from the recorded one: other kernels round otherwise, and what is
+# sampled then goes other ways. 0.08 of 200 problems are 16.
+TOLERANCE = 0.08
+# Warm starts lie at 0.30 to 0.50; what every recipe gains in its short form, and to its end.
+SHORT_MARGIN, MARGIN = 0.12, 0.3
+SHORT: dict[str, Any] = {"max_steps": 8, "warmup_steps": 0, "eval_on_start": False, "eval_steps": None}
+# Of some recipes in their short form: other sizes.
+CHANGES: dict[str, dict[str, Any]] = {
+    "ppo": {"critic_warmup_steps": 2, "max_steps": 10},
+    "vapo": {"critic_warmup_steps": 2, "max_steps": 10},
+}
+# A metric that only this algorithm's own machinery makes, and bounds that it keeps to when that works.
+SIGNS: dict[str, tuple[str, float, float]] = {
+    "grpo": ("ratio/mean", 1.0, 1.0),  # one update per batch
+    "gspo": ("clip_ratio/region_mean", 1e-3, 1.0),  # whole completions leave the clip in the second update
+    "dapo": ("collect/groups_kept_share", 0.2, 1.0),
+    "cispo": ("cispo_clip_ratio", 0.0, 0.2),
+    "sapo": ("sapo/gate", 0.5, 0.9999),
+    "ppo": ("critic/explained_variance", -1.0, 1.0),
+    "vapo": ("critic/explained_variance", -1.0, 1.0),
+    "remax": ("baseline/reward", 0.4, 1.0),
+}
+
+
+@functools.cache
+def start(seed: int) -> Start:
+    """The warm start of a seed, once for all recipes."""
+    return Start.of(seed)
+
+
+def test_every_recipe_was_recorded_with_its_settings() -> None:
+    stale = [name for name in RECIPES if recorded(name)["settings"] != settings_digest(name)]
+    assert not stale, f"python -m recipes.record_curves {' '.join(stale)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_few_steps_improve_the_warm_start(name: str, tmp_path: Path) -> None:
+    """A sign turned anywhere between reward and update makes held-out accuracy fall, not rise."""
+    begin = start(SEEDS[0])
+    outcome = begin.run(name, tmp_path, **(SHORT | CHANGES.get(name, {})))
+    print(name, outcome.accuracy, {m: outcome.metrics.get(m) for m in (SIGNS.get(name) or ("reward",))[:1]}, round(outcome.seconds, 1))
+    assert outcome.accuracy >= begin.warm.accuracy + SHORT_MARGIN
+    if name in SIGNS:
+        metric, low, high = SIGNS[name]
+        assert low <= outcome.metrics[metric] <= high
+
+
+@pytest.mark.e2e_full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_learns_as_recorded(name: str, seed: int, tmp_path: Path) -> None:
+    """The whole recipe ends where it ended when it was recorded."""
+    begin = start(seed)
+    outcome = begin.run(name, tmp_path)
+    curve = {int(step): accuracy for step, accuracy in recorded(name)["accuracy"][str(seed)].items()}
+    assert sorted(outcome.curve) == sorted(curve)
+    assert outcome.accuracy == pytest.approx(curve[max(curve)], abs=TOLERANCE)
+    assert outcome.accuracy >= begin.warm.accuracy + MARGIN

@@ -1,0 +1,111 @@
+"""The optimal token baseline: by hand, in loops, and against the true norm of a gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybrid_rl.algos.advantages import optimal_token_advantages
+
+NAN = math.nan
+
+
+def reference(samples: list[dict[str, list[float]]], rewards: list[float], groups: list[int]) -> list[float]:
+    """Sample by sample: lists `made`, `token`, `p`, `squares` per token."""
+    earned, weights = [], []
+    for sample, total in zip(samples, rewards, strict=True):
+        own = [i for i, made in enumerate(sample["made"]) if made]
+        outcome = total - sum(sample["token"])
+        step_rewards = [sample["token"][i] + (outcome if i == own[-1] else 0.0) for i in own]
+        earned.append([sum(step_rewards[t:]) for t in range(len(own))])
+        energies = [1 - 2 * sample["p"][i] + sample["squares"][i] for i in own]
+        weights.append([sum(energies[: t + 1]) for t in range(len(own))])
+    result = []
+    for i, sample in enumerate(samples):
+        mates = [j for j, g in enumerate(groups) if g == groups[i] and not math.isnan(rewards[j])]
+        t = -1
+        for made in sample["made"]:
+            t += int(made)
+            reach = [j for j in mates if len(earned[j]) > t]
+            if not made or i not in mates or len({earned[j][t] for j in reach}) < 2:
+                result.append(0.0)
+                continue
+            baseline = sum(earned[j][t] * weights[j][t] for j in reach) / sum(weights[j][t] for j in reach)
+            result.append(earned[i][t] - baseline)
+    return result
+
+
+def found(samples: list[dict[str, list[float]]], rewards: list[float], groups: list[int]) -> list[float]:
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([value for sample in samples for value in sample[name]], dtype=torch.float64)
+
+    return optimal_token_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        column("token"),
+        torch.tensor(groups),
+        column("p").log(),
+        column("squares"),
+        column("made").bool(),
+        torch.tensor([i for i, sample in enumerate(samples) for _ in sample["made"]]),
+    ).tolist()
+
+
+def test_by_hand() -> None:
+    """Energies .5 and 1 at the first step, .5 and 0 at the second: baselines 1/3 and 1/2 of rewards 1 and 0; the third
+    step has one sample."""
+    samples = [
+        {"made": [1, 1, 1], "token": [0.0] * 3, "p": [0.5, 0.5, 0.5], "squares": [0.5, 0.5, 0.5]},
+        {"made": [1, 0, 1], "token": [0.0] * 3, "p": [0.25, 0.9, 0.75], "squares": [0.5, 0.1, 0.5]},
+    ]
+    expected = [2 / 3, 0.5, 0.0, -1 / 3, 0.0, -0.5]
+    assert found(samples, [1.0, 0.0], [4, 4]) == pytest.approx(expected, abs=1e-7)
+
+
+def test_against_loops() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        samples: list[dict[str, list[float]]] = []
+        rewards, groups = [], []
+        for i in range(9):
+            length = int(torch.randint(1, 7, (), generator=generator))
+            made = (torch.rand(length, generator=generator) < 0.7).tolist()
+            made[0] = True
+            p = torch.rand(length, generator=generator).double().clamp(0.05, 0.95)
+            token = torch.randint(0, 2, (length,), generator=generator).double() * 0.25 * torch.tensor(made)
+            samples.append({"made": made, "token": token.tolist(), "p": p.tolist(), "squares": (p**2 + 0.01).tolist()})
+            rewards.append(NAN if i == 4 else float(torch.randint(0, 3, (), generator=generator)))
+            groups.append(i // 3)
+        assert found(samples, rewards, groups) == pytest.approx(reference(samples, rewards, groups), abs=1e-6)
+
+
+def test_energy_is_the_norm_of_the_gradient_of_the_logits() -> None:
+    """Two samples of one step: the baseline weighs by |d ln p / d logits|^2."""
+    logits = torch.tensor([[1.0, 0.0, -1.0], [0.2, 0.1, 2.0]], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(1)
+    chosen = logprobs[[0, 1], [2, 0]]
+    (gradient,) = torch.autograd.grad(chosen.sum(), logits)
+    energy = (gradient**2).sum(1).tolist()
+    advantages = optimal_token_advantages(
+        torch.tensor([1.0, 0.0]),
+        torch.zeros(2),
+        torch.tensor([0, 0]),
+        chosen.detach(),
+        (logprobs.detach().exp() ** 2).sum(1),
+        torch.ones(2, dtype=torch.bool),
+        torch.arange(2),
+    )
+    baseline = energy[0] / sum(energy)
+    assert advantages.tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-7)
+
+
+def test_a_certain_policy_has_the_plain_mean() -> None:
+    """p = 1 everywhere: no energy at all, and below 0, where rounding of the columns puts it, is none either."""
+    samples = [{"made": [1.0], "token": [0.0], "p": [1.0], "squares": [square]} for square in (1.0, 1.0 - 1e-7)]
+    assert found(samples, [1.0, 0.0], [0, 0]) == pytest.approx([0.5, -0.5], rel=1e-12)
+
+
+def test_equal_rewards_are_exactly_zero() -> None:
+    samples = [{"made": [1, 1], "token": [0.0, 0.0], "p": [0.1 + i / 9, 0.3], "squares": [0.3, 0.4]} for i in range(7)]
+    assert found(samples, [0.1] * 7, [0] * 7) == [0.0] * 14

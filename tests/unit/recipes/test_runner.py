@@ -1,0 +1,119 @@
+"""Recipes: thin scripts whose settings load, on the quickstart or on a user's own model and data."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.config import load_config, num_training_steps, resolve
+from hybrid_rl.errors import ConfigError
+from recipes import runner
+from recipes.record_curves import names, settings_digest, settings_file
+from recipes.runner import load_reward, main, row_name, take
+from tests.tiny import build_model, build_tokenizer
+
+RECIPES = names()
+NUM_TRAIN = 4000  # problems of the quickstart
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_settings_are_of_the_algorithm_and_leave_the_quickstart_something_to_do(name: str) -> None:
+    config, given = load_config(settings_file(name))
+    resolved = resolve(config, given)
+    assert config.algorithm.name == name
+    assert config.run_name == f"{name}-quickstart"
+    assert num_training_steps(resolved, NUM_TRAIN) * config.data.prompts_per_step <= 2 * NUM_TRAIN
+    assert config.rollout.max_completion_length == 6
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_a_docstring_and_one_call(name: str) -> None:
+    tree = ast.parse(settings_file(name).with_suffix(".py").read_text())
+    doc = ast.get_docstring(tree)
+    assert doc is not None and f"recipes/{name}.py" in doc
+    assert len(tree.body) <= 6
+
+
+def test_settings_have_a_digest_of_what_they_say() -> None:
+    digests = {settings_digest(name) for name in RECIPES}
+    assert len(digests) == len(RECIPES)
+    assert all(len(digest) == 16 for digest in digests)
+
+
+def test_help_shows_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"], settings_file("gspo"), "GSPO: the docstring")
+    assert "GSPO: the docstring" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argument", ["reward=my.py:score", "data.train_path=train.jsonl"])
+def test_your_own_data_wants_your_own_model(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"set model\.path too"):
+        main([argument], settings_file("gspo"), "")
+
+
+def test_your_own_model_wants_a_reward() -> None:
+    with pytest.raises(ConfigError, match="reward=FILE.py:FUNCTION is missing"):
+        main(["model.path=somewhere"], settings_file("gspo"), "")
+
+
+def test_rows_are_named_after_the_algorithm() -> None:
+    assert row_name(load_config(settings_file("grpo"))[0]) == "then GRPO, told only right or wrong"
+    assert row_name(load_config(settings_file("gspo"))[0]) == "then Group Sequence Policy Optimization"
+
+
+def test_take() -> None:
+    assert take("reward", ["a=1", "reward=x.py:f", "reward=y.py:g"]) == ("y.py:g", ["a=1"])
+    assert take("reward", ["rewards.x=1"]) == (None, ["rewards.x=1"])
+
+
+@pytest.mark.parametrize("reference", ["no_colon", "missing.py:f", ":f"])
+def test_load_reward_refuses_what_is_no_file(reference: str) -> None:
+    with pytest.raises(ConfigError, match="is not FILE.py:FUNCTION"):
+        load_reward(reference)
+
+
+def test_load_reward_refuses_a_function_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score():\n    return 1\n")
+    assert load_reward(f"{tmp_path / 'mine.py'}:score")() == 1
+    with pytest.raises(ConfigError, match="has no 'scores'"):
+        load_reward(f"{tmp_path / 'mine.py'}:scores")
+
+
+@pytest.mark.parametrize(("name", "objective"), [("cispo", "cispo"), ("grpo", "clip")])
+def test_a_model_of_your_own_is_trained_with_the_recipes_algorithm(name: str, objective: str, tmp_path: Path) -> None:
+    """From the library's defaults: nothing of the quickstart's settings."""
+    build_model(0).save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    (tmp_path / "score.py").write_text(
+        "def score(completion_ids, **_):\n    return [float(i[0] % 2) for i in completion_ids]\n"
+    )
+    own = [f"model.path={tmp_path / 'model'}", f"data.train_path={tmp_path / 'train.jsonl'}"]
+    own += [f"reward={tmp_path / 'score.py'}:score", f"output_dir={tmp_path / 'runs'}", "run_name=own"]
+    main([*own, "max_steps=1", "prompts_per_step=2", "max_completion_length=4"], settings_file(name), "")
+    saved, _ = load_config(tmp_path / "runs" / "own" / "config.yaml")
+    assert saved.algorithm.name == name
+    assert saved.policy_loss.objective == objective  # type: ignore[attr-defined]
+    assert saved.optimizer.learning_rate == 1e-6
+    assert saved.algorithm.num_generations == 8
+
+
+def test_a_config_file_names_the_algorithm_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.yaml").write_text("algorithm: sapo\nmodel:\n  path: somewhere\n")
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def trainer(*, reward_funcs: object, config: object) -> None:
+        seen.append(config)
+        raise Stop
+
+    monkeypatch.setattr(runner, "Trainer", trainer)
+    (tmp_path / "score.py").write_text("def score(**_):\n    return []\n")
+    with pytest.raises(Stop):
+        main([f"config={tmp_path / 'own.yaml'}", f"reward={tmp_path / 'score.py'}:score"], settings_file("gspo"), "")
+    assert seen[0].algorithm.name == "sapo"

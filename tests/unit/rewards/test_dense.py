@@ -1,0 +1,134 @@
+"""Rewards of single tokens: what is accepted, how they add up, and what is said of those that do not fit."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards import RewardInput, RewardRunner, dense_reward
+from hybrid_rl.rewards.calling import CallLog, check_values
+
+NAN = math.nan
+
+
+def samples(*lengths):
+    return [RewardInput(10 + i, "p", "c" * n, list(range(n)), {}) for i, n in enumerate(lengths)]
+
+
+def score(functions, inputs, **options):
+    with RewardRunner(functions, **options) as runner:
+        return runner.score(inputs, None)
+
+
+@dense_reward
+def ascending(completion_ids):
+    return [[0.5 * token for token in ids] for ids in completion_ids]
+
+
+def length(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_a_reward_is_the_sum_of_its_tokens_and_both_are_weighted():
+    result = score([ascending, length], samples(3, 1, 0), weights=[2.0, -1.0])
+    # Tokens 0, 1, 2 get 0, .5, 1: 1.5 in all. Twice that, less the length.
+    np.testing.assert_array_equal(result.values, [[1.5, 3.0], [0.0, 1.0], [0.0, 0.0]])
+    np.testing.assert_array_equal(result.rewards, [0.0, -1.0, 0.0])
+    assert [row.tolist() for row in result.token_rewards] == [[0.0, 1.0, 2.0], [0.0], []]
+    assert not result.failures
+
+
+def test_numbers_and_none_stand_beside_sequences():
+    @dense_reward
+    def mixed(completion_ids):
+        return [[1.0, 2.0], 5.0, None]
+
+    result = score([mixed, length], samples(2, 3, 1))
+    np.testing.assert_array_equal(result.values, [[3.0, 2.0], [5.0, 3.0], [NAN, 1.0]])
+    np.testing.assert_array_equal(result.rewards, [5.0, 8.0, 1.0])
+    assert [row.tolist() for row in result.token_rewards] == [[1.0, 2.0], [0.0] * 3, [0.0]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [1, 2.5],
+        (True, np.float32(2.5)),
+        np.array([1, 2.5]),
+        torch.tensor([1, 2.5], requires_grad=True),
+        torch.tensor([1, 2.5], dtype=torch.bfloat16),
+    ],
+    ids=["list", "tuple", "array", "tensor", "bfloat16"],
+)
+def test_rows_of_every_kind(row):
+    checked = check_values([row], CallLog(1))
+    assert checked.tokens == {0: [1.0, 2.5]} and checked.values == [3.5] and not checked.errors
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "says"),
+    [
+        ([1.0], "count", "returned 1 token rewards for a completion of 2 tokens"),
+        ([], "count", "returned 0 token rewards"),
+        ([1.0, NAN], "nan", "returned nan"),
+        (torch.tensor([1.0, math.inf]), "nan", "returned inf"),
+        ([1e308, 1e308], "nan", "add up to inf"),
+        ([1.0, [2.0]], "type", r"\[2.0\] of type list is not a number"),
+        ([1.0, None], "type", "None"),
+        (["1", "2"], "type", "'1' of type str"),
+        (np.ones((1, 2)), "type", r"array of shape \(1, 2\)"),
+        ("12", "type", "of type str"),
+    ],
+)
+def test_a_bad_row_fails_its_sample_alone(row, reason, says):
+    @dense_reward
+    def f(completion_ids):
+        return [row if len(ids) == 2 else [1.0] * len(ids) for ids in completion_ids]
+
+    result = score(f, samples(2, 3))
+    assert [(failure.key, failure.reason) for failure in result.failures] == [(10, reason)]
+    assert pytest.importorskip("re").search(says, result.failures[0].detail)
+    np.testing.assert_array_equal(result.rewards, [NAN, 3.0])
+    assert [row.tolist() for row in result.token_rewards] == [[0.0, 0.0], [1.0, 1.0, 1.0]]
+
+
+def test_a_function_without_the_mark_is_told_of_the_decorator():
+    result = score(lambda completion_ids: [[0.5] * len(ids) for ids in completion_ids], samples(2))
+    assert result.failures[0].reason == "type"
+    assert "hybrid_rl.rewards.dense_reward" in result.failures[0].detail
+
+
+def test_what_another_function_failed_on_has_no_token_rewards():
+    result = score([ascending, lambda completion_ids: [NAN] * len(completion_ids)], samples(3))
+    assert np.isnan(result.rewards).all() and result.token_rewards[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_through_processes_objects_and_partials():
+    import functools
+
+    @dense_reward
+    class Rated:
+        def __call__(self, completion_ids, scale):
+            return [[scale] * len(ids) for ids in completion_ids]
+
+    rated = functools.partial(Rated(), scale=0.25)
+    with RewardRunner([rated, ascending], num_processes=1) as runner:
+        assert runner.is_dense and [spec.is_dense for spec in runner.functions] == [True, True]
+        result = runner.score(samples(2), None)
+    assert result.token_rewards[0].tolist() == [0.25, 0.75]
+    with RewardRunner(length) as runner:
+        assert not runner.is_dense
+
+
+def test_an_exception_in_the_place_of_a_value_fails_its_sample():
+    result = score(lambda completion_ids: [1.0, ValueError("no answer")], samples(1, 1))
+    assert [(failure.key, failure.reason) for failure in result.failures] == [(11, "raised")]
+    assert "ValueError: no answer" in result.failures[0].detail
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN])
+
+
+def test_unknown_ways_to_score_are_refused():
+    with pytest.raises(ConfigError, match="score_by='batch'"):
+        RewardRunner(length, score_by="batch")

@@ -1,0 +1,150 @@
+"""A judge behind a real local endpoint: right answers, errors, timeouts, answers that say nothing."""
+
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards import LLMJudge, RewardInput, RewardRunner
+from tests.unit.rewards.chat_server import ChatServer, Reply
+
+NAN = np.nan
+
+
+def samples(*texts):
+    return [RewardInput(i, "request", text, [1], {"answer": "gold"}, group=0) for i, text in enumerate(texts)]
+
+
+def judge(server, **options):
+    options = {"api_key_env": None, "num_retries": 0, "timeout_seconds": 5.0} | options
+    return LLMJudge(server.url, "some-model", **options)
+
+
+def grade(content):
+    """The grade is the completion itself."""
+    return Reply(f"I think <score>{content.split('<response>')[1].split('</response>')[0].strip()}</score>")
+
+
+def test_grades_come_from_the_endpoint():
+    with ChatServer(grade) as server, RewardRunner(judge(server, extra_body={"top_k": 3})) as runner:
+        result = runner.score(samples("7", "0", "2.5"), None)
+    assert runner.names == ["llm_judge"]
+    np.testing.assert_array_equal(result.rewards, [7.0, 0.0, 2.5])
+    assert result.metrics == {"llm_judge/unparsed": [(0.0, 3)]}
+    body = server.requests[0]
+    assert (body["model"], body["temperature"], body["top_k"]) == ("some-model", 0.0, 3)
+    assert "request" in body["messages"][0]["content"] and len(body["messages"]) == 1
+
+
+def test_answers_that_say_nothing_leave_their_samples_unscored():
+    with (
+        ChatServer(grade) as server,
+        RewardRunner([judge(server), lambda completions: [1.0] * len(completions)]) as runner,
+    ):
+        result = runner.score(samples("7", "no idea", "99"), None)
+    np.testing.assert_array_equal(result.values, [[7.0, 1.0], [NAN, 1.0], [NAN, 1.0]])
+    assert not result.failures  # the other function scored them
+    assert result.metrics == {"llm_judge/unparsed": [(2 / 3, 3)]}
+
+
+def test_errors_of_the_server_are_tried_again_and_then_fail_their_samples():
+    seen = []
+
+    def answer(content):
+        text = grade(content).text
+        seen.append(text)
+        if "<score>5<" in text or ("<score>6<" in text and seen.count(text) == 1):
+            return Reply(status=500, raw=b'{"error": {"message": "overloaded"}}')
+        return grade(content)
+
+    with ChatServer(answer) as server, RewardRunner(judge(server, num_retries=1)) as runner:
+        result = runner.score(samples("7", "6", "5"), None)
+    np.testing.assert_array_equal(result.rewards, [7.0, 6.0, NAN])
+    assert [(failure.key, failure.reason) for failure in result.failures] == [(2, "raised")]
+    assert "overloaded" in result.failures[0].detail
+    assert len(server.requests) == 1 + 2 + 2
+
+
+def test_a_timeout_fails_its_sample_alone():
+    def answer(content):
+        reply = grade(content)
+        return Reply(reply.text, delay_seconds=3.0) if "<score>5<" in reply.text else reply
+
+    with ChatServer(answer) as server, RewardRunner(judge(server, timeout_seconds=0.5)) as runner:
+        result = runner.score(samples("7", "5"), None)
+    np.testing.assert_array_equal(result.rewards, [7.0, NAN])
+    assert "APITimeoutError" in result.failures[0].detail
+
+
+@pytest.mark.parametrize(
+    "raw", [b"no json", b'{"choices": []}', b"{}", b'{"choices": [{"message": {"content": null}}]}']
+)
+def test_malformed_bodies_fail_or_leave_their_samples(raw):
+    def answer(content):
+        reply = grade(content)
+        return Reply(raw=raw) if "<score>5<" in reply.text else reply
+
+    with ChatServer(answer) as server, RewardRunner(judge(server)) as runner:
+        result = runner.score(samples("7", "5"), None)
+    np.testing.assert_array_equal(result.rewards, [7.0, NAN])
+    assert [failure.key for failure in result.failures] == [1]
+
+
+def test_no_more_requests_at_once_than_allowed():
+    def answer(content):
+        return Reply(grade(content).text, delay_seconds=0.03)
+
+    with ChatServer(answer) as server, RewardRunner(judge(server, max_concurrency=2)) as runner:
+        futures = [runner.submit([sample], None) for sample in samples("1", "2", "3", "4", "5")]
+        assert [future.result(30).rewards.tolist() for future in futures] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+    assert server.most_at_once == 2
+
+
+def longest_first(content):
+    a, b = (content.split(f"<response_{name}>")[1].split(f"</response_{name}>")[0].strip() for name in "ab")
+    if len(a) == len(b):
+        return Reply("<winner>A</winner>")  # a liking for the first place
+    return Reply(f"<winner>{'A' if len(a) > len(b) else 'B'}</winner>")
+
+
+def test_pairs_of_a_group():
+    with ChatServer(longest_first) as server:
+        pairwise = judge(server, mode="pairwise")
+        with pytest.raises(ConfigError, match="'llm_judge' compares the completions of a prompt"):
+            RewardRunner(pairwise)
+        with RewardRunner(pairwise, score_by="group") as runner:
+            result = runner.score(samples("ccc", "a", "bb", "dd"), None)
+    # ccc beats all three, bb and dd beat a and share their own comparison.
+    np.testing.assert_allclose(result.rewards, [1.0, 0.0, 0.5, 0.5])
+    assert len(server.requests) == 12
+
+
+def test_the_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with ChatServer(grade) as server, RewardRunner(judge(server, api_key_env="JUDGE_KEY")) as runner:
+        runner.score(samples("7"), None)
+    assert server.keys == ["Bearer secret"]
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
+        LLMJudge("http://localhost:1/v1", "m", api_key_env="JUDGE_KEY")
+
+
+def test_it_travels_to_processes_and_keeps_no_key():
+    with ChatServer(grade) as server:
+        given = judge(server)
+        with RewardRunner(given) as runner:  # it has a client by then
+            runner.score(samples("7"), None)
+        copied = cloudpickle.loads(cloudpickle.dumps(given))
+        with RewardRunner(copied, num_processes=1) as runner:
+            assert runner.score(samples("3"), None).rewards.tolist() == [3.0]
+
+
+def test_what_cannot_work_is_refused(monkeypatch):
+    for wrong in ({"max_concurrency": 0}, {"timeout_seconds": 0}, {"num_retries": -1}, {"max_tokens": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            LLMJudge("http://localhost:1/v1", "m", api_key_env=None, **wrong)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match="pip install openai"):
+        LLMJudge("http://localhost:1/v1", "m", api_key_env=None)

@@ -1,0 +1,73 @@
+"""math_reward against answers whose equality is plain mathematics, in and outside of the main thread."""
+
+import sys
+import threading
+
+import cloudpickle
+import pytest
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards import RewardInput, RewardRunner, math_reward
+
+CASES = [
+    (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+    ("The answer is 1/2.", r"\frac{1}{2}", 1.0),
+    (r"$x^2+2x+1$", "(x+1)^2", 1.0),
+    (r"\boxed{42}", "6 * 7 = 42 #### 42", 1.0),
+    (r"\boxed{3}", "4", 0.0),
+    (r"First \boxed{3}. That was wrong. Finally \boxed{4}", "4", 1.0),
+    (r"<think>perhaps \boxed{3}</think> The answer is 4", "4", 1.0),
+    (r"<think>perhaps \boxed{3}</think> The answer is 4", "3", 0.0),
+    (r"\boxed{3}, \boxed{4}", r"\{3, 4\}", 1.0),
+    (r"\boxed{(1,2)}", "(1,2)", 1.0),
+    (r"\boxed{(2,1)}", "(1,2)", 0.0),
+    (r"\boxed{\sqrt{2}}", r"Squaring gives 2, so it is $\boxed{\sqrt{2}}$.", 1.0),
+    (r"\boxed{7}", 7, 1.0),
+    ("no number at all", "7", 0.0),
+    (r"\boxed{7}", "the quick brown fox", None),
+    (r"\boxed{7}", "", None),
+    (r"\boxed{7}", None, None),
+]
+
+
+def score_all(name="answer", **options):
+    texts, golds = [case[0] for case in CASES], [case[1] for case in CASES]
+    return math_reward(**options)(completions=texts, **{name: golds})
+
+
+def test_answers():
+    assert score_all() == [case[2] for case in CASES]
+
+
+def test_in_another_thread_where_signals_do_not_work():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(score_all("solution")))
+    thread.start()
+    thread.join()
+    assert found == [[case[2] for case in CASES]]
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_as_a_reward_function(num_processes):
+    inputs = [RewardInput(i, "p", text, [1], {"answer": gold}) for i, (text, gold, _) in enumerate(CASES)]
+    with RewardRunner(math_reward(), num_processes=num_processes) as runner:
+        result = runner.score(inputs, None)
+    assert runner.names == ["math_reward"]
+    assert [None if value != value else value for value in result.rewards] == [case[2] for case in CASES]
+    assert {failure.reason for failure in result.failures} == {"none"}
+
+
+def test_columns():
+    assert score_all("gold", column="gold") == [case[2] for case in CASES]
+    with pytest.raises(ConfigError, match="requires the parameter 'gold'"):
+        RewardRunner(math_reward("gold"), available_columns=["answer"])
+    with pytest.raises(ValueError, match="needs the dataset column answer or solution"):
+        math_reward()(completions=["1"])
+    copied = cloudpickle.loads(cloudpickle.dumps(math_reward("gold")))
+    assert copied(completions=["1"], gold=["1"]) == [1.0]
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match="pip install math-verify"):
+        math_reward()

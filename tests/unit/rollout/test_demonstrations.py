@@ -1,0 +1,355 @@
+"""Demonstrations: which tokens a policy is shown, under tokenizers that make it easy to get them wrong."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_rl.data import PromptEncoder, PromptRow, load_source
+from hybrid_rl.errors import DataError, ModelError
+from hybrid_rl.rollout import SamplingParams
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.demonstrations import (
+    DEMONSTRATION,
+    DemonstrationEncoder,
+    Demonstrations,
+    check_demonstrations,
+)
+from hybrid_rl.rollout.records import sample_records
+from tests.tiny import EOS_ID, build_tokenizer, ids_of
+from tests.unit.rollout.scripted import STATE
+
+PARAMS = SamplingParams(8, stop_token_ids=(EOS_ID,))
+# The generation prompt begins an answer as the whole conversation does; a space stands for the line break that
+# templates write behind the token that ends a message.
+CHAT = (
+    "{% for m in messages %}{{ '[' + m['role'][0] + m['content'] + '<eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[a' }}{% endif %}"
+)
+
+
+def chat_tokenizer(template=CHAT):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rows_of(tokenizer, *pairs, **options):
+    """Rows as a dataset gives them: (prompt, completion)."""
+    encoder = PromptEncoder(tokenizer, max_prompt_length=None, **options)
+    prompts = encoder.encode([prompt for prompt, _ in pairs])
+    return [
+        PromptRow(i, prompt, tuple(ids), {"completion": completion})
+        for i, ((prompt, completion), ids) in enumerate(zip(pairs, prompts, strict=True))
+    ]
+
+
+def encoded(tokenizer, *pairs, params=PARAMS, **options):
+    return DemonstrationEncoder(tokenizer, **options).encode(rows_of(tokenizer, *pairs), params)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+# --------------------------------------------------------------------------------------------------------------- text
+
+
+def test_text_and_the_token_that_ends_it():
+    pairs = [("3+4=", "7"), ("9+9=", "18"), ("1+1=", " 2 ")]
+    assert encoded(build_tokenizer(), *pairs) == [[*ids_of(text), EOS_ID] for _, text in pairs]
+
+
+def test_text_that_brings_its_own_end():
+    assert encoded(build_tokenizer(), ("3+4=", "7<eos>")) == [[*ids_of("7"), EOS_ID]]
+
+
+def test_another_stop_token_ends_a_completion_too():
+    """As a rollout's: the first of them is its last token."""
+    params = SamplingParams(8, stop_token_ids=(EOS_ID, *ids_of("]")))
+    assert encoded(build_tokenizer(), ("3+4=", "7]"), params=params) == [ids_of("7]")]
+    with pytest.raises(DataError, match="row 0: the completion goes on behind the stop token ']': '8'; a rollout"):
+        encoded(build_tokenizer(), ("3+4=", "7]8"), params=params)
+
+
+def test_text_that_goes_on_behind_its_end():
+    with pytest.raises(DataError, match="row 1: the completion goes on behind the stop token '<eos>': '8'"):
+        encoded(build_tokenizer(), ("3+4=", "7"), ("3+5=", "7<eos>8"))
+
+
+def bpe(*merges, template=None, behind=""):
+    """Letters, and merges of them; the template adds special tokens. behind: what ends every text."""
+    letters = list("ab=12 ")
+    tokens = ["<eos>", "<bos>", *letters, *("".join(pair) for pair in merges)]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    backend.decoder = decoders.Fuse()
+    if template:
+        specials = [(name, vocabulary[name]) for name in ("<bos>", "<eos>")]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>"), vocabulary
+
+
+STOP_AT_0 = SamplingParams(8, stop_token_ids=(0,))
+
+
+def test_a_special_token_before_every_text_stands_once():
+    tokenizer, ids = bpe(template="<bos> $A")
+    row = rows_of(tokenizer, ("a=", "1"))[0]
+    assert row.prompt_ids == (ids["<bos>"], ids["a"], ids["="])
+    assert DemonstrationEncoder(tokenizer).encode([row], STOP_AT_0) == [[ids["1"], ids["<eos>"]]]
+
+
+def test_a_special_token_behind_every_text_is_refused():
+    tokenizer, _ = bpe(template="<bos> $A <eos>")
+    with pytest.raises(ModelError, match="puts '<eos>' behind every text, which would stand between"):
+        encoded(tokenizer, ("a=", "1"), params=STOP_AT_0)
+
+
+def test_tokens_are_those_of_the_whole_text():
+    """ "12" is one token, wherever it stands."""
+    tokenizer, ids = bpe(("1", "2"))
+    assert encoded(tokenizer, ("a=", "12b"), params=STOP_AT_0) == [[ids["12"], ids["b"], 0]]
+
+
+def test_a_token_across_the_border():
+    """The whole text would have "=1" as one token, but the policy is shown "=" and goes on from there."""
+    tokenizer, ids = bpe(("=", "1"))
+    assert tokenizer("a=1")["input_ids"] == [ids["a"], ids["=1"]]
+    assert encoded(tokenizer, ("a=", "12"), params=STOP_AT_0) == [[ids["1"], ids["2"], 0]]
+
+
+def metaspace():
+    """As sentencepiece: a mark for each space, and one before a text."""
+    tokens = ["<eos>", "<unk>", *"▁ab=12", "▁1", "=1"]
+    backend = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[("▁", "1"), ("=", "1")], unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), tokens.index
+
+
+def test_no_space_appears_between_prompt_and_completion():
+    """By itself "2" would become "▁2"."""
+    tokenizer, at = metaspace()
+    assert tokenizer("2")["input_ids"] == [at("▁"), at("2")]
+    assert encoded(tokenizer, ("a=", "2"), params=STOP_AT_0) == [[at("2"), 0]]
+    assert encoded(tokenizer, ("a=", " 1"), params=STOP_AT_0) == [[at("▁1"), 0]]
+
+
+def test_a_completion_that_no_tokens_can_express_is_refused():
+    """ "=1" is one token, and "1" alone begins with a space."""
+    tokenizer, _ = metaspace()
+    with pytest.raises(DataError, match="row 1: the completion '12' cannot be tokenised behind its prompt.* 'a='"):
+        encoded(tokenizer, ("a=", "2"), ("a=", "12"), params=STOP_AT_0)
+
+
+def test_a_truncated_prompt():
+    """The dataset kept the last tokens of it."""
+    tokenizer = build_tokenizer()
+    row = PromptRow(0, "3+4=", tuple(ids_of("4=")), {"completion": "7"})
+    assert DemonstrationEncoder(tokenizer).encode([row], PARAMS) == [[*ids_of("7"), EOS_ID]]
+
+
+def test_prompts_of_another_tokenizer_are_refused():
+    row = PromptRow(4, "3+4=", tuple(ids_of("5=")), {"completion": "7"})
+    with pytest.raises(DataError, match="row 4: the prompt was tokenised to other ids"):
+        DemonstrationEncoder(build_tokenizer()).encode([row], PARAMS)
+
+
+def test_a_tokenizer_without_an_end():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="no end-of-sequence token"):
+        encoded(tokenizer, ("3+4=", "7"), params=SamplingParams(8))
+
+
+# --------------------------------------------------------------------------------------------------------------- chat
+
+
+@pytest.mark.parametrize("completion", [assistant("7"), "7", [{"role": "assistant", "content": "7", "name": None}]])
+def test_a_message_behind_its_prompt(completion):
+    """Prompt "[u3+4=<eos> [a", whole "[u3+4=<eos> [a7<eos> ": what follows the end is left out."""
+    tokenizer = chat_tokenizer()
+    row = rows_of(tokenizer, (user("3+4="), completion))[0]
+    assert tokenizer.decode(row.prompt_ids) == "[u3+4=<eos> [a"
+    assert DemonstrationEncoder(tokenizer).encode([row], PARAMS) == [[*ids_of("7"), EOS_ID]]
+
+
+def test_earlier_turns_belong_to_the_prompt():
+    """Their ends are in the prompt, not in the completion."""
+    turns = [*user("1"), *assistant("2"), *user("3")]
+    assert encoded(chat_tokenizer(), (turns, assistant("44"))) == [[*ids_of("44"), EOS_ID]]
+
+
+def test_a_template_that_does_not_end_messages():
+    tokenizer = chat_tokenizer(CHAT.replace("<eos> ", "]"))
+    assert encoded(tokenizer, (user("3+4="), assistant("7"))) == [[*ids_of("7]"), EOS_ID]]
+
+
+def test_a_template_writes_all_special_tokens_itself():
+    """The tokenizer would put <bos> before and <eos> behind a text: a conversation, and what stands behind a prompt."""
+    tokenizer, ids = bpe(("=", "1"), template="<bos> $A <eos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    rows = rows_of(tokenizer, (user("a="), assistant("2")), (user("a="), assistant("12")))
+    assert rows[0].prompt_ids == (ids["a"], ids["="])
+    assert DemonstrationEncoder(tokenizer).encode(rows, STOP_AT_0) == [[ids["2"], 0], [ids["1"], ids["2"], 0]]
+
+
+def test_a_key_that_is_none_is_not_there():
+    """As in prompts: datasets fills keys that only other rows have."""
+    tokenizer = chat_tokenizer(CHAT.replace("'[' +", "('=' if m['name'] is defined else '') + '[' +"))
+    prompt = [{"role": "user", "content": "3", "name": None}]
+    row = rows_of(tokenizer, (prompt, [{"role": "assistant", "content": "7", "name": None}]))[0]
+    assert DemonstrationEncoder(tokenizer).encode([row], PARAMS) == [[*ids_of("7"), EOS_ID]]
+
+
+def test_the_template_gets_its_keywords():
+    template = CHAT.replace("{{ '[a' }}", "{{ '[a' + mark }}").replace("m['role'][0] +", "m['role'][0] + mark +")
+    tokenizer, options = chat_tokenizer(template), {"chat_template_kwargs": {"mark": "="}}
+    rows = rows_of(tokenizer, (user("3"), assistant("7")), **options)
+    assert DemonstrationEncoder(tokenizer, **options).encode(rows, PARAMS) == [[*ids_of("7"), EOS_ID]]
+    with pytest.raises(DataError, match="row 0: the messages .* are refused by the chat template"):
+        DemonstrationEncoder(tokenizer).encode(rows, PARAMS)
+
+
+def test_a_template_that_begins_otherwise_is_refused():
+    """Of tests.tiny: the generation prompt is "/", which no conversation has."""
+    with pytest.raises(DataError, match=r"row 0: the chat template does not begin .*: '/' becomes '\[a7\]'; what is"):
+        encoded(build_tokenizer(chat=True), (user("3+4="), assistant("7")))
+
+
+def test_a_template_that_ends_before_the_prompt_does_is_refused():
+    tokenizer = chat_tokenizer("{{ '[' }}{% if add_generation_prompt %}{{ '[a' }}{% endif %}")
+    with pytest.raises(DataError, match=r"'\[a' becomes ''; what is trained"):
+        encoded(tokenizer, (user("3+4="), assistant("7")))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "words"),
+    [
+        ("3+4=", assistant("7"), "the prompt is text, but the completion .* is not"),
+        ("3+4=", None, "the completion None is missing or empty"),
+        ("3+4=", "", "the completion '' is missing or empty"),
+        ("3+4=", 7, "the prompt is text, but the completion 7 is not"),
+        (user("3+4="), [], r"the completion \[\] is missing or empty"),
+        (user("3+4="), 7, "the completion .* must be a text or a list of one message of the assistant"),
+        (user("3+4="), user("7"), "the completion .* must be a text or a list of one message of the assistant"),
+        (user("3+4="), [*assistant("7"), *assistant("8")], "the completion .* must be a text or a list of one message"),
+        (user("3+4="), [{"role": "assistant"}], "the completion .* needs a text as its content"),
+        (user("3+4="), assistant([{"type": "text", "text": "7"}]), "the completion .* needs a text as its content"),
+        ([*user("3+4="), *assistant("It is ")], "7", "the prompt ends with a message of the assistant"),
+    ],
+)
+def test_completions_that_cannot_be_used(prompt, completion, words):
+    tokenizer = chat_tokenizer()
+    good = (prompt, "7") if isinstance(prompt, str) else (user("1"), "7")
+    with pytest.raises(DataError, match=f"row 1: {words}"):
+        encoded(tokenizer, good, (prompt, completion))
+
+
+# -------------------------------------------------------------------------------------------------------------- batch
+
+
+def call_of(params=PARAMS, **options):
+    return RolloutCall(**{"num_generations": 1, "params": params, "version": 5, "state": STATE, "purpose": "train/3"}
+                       | {"first_id": 40} | options)  # fmt: skip
+
+
+def tasks_of(*pairs):
+    return [RolloutTask(place, row) for place, row in enumerate(rows_of(build_tokenizer(), *pairs))]
+
+
+def demonstrations(**options):
+    tokenizer = build_tokenizer()
+    return Demonstrations(
+        DemonstrationEncoder(tokenizer, **options), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    )
+
+
+def test_the_columns_of_a_batch():
+    tasks = tasks_of(("3+4=", "7"), ("9+9=", "18"))
+    batch, report = demonstrations().run(tasks, call_of())
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of("3+4="), ids_of("9+9=")]
+    assert [row.tolist() for row in batch["completion_ids"]] == [[*ids_of("7"), EOS_ID], [*ids_of("18"), EOS_ID]]
+    assert batch["completion_mask"].values.tolist() == [True] * 5
+    assert batch["rollout_logprobs"].values.tolist() == [0.0] * 5
+    assert batch["policy_version"].values.tolist() == [-1] * 5
+    assert batch["oldest_version"].tolist() == [-1, -1]
+    assert batch["prompt_length"].tolist() == [4, 4] and batch["completion_length"].tolist() == [2, 3]
+    assert batch["group"].tolist() == batch["trajectory"].tolist() == [40, 41]
+    assert batch["turn"].tolist() == [0, 0]
+    assert batch["finish_reason"] == ["stop", "stop"]
+    assert batch["prompt"] == ["3+4=", "9+9="] and batch["completion"] == ["7", "18"]
+    assert batch["row"] == [{"completion": "7"}, {"completion": "18"}]
+    assert batch["rewards"].dtype == torch.float64 and batch["rewards"].tolist() == [1.0, 1.0]
+    assert batch["function_rewards"] == [[1.0], [1.0]]
+    assert report.failures == [] and set(report.seconds) == {"rollout"} and report.logged.result() == {}
+    assert sample_records(3, batch, [DEMONSTRATION])[1]["rewards"] == {"demonstration": 1.0}
+
+
+def test_a_rank_without_rows_has_the_same_columns():
+    tasks = tasks_of(("3+4=", "7"))
+    some, none = (demonstrations().run(part, call_of())[0] for part in (tasks, []))
+    assert none.num_samples == 0 and set(none) == set(some)
+    assert type(some).concat([none, some])["completion"] == ["7"]
+
+
+def test_a_prompt_has_one_demonstration():
+    with pytest.raises(ValueError, match="one demonstration, but num_generations=2"):
+        demonstrations().run(tasks_of(("3+4=", "7")), call_of(num_generations=2))
+
+
+def test_overlong_completions():
+    """ "18" and its end are 3 tokens."""
+    tasks = tasks_of(("3+4=", "7"), ("9+9=", "18"))
+    short = SamplingParams(2, stop_token_ids=(EOS_ID,))
+    with pytest.raises(DataError, match="max_completion_length=2, but 1 .* has 3 tokens .* first is row 1. Raise .* 3"):
+        demonstrations().run(tasks, call_of(short))
+    batch, _ = demonstrations(overlong_completions="truncate").run(tasks, call_of(short))
+    assert [row.tolist() for row in batch["completion_ids"]] == [[*ids_of("7"), EOS_ID], ids_of("18")]
+    assert batch["finish_reason"] == ["stop", "length"]
+    assert demonstrations().run(tasks, call_of(SamplingParams(3, stop_token_ids=(EOS_ID,))))[0].num_samples == 2
+
+
+# ------------------------------------------------------------------------------------------------ before work starts
+
+
+def checked(rows, params=PARAMS, **options):
+    tokenizer = build_tokenizer()
+    source = load_source(rows, PromptEncoder(tokenizer, max_prompt_length=None))
+    check_demonstrations(source, DemonstrationEncoder(tokenizer, **options), params)
+
+
+def test_a_dataset_without_completions_is_refused():
+    with pytest.raises(DataError, match="needs a column `completion` beside `prompt`; the dataset has 'prompt', 'answ"):
+        checked([{"prompt": "1", "answer": "2"}])
+
+
+def test_every_row_of_a_dataset_is_looked_at():
+    rows = [{"prompt": "3+4=", "completion": "7"} for _ in range(2100)]
+    checked(rows)
+    rows[2077] = {"prompt": "3+4=", "completion": None}
+    with pytest.raises(DataError, match="row 2077: the completion None is missing"):
+        checked(rows)
+
+
+def test_all_overlong_rows_are_told_of_at_once():
+    rows = [{"prompt": "3+4=", "completion": "7" * size} for size in (7, 8, 1, 11)]
+    with pytest.raises(
+        DataError, match="max_completion_length=8, but 2 .* longest has 12 tokens .* row 1. Raise .* 12"
+    ):
+        checked(rows)
+    checked(rows, overlong_completions="truncate")
+    checked(rows, SamplingParams(12, stop_token_ids=(EOS_ID,)))
+
+
+def test_of_a_stream_the_first_row_is_looked_at():
+    checked(lambda: iter([{"prompt": "3+4=", "completion": "7"}, {"prompt": "3+4=", "completion": None}]))
+    with pytest.raises(DataError, match="row 0: the completion None"):
+        checked(lambda: iter([{"prompt": "3+4=", "completion": None}]))

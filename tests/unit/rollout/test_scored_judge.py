@@ -1,0 +1,210 @@
+"""The engine as judge: its second round, over a scripted client and over the in-place engine."""
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.data import PromptRow
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
+from hybrid_rl.rollout import FinishedSample, RolloutRequest, SamplingParams, generate
+from hybrid_rl.rollout.base import TAGS
+from hybrid_rl.rollout.client import EngineClient
+from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
+from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
+from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
+from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
+
+TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]
+PARAMS = SamplingParams(3, temperature=0.5, stop_token_ids=(7,), seed=2)
+CALL = RolloutCall(2, PARAMS, 9, STATE, "test", 100)
+
+
+class JudgingClient(ScriptedClient):
+    """Beside the script: answers a question, whose tokens are characters, with `answer` of it, as characters."""
+
+    def __init__(self, answer, **options):
+        super().__init__(**options)
+        self.judge = answer
+
+    def stream(self, requests, version):
+        if len(self.calls) % 2 == 0:
+            yield from super().stream(requests, version)
+            return
+        self.calls.append((requests, version))
+        for request in reversed(requests):
+            answer = self.judge("".join(map(chr, request.prompt_ids)))
+            ids = [8] if answer is None else [ord(answer)]
+            yield [FinishedSample(request.id, ids, [0.0], [9], "stop")]
+
+
+def text_or_words(ids):
+    return decode(ids) if all(token < 9 for token in ids) else "".join(map(chr, ids))
+
+
+def encode(prompt):
+    return [ord(char) for char in prompt]
+
+
+def parse(text):
+    return float(text) if text.isdigit() else None
+
+
+def run(judges, answer, tasks=TASKS, call=CALL, **options):
+    client = JudgingClient(answer)
+    rewards = RewardRunner(judges)
+    scored = ScoredRollout(client, rewards, text_or_words, seed=11, encode=encode, **options)
+    batch, report = scored.run(tasks, call)
+    rewards.close()
+    return batch, report, client
+
+
+def grade(question):
+    return str(len(question.split("|")[1]))
+
+
+def test_a_judge_is_asked_when_all_samples_are_there():
+    judge = EngineJudge("{prompt}|{completion}|{answer}", parse, max_tokens=5, temperature=0.25)
+
+    def length(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    batch, report, client = run([length, judge], grade)
+    assert batch["function_rewards"] == [[2.0, 2.0], [1.0, 1.0], [3.0, 3.0], [2.0, 2.0]]
+    assert batch["rewards"].tolist() == [4.0, 2.0, 6.0, 4.0]
+    (_, version), (questions, judge_version) = client.calls
+    assert judge_version == version == 9
+    texts = ["".join(map(chr, question.prompt_ids)) for question in questions]
+    assert texts == ["first|ab|a", "first|c|a", "2|aaa|b", "2|bc|b"]
+    for question in questions:
+        params = question.params
+        assert (params.max_tokens, params.temperature, params.stop_token_ids) == (5, 0.25, (7,))
+    assert len({question.params.seed for question in questions}) == 4
+    # No id of a sample of any rollout, none twice, and not the probe's.
+    assert len({question.id for question in questions}) == 4 and max(question.id for question in questions) < -1
+    assert report.logged.result() == {"engine_judge/unparsed": 0.0} and "judge" in report.seconds
+
+
+def test_ids_and_noise_of_questions_depend_on_the_sample_alone():
+    judge = EngineJudge("{prompt}|{completion}", parse, mode="pointwise")
+    pair = EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise")
+    _, _, whole = run([judge, pair], grade)
+    _, _, second = run([judge, pair], grade, tasks=TASKS[1:])
+    asked, of_second = whole.calls[1][0], second.calls[1][0]
+    assert len({request.id for request in asked}) == len(asked) == 4 + 2 + 2
+    assert set(of_second) <= set(asked) and len(of_second) == 4
+
+
+def test_every_pair_of_a_group_has_an_id_of_its_own():
+    asked = []
+
+    class Client:
+        def stream(self, requests, version):
+            asked.extend(requests)
+            yield [FinishedSample(request.id, [ord("1")], [0.0], [9], "stop") for request in requests]
+
+    judges = [EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise") for _ in range(2)]
+    with RewardRunner(judges) as rewards:
+        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=None)
+        batch = Batch(
+            {
+                "prompt": ["p"] * 6,
+                "completion": list("abcdef"),
+                "row": [{}] * 6,
+                "group": torch.tensor([0] * 3 + [1] * 3),
+                "trajectory": torch.arange(100, 106),
+            }
+        )
+        late = judge_round.run(batch, RolloutCall(3, PARAMS, 9, STATE, "test", 100))
+    assert len({request.id for request in asked}) == len(asked) == 2 * 2 * 6
+    assert late.values == {0: [0.5] * 6, 1: [0.5] * 6}  # A always wins
+
+
+def test_unreadable_answers_are_unscored_and_counted():
+    judge = EngineJudge("{prompt}|{completion}", parse)
+    batch, report, _ = run(judge, lambda question: None if "aaa" in question else "3")
+    assert batch["rewards"].isnan().tolist() == [False, False, True, False]
+    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
+        ("all functions", 2, "none")
+    ]
+    assert report.logged.result() == {"engine_judge/unparsed": 0.25}
+
+
+def test_questions_that_are_too_long_fail_their_samples():
+    judge = EngineJudge("{prompt}|{completion}", parse, max_tokens=5)
+    batch, report, client = run(judge, grade, max_length=5 + len("first|c"))
+    assert batch["rewards"].isnan().tolist() == [True, False, False, False]
+    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
+        ("engine_judge", 0, "long")
+    ]
+    assert len(client.calls[1][0]) == 3
+
+
+def test_pairs_need_no_score_by_group():
+    judge = EngineJudge("{completion_a}|{completion_b}", lambda text: float(text), mode="pairwise")
+    batch, _, _ = run(judge, lambda question: str(int(len(question.split("|")[0]) > len(question.split("|")[1]))))
+    assert batch["rewards"].tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_rank_without_samples_takes_part_in_the_round():
+    batch, report, client = run(EngineJudge("{completion}", parse), grade, tasks=[])
+    assert batch.num_samples == 0 and len(client.calls) == 2 and not report.failures
+
+
+def test_without_a_tokenizer_a_judge_is_refused():
+    with pytest.raises(ConfigError, match="encode"):
+        ScoredRollout(ScriptedClient(), RewardRunner(EngineJudge()), decode, seed=0)
+
+
+def test_unscored_rollouts_ask_nobody():
+    client = ScriptedClient()
+    scored = ScoredRollout(client, RewardRunner(EngineJudge()), decode, seed=0, encode=encode)
+    batch, _ = scored.run(TASKS, RolloutCall(2, PARAMS, 9, STATE, "test", 0, is_scored=False))
+    assert "rewards" not in batch and len(client.calls) == 1
+
+
+def test_room_for_the_judge():
+    assert EngineJudge(max_tokens=10).max_length(100) == 100 + 512 + 10
+    assert EngineJudge(max_tokens=10, mode="pairwise").max_length(100) == 200 + 512 + 10
+    assert EngineJudge(max_tokens=10, max_prompt_length=30).max_length(100) == 40
+    entries = RewardRunner([lambda completions: [], EngineJudge(max_tokens=10, max_prompt_length=30)]).entries
+    assert [entries.max_length(length) for length in (100, 20)] == [100, 40]
+
+
+# ------------------------------------------------------------------------------------------------- the real engine
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_policy_judges_itself(chat):
+    tokenizer, module = build_tokenizer(chat=chat), build_model(max_position_embeddings=128)
+
+    def text(ids):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(block_size=4, max_num_seqs=8), max_length=96)
+    engine.wake(TAGS)
+    engine.update_weights(TensorSource.of(module), 1)
+    prompts = [[{"role": "user", "content": t}] if chat else t for t in ("1+2=", "3+4=")]
+    tokens = judge_encoder(tokenizer)
+    tasks = [RolloutTask(i, PromptRow(i, p, tuple(tokens(p)), {"answer": "x"})) for i, p in enumerate(prompts)]
+    judge = EngineJudge("is {completion} {answer} to {prompt}", lambda answer: float(len(answer)), max_tokens=6)
+    call = RolloutCall(3, SamplingParams(5, stop_token_ids=(EOS_ID,)), 1, TrainerState(1, 1, 0.0), "train/1", 0)
+    with RewardRunner(judge) as rewards:
+        scored = ScoredRollout(EngineClient(engine), rewards, text, seed=0, encode=tokens, max_length=96)
+        batch, report = scored.run(tasks, call)
+    assert not report.failures and len(set(batch["completion"])) > 1
+    plain = [
+        f"is {completion} x to {t}"
+        for completion, t in zip(batch["completion"], ["1+2="] * 3 + ["3+4="] * 3, strict=True)
+    ]
+    expected = []
+    for number, question in enumerate(plain):
+        ids = ids_of(f"[u{question}]/") if chat else ids_of(question)
+        params = SamplingParams(6, temperature=0.0, stop_token_ids=(EOS_ID,))
+        (answer,) = generate(engine, [RolloutRequest(1000 + number, tuple(ids), params)], 1)
+        expected.append(float(len(text(answer.completion_ids))))
+    assert batch["rewards"].tolist() == expected

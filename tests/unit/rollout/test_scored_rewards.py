@@ -1,0 +1,155 @@
+"""Rollouts whose rewards are of single tokens, of whole groups, or come late: what is submitted, and what joins."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
+from hybrid_rl.rollout import SamplingParams
+from hybrid_rl.rollout.late import LateScores, merge_late
+from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
+from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
+
+TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]
+FIRST_ID = 100
+CALL = RolloutCall(2, SamplingParams(3), 9, STATE, "test", FIRST_ID)
+NAN = math.nan
+
+
+def run(functions, batches=None, between=lambda number: None, tasks=TASKS, **options):
+    with RewardRunner(functions, **options) as rewards:
+        scored = ScoredRollout(ScriptedClient(batches=batches, between=between), rewards, decode, seed=11)
+        return (*scored.run(tasks, CALL), rewards)
+
+
+def length(completion_ids, **_):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@dense_reward
+def per_token(completion_ids, **_):
+    return [[float(token) for token in ids] if ids[0] != 3 else 7.0 for ids in completion_ids]
+
+
+# ------------------------------------------------------------------------------------------------------ single tokens
+
+
+@pytest.mark.parametrize("batches", [[[0, 1, 2, 3]], [[3], [1, 0], [2]]], ids=["at once", "out of order"])
+def test_token_rewards_lie_beside_the_tokens(batches):
+    batch, report, _ = run([length, per_token], batches, weights=[1.0, 0.5])
+    assert batch["function_rewards"] == [[2.0, 3.0], [1.0, 7.0], [3.0, 3.0], [2.0, 5.0]]
+    assert batch["rewards"].tolist() == [3.5, 4.5, 4.5, 4.5]
+    tokens = batch["token_rewards"]
+    assert [row.tolist() for row in tokens] == [[0.5, 1.0], [0.0], [0.5, 0.5, 0.5], [1.0, 1.5]]
+    assert tokens.values.dtype == torch.float32 and torch.equal(tokens.offsets, batch["completion_ids"].offsets)
+    assert not report.failures
+
+
+def test_the_column_is_there_on_every_rank_or_on_none():
+    empty, _, _ = run(per_token, tasks=[])
+    full, _, _ = run(per_token)
+    assert set(empty) == set(full) and "token_rewards" in empty
+    assert Batch.concat([empty, full]).num_samples == 4
+    none, _, _ = run(dense_reward(lambda completion_ids, **_: [1.0] * len(completion_ids)))
+    assert none["token_rewards"].values.tolist() == [0.0] * 8  # declared, but all are numbers of whole samples
+    assert "token_rewards" not in run(length)[0]
+
+
+def test_token_rewards_of_samples_that_failed_are_zero():
+    batch, _, _ = run(
+        [per_token, lambda completion_ids, **_: [NAN if len(ids) == 3 else 0.0 for ids in completion_ids]]
+    )
+    assert batch["rewards"].isnan().tolist() == [False, False, True, False]
+    assert [row.tolist() for row in batch["token_rewards"]] == [[1.0, 2.0], [0.0], [0.0] * 3, [2.0, 3.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ whole groups
+
+
+def test_groups_are_scored_once_when_the_last_of_their_samples_is_there():
+    calls, scored = [], threading.Event()
+
+    @group_reward
+    def reward(completions, prompts, **_):
+        calls.append(list(completions))
+        scored.set()
+        return [float(place) for place in range(len(completions))]
+
+    def between(number):
+        if number == 2:  # the second group is whole, the first is not
+            assert scored.wait(30.0), "a whole group waits for the others"
+
+    batch, _, _ = run(reward, [[3, 0], [2], [1]], between, score_by="group")
+    texts = [[{"role": "assistant", "content": text}] for text in ("aaa", "bc")]
+    assert calls == [texts, ["ab", "c"]]  # each in order of generation
+    assert batch["rewards"].tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_group_that_fails_is_masked_whole():
+    def reward(completion_ids, **_):
+        if any(len(ids) == 1 for ids in completion_ids):
+            raise ValueError("one token")
+        return [1.0] * len(completion_ids)
+
+    batch, report, _ = run([reward, length], score_by="group")
+    assert batch["rewards"].isnan().tolist() == [True, True, False, False]
+    assert [failure.key for failure in report.failures] == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------------ late scores
+
+
+def late_run():
+    """A function that fails on one sample and gives None for another; a reward model in the middle."""
+
+    def first(completion_ids, **_):
+        return [{2: 1.0, 1: None, 3: NAN}[len(ids)] for ids in completion_ids]
+
+    return run([first, "org/reward-model", per_token], weights=[1.0, 10.0, 0.5])
+
+
+def test_rewards_wait_for_reward_models():
+    batch, report, rewards = late_run()
+    assert rewards.names == ["first", "reward-model", "per_token"] and rewards.late == [1]
+    assert batch["rewards"].isnan().all()
+    values = batch["function_rewards"]
+    assert [[None if v != v else v for v in row] for row in values] == [
+        [1.0, None, 3.0], [None, None, 7.0], [None, None, 3.0], [1.0, None, 5.0]
+    ]  # fmt: skip
+    assert [failure.reason for failure in report.failures] == ["nan"]
+
+
+def test_late_scores_join_in_their_place_and_with_their_weight():
+    batch, report, rewards = late_run()
+    lost = RewardFailure("reward-model", 3, "long", "too long")
+    merged, failures = merge_late(
+        batch, report.failures, rewards, FIRST_ID, LateScores({1: [0.25, -1.0, 2.0, None]}, [lost])
+    )
+    assert merged["rewards"].tolist()[:2] == [1.0 + 2.5 + 1.5, -10.0 + 3.5]
+    assert merged["rewards"].isnan().tolist() == [False, False, True, True]
+    assert [row[1] for row in merged["function_rewards"]][:3] == [0.25, -1.0, 2.0]
+    assert failures == [*report.failures, lost]
+    # Samples without a reward have none of their tokens either.
+    assert [row.tolist() for row in merged["token_rewards"]] == [[0.5, 1.0], [0.0], [0.0] * 3, [0.0] * 2]
+    assert set(merged) == set(batch) and batch["rewards"].isnan().all()  # the old one is as it was
+
+
+def test_a_sample_that_nothing_applies_to_is_counted_when_the_last_score_is_there():
+    batch, report, rewards = run([lambda completions, **_: [None] * len(completions), "org/reward-model"])
+    assert not report.failures
+    merged, failures = merge_late(batch, report.failures, rewards, FIRST_ID, LateScores({1: [None, 1.0, None, 0.0]}))
+    assert merged["rewards"].isnan().tolist() == [True, False, True, False]
+    assert [(failure.function, failure.key, failure.reason) for failure in failures] == [
+        ("all functions", 0, "none"), ("all functions", 2, "none")
+    ]  # fmt: skip
+
+
+def test_a_reward_model_alone_needs_no_function():
+    batch, report, rewards = run("org/reward-model")
+    merged, failures = merge_late(batch, report.failures, rewards, FIRST_ID, LateScores({0: [1.0, 2.0, 3.0, 4.0]}))
+    assert merged["rewards"].tolist() == [1.0, 2.0, 3.0, 4.0] and not failures
+    empty, report, rewards = run("org/reward-model", tasks=[])
+    assert merge_late(empty, report.failures, rewards, FIRST_ID, LateScores({0: []}))[0].num_samples == 0
