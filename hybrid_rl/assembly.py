@@ -244,6 +244,11 @@ class Run:
         return path
 
     @property
+    def critic_path(self) -> str | None:
+        """What the critic is made from where that is not the policy."""
+        return self.config.critic.critic_path if isinstance(self.config.critic, ValueHeadConfig) else None
+
+    @property
     def max_length(self) -> int:
         """Longest sequence, prompt and completion, in tokens."""
         prompt = self.data.longest_prompt or self.data.encoder.max_prompt_length or 0

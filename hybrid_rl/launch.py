@@ -78,6 +78,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         max_length=run.max_length,
         probe_ids=run.data.probe_ids,
         teacher=_recipe(run.teacher_path, run.config),
+        critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)

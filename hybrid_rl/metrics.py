@@ -27,7 +27,7 @@ class MetricSums:
 
     def parts(self, name: str) -> tuple[float, float]:
         """Sum and count behind a mean; zeros where nothing was added."""
-        return self._means[name] if name in self._means else (0.0, 0.0)
+        return self._means.get(name, (0.0, 0.0))
 
     def total(self, name: str, value: float) -> None:
         """Add to a sum."""

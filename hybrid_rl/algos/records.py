@@ -16,14 +16,15 @@ class AdvantageEstimator:
     """From rewards to advantages. Subclasses begin with a field `estimator`, their name.
 
     needs: "values", "logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "sum_pi_squared",
-    "baseline_rewards": columns of AdvantageInputs that it cannot do without; "demonstrations": samples are the dataset's
-    own completions. min_generations: smallest group that it
-    can compare. needs_rewards: False where it learns without any.
+    "baseline_rewards": columns of AdvantageInputs that it cannot do without; "demonstrations": samples are the
+    dataset's own completions. min_generations: smallest group that it can compare. needs_rewards: False where it learns
+    without any. takes_kl_rewards: False where a KL penalty at every token would spoil its rewards (thresholds, steps).
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     min_generations: ClassVar[int] = 1
     needs_rewards: ClassVar[bool] = True
+    takes_kl_rewards: ClassVar[bool] = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Advantages of all tokens, the same however samples lie on ranks."""
@@ -38,8 +39,9 @@ class PolicyObjective:
     "log_probs" (the whole vocabulary), "old_top" (the best tokens of the old policy; `num_top` of them),
     "router_scores" (of a mixture of experts, then and now).
     initial_parameters: numbers that are learned beside the model, by Adam at parameter_learning_rate.
-    corrects_rollout: True where the loss itself weighs what the engine sampled, so that no correction may be added. uses_old_logprobs: False where it compares with the engine's policy alone.
-    uses_proximal: True where it compares engine, start of the step and policy.
+    corrects_rollout: True where the loss itself weighs what the engine sampled, so that no correction may be added.
+    uses_old_logprobs: False where it compares with the engine's policy alone. uses_proximal: True where it compares
+    engine, start of the step and policy.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()

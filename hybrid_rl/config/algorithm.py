@@ -49,7 +49,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     if old == "rollout" and config.policy_loss.uses_proximal:
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "  # type: ignore[attr-defined]
-            f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or policy_loss=clip"
+            f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
         )
     if config.model.torch_compile and "router_scores" in config.policy_loss.needs:
         raise ConfigError(
@@ -59,6 +59,11 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     if config.correction.is_active and config.policy_loss.corrects_rollout:
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} weighs what the engine sampled itself; "  # type: ignore[attr-defined]
+            f"leave correction out"
+        )
+    if config.correction.is_active and "rollout_logprobs" in config.advantage.needs:
+        raise ConfigError(
+            f"advantage={config.advantage.estimator} weighs what the engine sampled itself; "  # type: ignore[attr-defined]
             f"leave correction out"
         )
     if config.correction.is_active and old == "rollout":
@@ -96,8 +101,13 @@ def _check_kl(config: TrainerConfig) -> None:
     num_samples = config.data.prompts_per_step * config.algorithm.num_generations
     if isinstance(kl, (KLInLoss, KLInReward)) and kl.kl_target is not None and 0.2 * num_samples >= kl.kl_horizon:
         raise ConfigError(
-            f"kl_horizon={kl.kl_horizon} is too short for {num_samples} samples per step: beta could fall to 0 or below "
-            f"at once; use more than {math.ceil(0.2 * num_samples)}"
+            f"kl_horizon={kl.kl_horizon} is too short for {num_samples} samples per step: beta could fall to 0 at "
+            f"once; use more than {math.ceil(0.2 * num_samples)}"
+        )
+    if kl.in_reward and not config.advantage.takes_kl_rewards:
+        raise ConfigError(
+            f"advantage={config.advantage.estimator} "  # type: ignore[attr-defined]
+            "cannot take a KL penalty as part of the reward; use kl=loss"
         )
     if isinstance(kl, KLInLoss) and kl.kl_estimator in ("k2", "exact") and kl.use_bias_correction_kl:
         raise ConfigError(

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
-from hybrid_rl.config.unions import UNIONS, Union, number
+from hybrid_rl.config.unions import UNIONS, Union
 from hybrid_rl.errors import ConfigError, NotYetSupportedError
 
 
@@ -243,7 +243,7 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
             rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
             is_theirs = path in elsewhere or path.rpartition(".")[0] in rests
             if is_theirs or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
-                remedy = union.remedies[other] if other in union.remedies else ""
+                remedy = union.remedies.get(other, "")
                 if (section, other) == ("rollout", "inplace"):
                     remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
                 if union.tag is None:

@@ -3,9 +3,9 @@
 Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `controller.backend` and others are tags
 that select the class of their section (unions.py), so that a key of another choice does not exist and is refused; the
 sections of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf
-names are unique over the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its path
-(`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say their
-unit.
+names are unique over the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its
+path (`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say
+their unit.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class RouterReading:
         if len(chosen) != 1 or chosen[0].shape[:-1] != logits.shape[:-1]:
             shapes = [tuple(part.shape) for part in parts]
             self._problem = (
-                f"{type(router).__name__} gives {shapes}, of which no one tensor names the experts of every token; use "
-                f"a loss without router scores (policy_loss=gmpo)"
+                f"{type(router).__name__} gives {shapes}, of which not exactly one names the experts of every "
+                f"token; use a loss without router scores (policy_loss=gmpo)"
             )
             return
         if self._asked is None:

@@ -122,6 +122,10 @@ def _headed(language_model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.d
         raise _no_value_head(
             language_model, f"its backbone is a {own.__name__}, that of {kind.__name__} a {mine.__name__}"
         )
+    if language_model.get_output_embeddings() is None:  # a critic or a reward model: its head must have a place
+        left = dict(language_model.named_parameters()).keys() - dict(found.named_parameters()).keys()
+        if left:
+            raise _no_value_head(language_model, f"{kind.__name__} has no place for its {min(left)}")
     return found
 
 

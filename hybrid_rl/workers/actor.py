@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.checkpoint import read_optimizer_into
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.controller import RankContext, mark_progress
-from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.router import Routers
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import FolderSource
 from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
-from hybrid_rl.workers.fsdp import ShardedCausalLM, accumulating
 from hybrid_rl.workers.kl import KLWeight
-from hybrid_rl.workers.optimizer import Optimizer
 from hybrid_rl.workers.plan import Plan, micro_batch
 from hybrid_rl.workers.routing import router_columns
 from hybrid_rl.workers.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.workers.trained import TrainedModel
 
 
-class Actor:
-    """A model, its optimizer, and the updates of one training step."""
+class Actor(TrainedModel):
+    """The policy with its optimizer, and the updates of one training step."""
 
     def __init__(
         self,
@@ -40,15 +34,9 @@ class Actor:
         num_optimizer_steps: int,
         reference: CausalLM | None = None,
     ) -> None:
-        self.model = model
-        self._context = context
-        self._config = config
+        super().__init__(model, config.optimizer, config, context, num_optimizer_steps=num_optimizer_steps)
         self._reference = reference
-        if config.model.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
-            model.verify()  # once more: it put the model into training mode
         self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
-        self.optimizer = Optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
         self.kl_weight = KLWeight(config.kl)
         self._numbers = LearnedNumbers(config.policy_loss)
 
@@ -114,21 +102,18 @@ class Actor:
     ) -> tuple[MetricSums, torch.Tensor]:
         """One update from the samples of one mini-batch, and the logprobs of their tokens before it, float32 [M] on
         the CPU in the order of the micro-batches."""
-        self.optimizer.clear()  # of what an update that was broken off left behind
         sums = MetricSums()
         learning_rate = self.optimizer.learning_rate
-        total, before = 0.0, [torch.zeros(0)]
-        for index, rows in enumerate(micro_batches):
-            mark_progress()
-            with accumulating(self.model, is_last=index == len(micro_batches) - 1):
-                loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)
-                loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.accumulate()
-            total += float(loss.detach())
+        before = [torch.zeros(0)]
+
+        def loss_of(rows: Sequence[int]) -> torch.Tensor:
+            loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)
             sums.merge(stats)
             if rows:
                 before.append(logprobs.float().cpu())
-        norm, updated = self.optimizer.step()
+            return loss
+
+        total, norm, updated = self._step(micro_batches, loss_of)
         self._numbers.step(self._context, is_valid=updated)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
@@ -140,31 +125,11 @@ class Actor:
             sums.merge(self._numbers.metrics())
         return sums, torch.cat(before)
 
-    def save_model(self, folder: Path) -> None:
-        """Write the weights and config as `from_pretrained` reads them. Collective."""
-        save_weights(self.model.module, folder, self.model.dtype, is_writer=self._context.rank == 0)
-
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What a resumed run needs beside the weights, masters included; tensors are the memory itself."""
-        state = self.optimizer.state_dict()
-        if isinstance(self.model, ShardedCausalLM) and self.model.dtype != torch.float32:
-            # The shards are the masters, which the saved weights are rounded from.
-            state["master"] = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
-        return state | {"algorithm": self.kl_weight.state_dict() | self._numbers.state_dict()}
+        """See TrainedModel; with what the algorithm has learned beside the model."""
+        return super().optimizer_state() | {"algorithm": self.kl_weight.state_dict() | self._numbers.state_dict()}
 
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Take weights and optimizer state of a checkpoint, into the memory that is there.
-
-        Raises CheckpointError where they are damaged or of another model.
-        """
-        try:
-            load_weights(self.model.module, FolderSource(str(folder)), self.model.device)
-        except ModelError as error:
-            raise CheckpointError(f"cannot resume from {folder}: {error}") from error
-        state = read_optimizer_into(folder, self.optimizer_state())
-        if isinstance(self.model, ShardedCausalLM):
-            state["master"] = {}  # the shards, which hold them now
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
         self.kl_weight.load_state_dict(state["algorithm"])
         self._numbers.load_state_dict(state["algorithm"])
-        self.optimizer.load_state_dict(state)

@@ -43,11 +43,11 @@ def build_model(
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
         )
-    options = _call_options(config, is_trained=is_trained)
+    options = call_options(config, is_trained=is_trained)
     if isinstance(model, PreTrainedModel):
         return CausalLM(module, config.model.attention, **options)
     region = "actor" if is_trained and isinstance(config.rollout, VLLMRolloutConfig) else None
-    return _filled(module, model.source, config, context, options, region=region)
+    return filled(module, model.source, config, context, options, region=region)
 
 
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
@@ -56,23 +56,24 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
 
     Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
     """
-    options = _call_options(config, is_trained=True)
+    options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
         return CausalLM(value_model_of(model), config.model.attention, **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
     if isinstance(model.source, BlockSource):
         model.source.get = context.get
-    return _filled(module, source, config, context, options)
+    return filled(module, source, config, context, options)
 
 
-def _call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, bool]:
+def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, bool]:
+    """How a CausalLM of this configuration runs; what only training wants is left out of frozen models."""
     return {
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
     }
 
 
-def _filled(
+def filled(
     module: PreTrainedModel,
     source: WeightSource,
     config: TrainerConfig,

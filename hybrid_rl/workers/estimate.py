@@ -55,7 +55,7 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
         teacher_logprobs=values("teacher_logprobs"),
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
-        baseline_rewards=batch["baseline_rewards"] if "baseline_rewards" in batch else None,
+        baseline_rewards=None if "baseline_rewards" not in batch else batch["baseline_rewards"],
         gather=context.gather,
         rank=context.rank,
     )

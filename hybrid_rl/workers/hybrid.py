@@ -26,7 +26,6 @@ from hybrid_rl.workers.base import WorkerBase, rank_plan
 from hybrid_rl.workers.build import build_model
 from hybrid_rl.workers.estimate import with_advantages
 from hybrid_rl.workers.plan import Plan
-from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
     ACTOR,
     ENGINE_WEIGHTS,
@@ -224,9 +223,18 @@ class HybridWorker(WorkerBase):
                 self._tokenizer.save_pretrained(target)
 
         optimizer = self._actor.optimizer_state()
-        write_checkpoint(folder, save_model, optimizer, state, rank=self._context.rank, gather=self._context.gather)
+        write_checkpoint(
+            folder,
+            save_model,
+            optimizer,
+            state,
+            parts=self._roles.optimizer_state(),
+            rank=self._context.rank,
+            gather=self._context.gather,
+        )
 
     @dispatch(collect="leader", needs=TRAINING)
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._actor.load(folder)
+        self._roles.load_models(folder)

@@ -20,9 +20,10 @@ class KLWeight:
         self.beta = 0.0 if self._term is None else self._term.beta
 
     def follow(self, batch: Batch, sums: MetricSums, context: RankContext) -> MetricSums:
-        """Move beta by the mean KL of a completion in a training step; its metrics (`kl` is the mean of a token). Collective.
+        """Move beta by the mean KL of a completion in a training step; its metrics. Collective.
 
-        batch: this rank's samples; sums: metrics of the update, which hold the KL where it stands in the loss.
+        batch: this rank's samples; sums: metrics of the update, which hold the KL where it stands in the loss. The
+        metric `kl` is the mean of a token.
         """
         found = MetricSums()
         if self._term is None:

@@ -18,8 +18,8 @@ from hybrid_rl.workers.base import WorkerBase, rank_plan
 from hybrid_rl.workers.build import build_model
 from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.residents import REFERENCE, module_resident
-from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.scoring import batch_logprobs
+from hybrid_rl.workers.setup import WorkerSetup
 
 
 class Reference:
@@ -39,11 +39,12 @@ class Reference:
         """Become what the policy is now, in the memory that is there; both lie on the ranks in the same way."""
         theirs = dict(policy.module.named_parameters())
         for name, mine in self.model.module.named_parameters():
-            source, target = theirs[name], mine
+            source = theirs[name]
             if isinstance(mine, DTensor):
                 assert isinstance(source, DTensor)
-                source, target = source.to_local(), mine.to_local()
-            target.copy_(source)
+                mine.to_local().copy_(source.to_local())
+            else:
+                mine.copy_(source)
 
 
 class ReferenceWorker(WorkerBase):

@@ -27,10 +27,11 @@ from hybrid_rl.models.classifier import (
 )
 from hybrid_rl.models.load import DTYPES, load_tokenizer
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.sources import StateSource
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
 from hybrid_rl.workers.base import TOKENS_PER_MICRO_BATCH
-from hybrid_rl.workers.build import _call_options, _filled
+from hybrid_rl.workers.build import call_options, filled
 from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.residents import module_resident
 
@@ -56,10 +57,9 @@ class RewardModel:
         self.name = entry.name
         self._config, self._context = config, context
         self.model = build_reward_model(entry, config, context)
-        check_classifier(self.model.module, entry.name)
-        self._verify()
         self._tokenizer = _tokenizer_of(entry, config)
         check_tokenizer(self._tokenizer, self.model.module)
+        self._verify()
         self._has_same_ids = policy_tokenizer.get_vocab() == self._tokenizer.get_vocab()
         templates = (getattr(tokenizer, "chat_template", None) for tokenizer in (policy_tokenizer, self._tokenizer))
         self._has_same_template = len(set(map(str, templates))) == 1
@@ -173,17 +173,19 @@ class RewardModels:
 def build_reward_model(entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> CausalLM:
     """The model of an entry on this rank, frozen. Collective where there are several."""
     model = entry.model
-    options = _call_options(config, is_trained=False)
+    options = call_options(config, is_trained=False)
     if isinstance(model, PreTrainedModel):
         check_classifier(model, entry.name)
-        return CausalLM(model.requires_grad_(False), config.model.attention, **options)
+        if context.num_ranks == 1:
+            return CausalLM(model.requires_grad_(False), config.model.attention, **options)
+        model = ModelRecipe.of_module(model, StateSource(model.state_dict()))
     if isinstance(model, str):
         model = classifier_recipe(model, trust_remote_code=config.model.trust_remote_code)
     if not isinstance(model, ModelRecipe):
         raise ModelError(f"reward model {entry.name!r} is a {type(model).__name__}; give a path or a PreTrainedModel")
     module = build_on_meta(model, DTYPES[config.model.dtype]).requires_grad_(False)
     check_classifier(module, entry.name)
-    return _filled(module, model.source, config, context, options)
+    return filled(module, model.source, config, context, options)
 
 
 def _tokenizer_of(entry: RewardModelEntry, config: TrainerConfig) -> Any:

@@ -56,6 +56,7 @@ class Roles:
                 num_optimizer_steps=setup.num_critic_steps,
                 options=config.critic,
             )
+            self._critic.check(setup.tokenizer, setup.max_length)
 
     @property
     def reference_model(self) -> CausalLM | None:
@@ -119,13 +120,13 @@ class Roles:
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Optimizer state of the roles; tensors are the memory itself."""
-        return {} if self._critic is None else {"critic": self._critic.optimizer_state()}
+        """Optimizer state of the roles by their folder in a checkpoint; tensors are the memory itself."""
+        return {} if self._critic is None else {CRITIC_FOLDER: self._critic.optimizer_state()}
 
     def load_models(self, folder: Path) -> None:
         """Continue from a checkpoint's models; of the critic with its optimizer. Collective."""
         if self._critic is not None:
-            self._critic.load(folder)
+            self._critic.load(folder / CRITIC_FOLDER)
         if self._resets and self._reference is not None:
             model = self._reference.model
             load_weights(model.module, FolderSource(str(folder / REFERENCE_FOLDER)), model.device)

@@ -17,8 +17,8 @@ from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added: how
-    many of them, the last ones, the configuration added to the user's; each weighs 1."""
+    """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added:
+    how many of them, the last ones, the configuration added to the user's; each weighs 1."""
 
     functions: Any
     available_columns: tuple[str, ...] | None
@@ -58,7 +58,7 @@ class WorkerSetup:
     max_length: int
     probe_ids: tuple[int, ...]
     teacher: PreTrainedModel | ModelRecipe | None = None
-    critic: PreTrainedModel | ModelRecipe | None = None
+    critic: ModelRecipe | None = None
     num_critic_steps: int = 0
     fingerprint: list[float] | None = None
 

@@ -63,8 +63,8 @@ class Counts:
 @dataclass(frozen=True)
 class Terms:
     """What a loss is made of beside the batch. beta: present weight of a KL penalty in the loss; version: of the policy
-    at the start of the training step; parameters: learned beside the model, float64 [P]; reference: the model, where the
-    KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores."""
+    at the start of the training step; parameters: learned beside the model, float64 [P]; reference: the model, where
+    the KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores."""
 
     config: TrainerConfig
     beta: float = 0.0

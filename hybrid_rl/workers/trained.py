@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +84,8 @@ class TrainedModel:
         state = read_optimizer_into(folder, self.optimizer_state())
         if isinstance(self.model, ShardedCausalLM):
             state["master"] = {}  # the shards, which hold them now
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from an optimizer state that was read."""
         self.optimizer.load_state_dict(state)

@@ -31,7 +31,7 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
     (rules.layers, {"hybrid_rl/data/__init__.py": "from ..rewards import b"}, "data imports its sibling rewards"),
     (rules.layers, {"hybrid_rl/models/a.py": "from hybrid_rl.rollout import b"}, "models imports its sibling rollout"),
     (rules.layers, {"hybrid_rl/metrics.py": "from hybrid_rl.batch import B"}, "metrics imports its sibling batch"),
-    (rules.layers, {"hybrid_rl/errors.py": "from hybrid_rl.batch import B"}, "errors imports its sibling batch"),
+    (rules.layers, {"hybrid_rl/native.py": "from hybrid_rl.batch import B"}, "native imports its sibling batch"),
     (rules.layers, {"hybrid_rl/batch.py": "def f():\n    import hybrid_rl.trainer"}, "batch.py:2: batch imports"),
     (
         rules.layers,

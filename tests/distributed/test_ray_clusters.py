@@ -105,9 +105,7 @@ def test_a_group_that_is_dropped_ends_its_ranks(start_script: Start) -> None:
 
 def test_a_killed_driver_leaves_no_process(start_script: Start, agents: list[int]) -> None:
     """With children of the ranks. Its folder is removed by the next driver."""
-    code = (
-        f"cluster = RayCluster()\ngroup = make(cluster)\ngroup.start_child()\n{WHERE}{TELL}"
-    )
+    code = f"cluster = RayCluster()\ngroup = make(cluster)\ngroup.start_child()\n{WHERE}{TELL}"
     process = start_script(code + "group.patient(3600.0, True)\n")
     assert process.stdout is not None
     told = json.loads(next(line for line in process.stdout if line.startswith("TELLS ")).removeprefix("TELLS "))

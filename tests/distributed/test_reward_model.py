@@ -36,7 +36,11 @@ def sharded_scores(rank, num_ranks, path):
     model = RewardModel(RewardModelEntry("rm", path), build_tokenizer(), settings(), context)
     assert isinstance(model.model, ShardedCausalLM)
     local = sum(p.to_local().numel() for p in model.model.module.parameters())
+    module = classifier("llama", vocab_size=len(VOCABULARY))  # a live one, equal on both ranks
+    live = RewardModel(RewardModelEntry("rm", module, build_tokenizer()), build_tokenizer(), settings(), context)
     batch = sample_batch()
+    torch.testing.assert_close(live.scores(batch), model.scores(batch))
+    assert sum(p.to_local().numel() for p in live.model.module.parameters()) == local
     # All samples are the first rank's: the other runs as many forwards without any.
     mine = batch if rank == 0 else batch.select([])
     return model.scores(mine), model.scores(batch.select([rank, rank + 1])), local

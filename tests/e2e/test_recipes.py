@@ -15,22 +15,18 @@ RECIPES = names()
 # sampled then goes other ways. 0.08 of 200 problems are 16.
 TOLERANCE = 0.08
 # Warm starts lie at 0.30 to 0.50; what every recipe gains in its short form, and to its end.
-SHORT_MARGIN, MARGIN = 0.12, 0.3
-SHORT: dict[str, Any] = {"max_steps": 8, "warmup_steps": 0, "eval_on_start": False, "eval_steps": None}
-# Of some recipes in their short form: other sizes.
-CHANGES: dict[str, dict[str, Any]] = {
-    "ppo": {"critic_warmup_steps": 2, "max_steps": 10},
-    "vapo": {"critic_warmup_steps": 2, "max_steps": 10},
-}
+SHORT_MARGIN, MARGIN = 0.25, 0.4
+SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 0, "eval_on_start": False, "eval_steps": None}
+CHANGES: dict[str, dict[str, Any]] = {"ppo": {"critic_warmup_steps": 1}, "vapo": {"critic_warmup_steps": 1}}
 # A metric that only this algorithm's own machinery makes, and bounds that it keeps to when that works.
 SIGNS: dict[str, tuple[str, float, float]] = {
     "grpo": ("ratio/mean", 1.0, 1.0),  # one update per batch
-    "gspo": ("clip_ratio/region_mean", 1e-3, 1.0),  # whole completions leave the clip in the second update
+    "gspo": ("clip_ratio/region_mean", 0.02, 0.6),  # completions that the second update finds outside the clip
     "dapo": ("collect/groups_kept_share", 0.2, 1.0),
     "cispo": ("cispo_clip_ratio", 0.0, 0.2),
-    "sapo": ("sapo/gate", 0.5, 0.9999),
-    "ppo": ("critic/explained_variance", -1.0, 1.0),
-    "vapo": ("critic/explained_variance", -1.0, 1.0),
+    "sapo": ("sapo/gate", 0.9, 0.9999999),
+    "ppo": ("critic/explained_variance", -0.1, 1.0),
+    "vapo": ("critic/value_mean", 0.05, 1.0),
     "remax": ("baseline/reward", 0.4, 1.0),
 }
 
@@ -52,7 +48,6 @@ def test_a_few_steps_improve_the_warm_start(name: str, tmp_path: Path) -> None:
     """A sign turned anywhere between reward and update makes held-out accuracy fall, not rise."""
     begin = start(SEEDS[0])
     outcome = begin.run(name, tmp_path, **(SHORT | CHANGES.get(name, {})))
-    print(name, outcome.accuracy, {m: outcome.metrics.get(m) for m in (SIGNS.get(name) or ("reward",))[:1]}, round(outcome.seconds, 1))
     assert outcome.accuracy >= begin.warm.accuracy + SHORT_MARGIN
     if name in SIGNS:
         metric, low, high = SIGNS[name]

@@ -70,9 +70,7 @@ def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], mon
     ("argument", "message"),
     [("num_rank=2", "unknown key 'num_rank'; did you mean 'num_ranks'"), ("num_ranks=0", "num_ranks=0")],
 )
-def test_doctor_refuses_what_a_run_refuses(
-    capsys: pytest.CaptureFixture[str], argument: str, message: str
-) -> None:
+def test_doctor_refuses_what_a_run_refuses(capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
     assert main(["doctor", argument]) == 1
     assert capsys.readouterr().err.startswith(f"ConfigError: {message}")
 

@@ -75,8 +75,9 @@ def share(rank, num_ranks):
     if rank == 1:
         engine.resume()
     sample = finish(engine)[0]
-    seen["kept"] = sample.versions, abs(
-        (forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()
+    seen["kept"] = (
+        sample.versions,
+        abs((forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()),
     )
     engine.close()
     alive = torch.ones(1)

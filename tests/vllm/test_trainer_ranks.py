@@ -22,9 +22,10 @@ LAYOUTS = {
 def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, caplog):
     model = build_model(**SHAPE)  # a tied head
     keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "verify_steps": 5}
-    with caplog.at_level(logging.WARNING), Trainer(
-        model, spread, sums(12), tokenizer=build_tokenizer(), **keys
-    ) as trainer:
+    with (
+        caplog.at_level(logging.WARNING),
+        Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer,
+    ):
         trainer.fit()
         truncated = trainer.generate(["1+2=", "3+4=", "5+6="], num_generations=2, top_k=3)
         lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]

@@ -49,6 +49,7 @@ class MaxRL(AdvantageEstimator):
 
     estimator: Literal["maxrl"] = key("maxrl", "the advantage estimator")
     min_generations = 2
+    takes_kl_rewards = False
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""

@@ -34,6 +34,10 @@ class GRPO(AdvantageEstimator):
     )
     min_generations = 2
 
+    def __post_init__(self) -> None:
+        if self.token_level:  # a KL penalty would make a step of every token
+            object.__setattr__(self, "takes_kl_rewards", False)
+
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. The standard deviation of the batch is that of all ranks."""
         if not self.token_level:

@@ -22,6 +22,7 @@ class PassAtK(AdvantageEstimator):
     pass_k: int = key(4, "completions of which one must succeed; fewer than num_generations", minimum=1)
     success_threshold: float = key(1.0, "a reward of at least this is a success")
     min_generations = 2
+    takes_kl_rewards = False
 
     def __post_init__(self) -> None:
         # With k = n there is one subset, which has nothing to be compared with.

@@ -42,7 +42,14 @@ NEEDS = {path: given for given in reversed(GIVEN) for path in visible_leaves(mem
 PACKAGE = Path(hybrid_rl.__file__).parent
 TAGS = {f"{section}.{union.tag}" for section, union in UNIONS.items() if union.tag}
 # Names under which code holds the config or one of its sections.
-HOLDERS = {path.split(".")[-2] for path in LEAVES if "." in path} | {"config", "_config", "settings", "options", "_options", "_term"}
+HOLDERS = {path.split(".")[-2] for path in LEAVES if "." in path} | {
+    "config",
+    "_config",
+    "settings",
+    "options",
+    "_options",
+    "_term",
+}
 BOUNDS = ("minimum", "maximum", "above", "below")
 
 

@@ -77,7 +77,7 @@ def test_an_unused_region_costs_nothing() -> None:
     region = Region("test")
     tensor = region.allocate((64 * MIB,), torch.uint8)
     assert region.occupied_bytes == 0 and region.num_bytes == 64 * MIB
-    tensor[::mmap.PAGESIZE] = 1
+    tensor[:: mmap.PAGESIZE] = 1
     assert region.occupied_bytes == 64 * MIB
 
 

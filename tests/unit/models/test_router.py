@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -56,14 +57,15 @@ def plain_logits(module: PreTrainedModel) -> Tensor:
     return torch.stack(found)
 
 
-def chosen(name: str, logits: list[float]) -> list[int]:
-    """The two experts of one token, best first."""
-    experts = sorted(range(len(logits)), key=lambda expert: -logits[expert])
-    if name == "deepseek v3":  # four experts a group; the group with the better two is the only one
-        half = len(logits) // 2
-        sums = [sum(sorted(torch.tensor(part).sigmoid().tolist())[-2:]) for part in (logits[:half], logits[half:])]
-        experts = [expert for expert in experts if (expert >= half) == (sums[1] > sums[0])]
-    return experts[:2]
+def chosen(router: Any, logits: list[float]) -> set[int]:
+    """The two experts of one token: the likeliest; in DeepSeek those of highest biased sigmoid in the better group."""
+    scores, allowed = logits, range(len(logits))
+    if hasattr(router, "e_score_correction_bias"):
+        bias = router.e_score_correction_bias.tolist()
+        scores = [1 / (1 + math.exp(-logit)) + shift for logit, shift in zip(logits, bias, strict=True)]
+        groups = (range(4), range(4, 8))
+        allowed = max(groups, key=lambda group: sum(sorted(scores[expert] for expert in group)[-2:]))
+    return set(sorted(allowed, key=lambda expert: scores[expert])[-2:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
@@ -82,7 +84,7 @@ def test_scores_are_those_of_a_padded_batch(name: str, dtype: torch.dtype) -> No
     assert expected.shape[:2] == (15, routers.num_layers) and routers.num_layers == 2
     for token, layers in enumerate(expected.tolist()):
         for layer, logits in enumerate(layers):
-            assert sorted(own.expert_ids[token, layer].tolist()) == sorted(chosen(name, logits))
+            assert set(own.expert_ids[token, layer].tolist()) == chosen(routers._routers[layer][0], logits)
     for reading in (own, others):
         found = expected.log_softmax(-1).gather(-1, reading.expert_ids)
         torch.testing.assert_close(reading.logprobs, found, rtol=0, atol=TOLERANCE[dtype])
@@ -139,8 +141,8 @@ def test_a_dense_model_is_refused() -> None:
 def test_routers_that_hide_their_choice_are_refused() -> None:
     model = CausalLM(moe("mixtral"))
     router = model.module.base_model.layers[1].mlp.gate
-    router.register_forward_hook(lambda *call: (call[-1][0], call[-1][1]))
-    with pytest.raises(ModelError, match="no one tensor names the experts"):
+    router.register_forward_hook(lambda *call: (call[-1][0], call[-1][2], call[-1][2]))
+    with pytest.raises(ModelError, match="MixtralTopKRouter gives .* not exactly one names the experts"):
         Routers(model)
     assert not any(child._forward_hooks for child in model.module.modules() if child is not router)
 
@@ -155,7 +157,6 @@ def test_a_router_that_does_not_run_is_missed() -> None:
 
 
 def test_experts_of_another_shape_are_refused() -> None:
-    routers = Routers(CausalLM(moe("mixtral")))
-    with pytest.raises(ValueError, match=r"must be \[M, L, K\] for 15 tokens and 2 layers, not \(15, 3, 2\)"):
-        with routers.reading(packed(), torch.zeros(15, 3, 2, dtype=torch.int64)):
-            pass
+    reading = Routers(CausalLM(moe("mixtral"))).reading(packed(), torch.zeros(15, 3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"must be \[M, L, K\] for 15 tokens and 2 layers, not \(15, 3, 2\)"), reading:
+        pass

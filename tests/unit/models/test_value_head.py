@@ -178,6 +178,8 @@ def test_a_reward_model_gives_backbone_and_head(name: str, tmp_path: Path) -> No
     if name == "gpt2":  # its head is called `score` there, `classifier` in the critic: not one head by accident
         with pytest.raises(ModelError, match=r"unexpected keys, e\.g\. score\.weight"):
             load_value_model(str(tmp_path / "reward"))
+        with pytest.raises(ModelError, match=r"GPT2ForTokenClassification has no place for its score\.weight"):
+            value_model_of(reward_model)
         return
     critic = load_value_model(str(tmp_path / "reward"))
     assert same(value_model_of(reward_model), critic)

@@ -56,9 +56,7 @@ class Loading:
         """Everything as a tracer would tell it."""
         rows = np.array(self._copies, dtype=np.int64).reshape(-1, 3 + 3 * MAX_DIMS)
         d = MAX_DIMS
-        specs = [
-            DestinationSpec(f"d{i}", tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(self.destinations)
-        ]
+        specs = [DestinationSpec(f"d{i}", tuple(t.shape), t.stride(), t.dtype) for i, t in enumerate(self.destinations)]
         return Trace(
             tuple(TensorSpec(f"s{i}", tuple(t.shape), t.dtype) for i, t in enumerate(self.sources)),
             tuple(specs),

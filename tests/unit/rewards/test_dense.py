@@ -1,6 +1,8 @@
 """Rewards of single tokens: what is accepted, how they add up, and what is said of those that do not fit."""
 
+import functools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -89,7 +91,7 @@ def test_a_bad_row_fails_its_sample_alone(row, reason, says):
 
     result = score(f, samples(2, 3))
     assert [(failure.key, failure.reason) for failure in result.failures] == [(10, reason)]
-    assert pytest.importorskip("re").search(says, result.failures[0].detail)
+    assert re.search(says, result.failures[0].detail)
     np.testing.assert_array_equal(result.rewards, [NAN, 3.0])
     assert [row.tolist() for row in result.token_rewards] == [[0.0, 0.0], [1.0, 1.0, 1.0]]
 
@@ -106,7 +108,10 @@ def test_what_another_function_failed_on_has_no_token_rewards():
 
 
 def test_through_processes_objects_and_partials():
-    import functools
+    # Defined here, so that they travel by value: the process need not import this file, and torch with it.
+    @dense_reward
+    def halves(completion_ids):
+        return [[0.5 * token for token in ids] for ids in completion_ids]
 
     @dense_reward
     class Rated:
@@ -114,7 +119,7 @@ def test_through_processes_objects_and_partials():
             return [[scale] * len(ids) for ids in completion_ids]
 
     rated = functools.partial(Rated(), scale=0.25)
-    with RewardRunner([rated, ascending], num_processes=1) as runner:
+    with RewardRunner([rated, halves], num_processes=1) as runner:
         assert runner.is_dense and [spec.is_dense for spec in runner.functions] == [True, True]
         result = runner.score(samples(2), None)
     assert result.token_rewards[0].tolist() == [0.25, 0.75]
