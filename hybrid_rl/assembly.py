@@ -25,7 +25,7 @@ from hybrid_rl.config import (
     resolve,
 )
 from hybrid_rl.config.schema import ValueHeadConfig, VLLMRolloutConfig
-from hybrid_rl.data import PromptEncoder, SizedSource, StreamSource, load_source
+from hybrid_rl.data import PromptEncoder, PromptRow, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, first_line
@@ -177,10 +177,14 @@ class Data:
         return max(source.max_length for source in (self.train, self.eval) if source is not None)
 
     @property
+    def first(self) -> PromptRow:
+        """The first training prompt."""
+        return self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
+
+    @property
     def probe_ids(self) -> tuple[int, ...]:
         """The start of the first training prompt."""
-        first = self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
-        return tuple(first.prompt_ids[:PROBE_LENGTH])
+        return tuple(self.first.prompt_ids[:PROBE_LENGTH])
 
 
 def load_data(train: Any, evaluation: Any, config: TrainerConfig, choice: ModelChoice) -> Data:
@@ -275,6 +279,7 @@ def prepare(
     evaluation: Any,
     config: Any,
     overrides: Mapping[str, Any],
+    processing_classes: Any = None,
 ) -> Run:
     """Check what the user gave, cheapest first. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
@@ -293,7 +298,9 @@ def prepare(
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
-    rewards, names = check_rewards(reward_funcs, resolved, columns, has_eval=data.eval is not None)
+    rewards, names = check_rewards(
+        reward_funcs, resolved, columns, has_eval=data.eval is not None, processing_classes=processing_classes
+    )
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)

@@ -13,7 +13,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_tokenizer
-from hybrid_rl.rewards import overlong_penalty
+from hybrid_rl.rewards import overlong_penalty, with_model_entries
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers import RewardSetup
@@ -26,12 +26,17 @@ def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def check_rewards(
-    reward_funcs: Any, config: TrainerConfig, columns: tuple[str, ...] | None, *, has_eval: bool
+    reward_funcs: Any,
+    config: TrainerConfig,
+    columns: tuple[str, ...] | None,
+    *,
+    has_eval: bool,
+    processing_classes: Any = None,
 ) -> tuple[RewardSetup, list[str]]:
     """The reward functions as the workers get them, and their names: the user's, and those that the configuration adds.
     columns: of the dataset, None = not known. Raises ConfigError for unusable ones."""
     given = [] if reward_funcs is None else reward_funcs
-    functions = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    functions = with_model_entries(given, processing_classes)
     if not functions and (config.advantage.needs_rewards or has_eval):
         raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
     added: list[Any] = [] if functions else [no_reward]

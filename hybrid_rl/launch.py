@@ -77,6 +77,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         num_critic_steps=run.num_critic_steps,
         max_length=run.max_length,
         probe_ids=run.data.probe_ids,
+        first_prompt=run.data.first.prompt,
         teacher=_recipe(run.teacher_path, run.config),
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )

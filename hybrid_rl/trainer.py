@@ -51,7 +51,8 @@ class Trainer:
 
     model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
     reward_funcs: a function or several, `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
-    list[float | None]`, plain or async. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
+    list[float | None]`, plain or async; names, folders or modules of reward models (reward_processing_classes: their
+    tokenizers); judges. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
     parquet file, with a column `prompt` (text or chat messages). config: a YAML file, a mapping or a `TrainerConfig`;
     every key may also be given as a keyword, by leaf name or path (`hybrid-rl keys` lists them).
 
@@ -69,6 +70,7 @@ class Trainer:
         tokenizer: Any = None,
         callbacks: Sequence[Callback] = (),
         peft_config: Any = None,
+        reward_processing_classes: Any = None,
         **overrides: Any,
     ) -> None:
         self._closing = contextlib.ExitStack()
@@ -77,7 +79,8 @@ class Trainer:
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
-        run = assembly.prepare(model, tokenizer, reward_funcs, train_dataset, eval_dataset, config, overrides)
+        data = (train_dataset, eval_dataset)
+        run = assembly.prepare(model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes)
         self._run = run
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
@@ -328,7 +331,7 @@ class Trainer:
         self.close()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # what runs at the interpreter's end has run
+        if sys is not None and not sys.is_finalizing():  # what runs at the interpreter's end has run
             with contextlib.suppress(Exception):
                 self.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
         teacher_logprobs=values("teacher_logprobs"),
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
-        baseline_rewards=None if "baseline_rewards" not in batch else batch["baseline_rewards"],
+        baseline_rewards=cast("Tensor | None", batch.get("baseline_rewards")),
         gather=context.gather,
         rank=context.rank,
     )

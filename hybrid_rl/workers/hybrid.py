@@ -19,6 +19,8 @@ from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, gener
 from hybrid_rl.rollout.base import KV_CACHE
 from hybrid_rl.rollout.client import EngineClient
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
+from hybrid_rl.rollout.judged import judge_encoder
+from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.workers.actor import Actor
@@ -34,6 +36,7 @@ from hybrid_rl.workers.residents import (
     module_resident,
     optimizer_resident,
 )
+from hybrid_rl.workers.reward_model import REWARD_MODELS, RewardModels
 from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
@@ -70,15 +73,27 @@ class HybridWorker(WorkerBase):
         )
         self._side = rollout_side(setup, model, context)
         self._engine = self._side.engine
-        if self._engine.kv_cache_tokens < setup.max_length:
+        if self._engine.kv_cache_tokens < setup.engine_length:
             raise ConfigError(
                 f"the KV cache holds {self._engine.kv_cache_tokens} tokens, but prompt and completion may take "
-                f"{setup.max_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
+                f"{setup.engine_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
             )
         self._rewards = setup.rewards.runner(config)
         self._samples: JsonLines | None = None
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
-        self._rollout = ScoredRollout(EngineClient(self._engine), self._rewards, setup.decode, seed=config.seed)
+        limits = (setup.engine_length, model.max_positions, self._engine.kv_cache_tokens)
+        self._rollout = ScoredRollout(
+            EngineClient(self._engine),
+            self._rewards,
+            setup.decode,
+            seed=config.seed,
+            encode=judge_encoder(setup.tokenizer, config.data.chat_template_kwargs),
+            max_length=min(limit for limit in limits if limit is not None),
+        )
+        entries = self._rewards.entries
+        self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
+        self._reward_models.check_prompts(setup.first_prompt)
+        self.leases.add(self._reward_models.resident)
         self.leases.add(module_resident(ACTOR, model.module))
         self.leases.add(optimizer_resident(self._actor.optimizer))
         for resident in (*self._roles.residents, *self._side.residents):
@@ -163,10 +178,14 @@ class HybridWorker(WorkerBase):
             )
         return gap
 
-    @dispatch(split="items", collect="concat", needs=GENERATING)
+    @dispatch(split="items", collect="concat", needs=GENERATING | {REWARD_MODELS})
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Scored samples of this rank's prompts."""
-        return self._rollout.run(tasks, call)
+        batch, report = self._rollout.run(tasks, call)
+        if call.is_scored and self._rewards.entries.models:
+            late = self._reward_models.late_scores(batch, call.first_id)
+            batch, report.failures = merge_late(batch, report.failures, self._rewards, call.first_id, late)
+        return batch, report
 
     @dispatch(split="items", collect="concat")
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:

@@ -69,7 +69,7 @@ class InPlaceSide(RolloutSide):
             self.engine = InPlaceEngine(
                 plain,
                 setup.config.rollout.inplace,
-                max_length=setup.max_length,
+                max_length=setup.engine_length,
                 decode=setup.decode,
                 memory_share=1 / num_ranks_of_host(context),
             )
@@ -97,7 +97,7 @@ class VLLMSide(RolloutSide):
             config.vllm,
             dtype=model.dtype,
             device=context.device,
-            max_length=setup.max_length,
+            max_length=setup.engine_length,
             seed=derive_seed(setup.config.seed, "vllm", context.rank // size),
             trust_remote_code=setup.config.model.trust_remote_code,
             decode=setup.decode,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.models.weights.recipe import ModelRecipe
-from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.rewards import RewardList, RewardRunner
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 
 
@@ -36,6 +36,7 @@ class RewardSetup:
             available_columns=self.available_columns,
             num_processes=config.rewards.reward_processes,
             timeout_seconds=config.rewards.reward_timeout_seconds,
+            score_by=config.rewards.score_by,
         )
 
 
@@ -47,7 +48,7 @@ def demonstration_encoder(tokenizer: PreTrainedTokenizerBase, config: TrainerCon
 @dataclass(frozen=True)
 class WorkerSetup:
     """What a rank needs to build itself. model: a module of this process, or how to build it in any. probe_ids: the
-    prompt on which engine and trainer are compared. teacher: the model that is distilled, if any; critic: what the
+    prompt on which engine and trainer are compared; first_prompt: the same as the dataset has it. teacher: the model that is distilled, if any; critic: what the
     critic is made from where that is not the policy. fingerprint: what the live module gave that the recipe copies."""
 
     model: PreTrainedModel | ModelRecipe
@@ -57,10 +58,16 @@ class WorkerSetup:
     num_optimizer_steps: int
     max_length: int
     probe_ids: tuple[int, ...]
+    first_prompt: Any = ""
     teacher: PreTrainedModel | ModelRecipe | None = None
     critic: ModelRecipe | None = None
     num_critic_steps: int = 0
     fingerprint: list[float] | None = None
+
+    @property
+    def engine_length(self) -> int:
+        """Tokens of the longest sequence that the engine is to take: a sample, or what a judge is asked."""
+        return RewardList.of(self.rewards.functions).max_length(self.max_length)
 
     @property
     def needs_reference(self) -> bool:

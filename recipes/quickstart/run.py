@@ -17,7 +17,7 @@ from hybrid_rl.config import TrainerConfig, load_config
 from recipes.quickstart.task import Row, Task, exact_answer
 from recipes.quickstart.warm_start import train_on_answers
 
-TEACHER_STEPS = 150  # on right answers: the teacher then has nearly all held-out sums right
+TEACHER_STEPS = 50  # on right answers: the teacher then has nearly all held-out sums right
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,11 @@ TOLERANCE = 0.08
 # Warm starts lie at 0.30 to 0.50; what every recipe gains in its short form, and to its end.
 SHORT_MARGIN, MARGIN = 0.25, 0.4
 SHORT: dict[str, Any] = {"max_steps": 4, "warmup_steps": 0, "eval_on_start": False, "eval_steps": None}
-CHANGES: dict[str, dict[str, Any]] = {"ppo": {"critic_warmup_steps": 1}, "vapo": {"critic_warmup_steps": 1}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "ppo": {"critic_warmup_steps": 1},
+    # Imitating right completions would make up for advantages of the wrong sign.
+    "vapo": {"critic_warmup_steps": 1, "positive_nll_coef": 0.0},
+}
 # A metric that only this algorithm's own machinery makes, and bounds that it keeps to when that works.
 SIGNS: dict[str, tuple[str, float, float]] = {
     "grpo": ("ratio/mean", 1.0, 1.0),  # one update per batch
@@ -25,7 +29,7 @@ SIGNS: dict[str, tuple[str, float, float]] = {
     "dapo": ("collect/groups_kept_share", 0.2, 1.0),
     "cispo": ("cispo_clip_ratio", 0.0, 0.2),
     "sapo": ("sapo/gate", 0.9, 0.9999999),
-    "ppo": ("critic/explained_variance", -0.1, 1.0),
+    "ppo": ("critic/value_mean", 0.05, 1.0),
     "vapo": ("critic/value_mean", 0.05, 1.0),
     "remax": ("baseline/reward", 0.4, 1.0),
 }
