@@ -109,8 +109,8 @@ class RouterReading:
     @torch.no_grad()
     def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
         """Forward hook of a router whose output at `index` are the logits."""
-        if self._logprobs[layer] is not None:
-            return  # a recomputation: the forward pass came first
+        if self._problem or self._logprobs[layer] is not None:
+            return  # what comes first counts: a recomputation follows its forward pass
         parts = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
         chosen = [part for part in parts if not part.is_floating_point()]
         logits = output[index]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import JambaConfig, JambaForCausalLM, PreTrainedModel
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
@@ -16,7 +16,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.router import Routers
 from tests.float64 import KeepFloat64
 from tests.unit.models.checkpoints import build_stored
-from tests.unit.models.families import build
+from tests.unit.models.families import BASE, build
 
 PROMPTS = [[5, 9, 2, 14], [5, 9, 2, 14], [7, 3], [22, 8, 41], [5, 9, 2, 14]]  # the first and the last are shared
 COMPLETIONS = [[11, 6, 30], [12, 4], [60, 61, 62, 63, 64], [9], [11, 6, 31, 70]]
@@ -136,6 +136,14 @@ def test_a_recomputation_is_not_read() -> None:
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Qwen3ForCausalLM has no routers .* use a loss without router scores"):
         Routers(CausalLM(build("qwen3")))
+
+
+def test_routers_that_give_scores_alone_are_refused() -> None:
+    """Jamba's are plain linear layers, found by their name."""
+    config = JambaConfig(**BASE, num_experts=4, num_experts_per_tok=2, mamba_d_state=4, mamba_dt_rank=4)
+    model = CausalLM(JambaForCausalLM(config))
+    with pytest.raises(ModelError, match=r"JambaForCausalLM cannot be read: Linear gives \[\(\d+, 4\)\], of which"):
+        Routers(model)
 
 
 def test_routers_that_hide_their_choice_are_refused() -> None:

@@ -22,7 +22,7 @@ from tests.unit.workers.grpo_step import (
 pytestmark = pytest.mark.slow
 
 RECORDED = load_recorded()["dapo_kl"]
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "sequence_sum")
 # Sums of some hundred rounded terms of order 0.1, taken in another order.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 ONE_FAILED = [math.nan if index in (1, 6) else reward for index, reward in enumerate(REWARDS)]

@@ -27,7 +27,7 @@ from tests.tiny import VOCABULARY
 from tests.unit.workers import conftest
 from tests.unit.workers.grpo_step import case_batch, case_config, plan_of, with_advantages
 
-NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 5, 2
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 5, 3
 CUTS = {1: [list(range(16))], 2: [[*range(0, 16, 2)], [*range(1, 16, 2)]], 4: [[*range(i, 16, 4)] for i in range(4)]}
 
 

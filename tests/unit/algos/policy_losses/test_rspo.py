@@ -65,14 +65,14 @@ def test_the_record_written_out(floor: float) -> None:
     and 0 at clipped tokens."""
     given, scores = columns(), routers()
     scores["router_logprobs"].requires_grad_()
-    record = RSPO(epsilon=0.3, epsilon_high=0.5, router_shift_floor=floor)
+    record = RSPO(epsilon=0.3, epsilon_high=0.05, router_shift_floor=floor)
     loss, gradient = loss_and_gradient(record, given, **scores)
     new, old, advantages = (given[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
     shifts = [max(floor, math.exp(-0.5 * (1 - t / (len(MASK) - 1)))) for t in range(len(MASK))]
     assert shifts[0] == floor < shifts[-2] < shifts[-1] == 1.0
     for places in samples(given):
         logs = {t: new[t] - old[t] + math.log(shifts[t]) for t in places}
-        kept = {t: min(x, 0.5) if advantages[t] > 0 else max(x, -0.3) for t, x in logs.items()}
+        kept = {t: min(x, 0.05) if advantages[t] > 0 else max(x, -0.3) for t, x in logs.items()}
         for t in places:
             value = -advantages[t] * math.exp(sum(kept.values()) / len(places))
             assert loss.per_token[t].item() == pytest.approx(value, rel=1e-12)
