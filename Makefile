@@ -49,12 +49,12 @@ run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 test: lint vllm ## lint, types, architecture tests and every test that this machine can run
 	@$(BIN)/python -m pytest -ra tests/architecture
 	@$(BIN)/python -m pytest -ra $(PARALLEL) tests/unit
-	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit
+	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full"
 
 check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow" $(wildcard tests/architecture tests/unit)
 
-e2e: $(STAMP) ## end-to-end tests
+e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e
 
 gpu: ## on a CUDA machine: tests/gpu and benchmarks/gpu_*, into benchmarks/results (GPU_PYTHON=python3)

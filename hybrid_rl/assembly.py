@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import find_checkpoint, read_state
-from hybrid_rl.checks import check_demonstrations_of, check_rewards, check_teacher
+from hybrid_rl.checks import check_critic, check_demonstrations_of, check_rewards, check_teacher, load_settings
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -28,7 +28,7 @@ from hybrid_rl.config.schema import ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.data import PromptEncoder, PromptRow, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import DTYPES, first_line
+from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.report import check_trackers
 from hybrid_rl.rollout import SamplingParams
@@ -106,11 +106,7 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     check_stop_strings(config.rollout.stop_strings, tokenizer)
-    try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the config of model {path!r}: {first_line(error)}") from error
-    return ModelChoice(None, path, tokenizer, _positions(settings))
+    return ModelChoice(None, path, tokenizer, _positions(load_settings(path, config)))
 
 
 def check_stop_strings(
@@ -294,6 +290,7 @@ def prepare(
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name)
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
+    check_critic(resolved)
     data = load_data(train, evaluation, resolved, choice)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.data import SizedSource, StreamSource
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
-from hybrid_rl.rewards import overlong_penalty, with_model_entries
+from hybrid_rl.models.load import first_line
+from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers import RewardSetup
@@ -42,16 +44,27 @@ def check_rewards(
     added: list[Any] = [] if functions else [no_reward]
     if config.rewards.overlong_buffer is not None:
         added.append(overlong_penalty(config.rollout.max_completion_length, config.rewards.overlong_buffer))
+    for entry in functions:
+        if isinstance(entry, RewardModelEntry) and isinstance(entry.model, (str, Path)):
+            load_settings(str(entry.model), config)
     setup = RewardSetup([*functions, *added], columns, len(added))
     with contextlib.closing(setup.runner(config)) as runner:
         return setup, runner.names
+
+
+def load_settings(path: str, config: TrainerConfig) -> Any:
+    """The config of a model by name or folder. Raises ModelError where it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
+        raise ModelError(f"cannot load the config of model {path!r}: {first_line(error)}") from error
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError where a teacher is wanted but not named, or speaks in other tokens."""
     if "teacher_logprobs" not in config.advantage.needs:
         return
-    path = config.advantage.teacher_path  # type: ignore[attr-defined]
+    path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
@@ -60,6 +73,12 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
             f"teacher_path={path!r} has another vocabulary ({len(theirs)} tokens) than the model ({len(tokenizer)}): "
             "its logprobs are of other tokens; choose a teacher of the same family"
         )
+
+
+def check_critic(config: TrainerConfig) -> None:
+    """Raise ModelError where the critic's own model cannot be found."""
+    if isinstance(config.critic, ValueHeadConfig) and config.critic.critic_path is not None:
+        load_settings(config.critic.critic_path, config)
 
 
 def check_demonstrations_of(

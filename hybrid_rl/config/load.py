@@ -19,7 +19,7 @@ from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unions import UNIONS, Union
-from hybrid_rl.errors import ConfigError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def load_config(
     """Merge a base (YAML file, mapping or config), keyword overrides and `key=value` arguments; later ones win.
 
     Returns the config and the paths that were given explicitly. Raises ConfigError for an unknown key (with the nearest
-    name), a value of the wrong type or out of range, and NotYetSupportedError for what is planned but not there.
+    name), or a value of the wrong type or out of range.
     """
     layers = [_as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
     preset = dict(PRESETS[_tag("algorithm", UNIONS["algorithm"], layers)[0] or UNIONS["algorithm"].default].settings)
@@ -172,11 +172,6 @@ def _tag(section: str, union: Union, layers: Sequence[Mapping[str, Any]]) -> tup
             value, place = found, index
     if value is None:
         return None, place
-    if isinstance(value, str) and value in union.planned:
-        raise NotYetSupportedError(
-            f"{section}.{union.tag}={value} is planned ({union.planned[value]}) but does not work yet; "
-            f"use {' or '.join(union.members)}"
-        )
     if union.tag is None:
         raise ConfigError(f"{section} is a section with keys of its own, not a value: {value!r}")
     if not isinstance(value, str) or value not in union.members:

@@ -34,7 +34,6 @@ class Union:
     tag: str | None
     default: str
     members: Mapping[str, type]
-    planned: Mapping[str, str] = field(default_factory=dict)
     infer: Callable[[Mapping[str, Any], Mapping[str, str]], str | None] | None = None
     remedies: Mapping[str, str] = field(default_factory=dict)
 

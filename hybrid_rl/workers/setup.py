@@ -48,8 +48,9 @@ def demonstration_encoder(tokenizer: PreTrainedTokenizerBase, config: TrainerCon
 @dataclass(frozen=True)
 class WorkerSetup:
     """What a rank needs to build itself. model: a module of this process, or how to build it in any. probe_ids: the
-    prompt on which engine and trainer are compared; first_prompt: the same as the dataset has it. teacher: the model that is distilled, if any; critic: what the
-    critic is made from where that is not the policy. fingerprint: what the live module gave that the recipe copies."""
+    prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher: the model that is
+    distilled, if any; critic: what the critic is made from where that is not the policy. fingerprint: what the live
+    module gave that the recipe copies."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase

@@ -140,7 +140,7 @@ def test_data_without_signal_ends_the_run_and_keeps_what_was_learned(make_traine
 
 
 def test_sft_learns_the_demonstrations(make_trainer) -> None:
-    """The loss is the mean negative log-likelihood of the completions and their end: that of the model's own forward."""
+    """The loss is the mean negative log-likelihood of completions and their end, by the model's own forward."""
     rows = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}"} for n in range(1, 5)]
     model, tokenizer = build_model(), build_tokenizer()
     total, count = 0.0, 0

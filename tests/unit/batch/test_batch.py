@@ -109,7 +109,7 @@ def test_lengths_to_offsets() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_table_is_complete(name: str) -> None:
     field = FIELDS[name]
-    assert field.doc and field.writer in {"collector", "driver", "actor", "reference", "critic"}
+    assert field.doc and field.writer in {"collector", "driver", "actor", "reference", "critic", "teacher"}
     assert (field.dtype is None) == (field.align == "object")
     if field.masked is not None:
         torch.tensor(field.masked, dtype=field.dtype)

@@ -29,7 +29,7 @@ from hybrid_rl.config import load as load_module
 from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.schema import AlgorithmConfig
 from hybrid_rl.config.unions import UNIONS, Union
-from hybrid_rl.errors import ConfigError, NotYetSupportedError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -175,22 +175,6 @@ def test_values_that_are_refused(path: str, value: Any, message: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ unions
-
-
-@pytest.mark.parametrize("section", UNIONS)
-def test_planned_members_say_so(section: str) -> None:
-    union = UNIONS[section]
-    for planned in union.planned:
-        spellings: list[dict[str, Any]] = [
-            {section: planned},
-            {section: {union.tag: planned}},
-            {f"{section}.{union.tag}": planned},
-        ]
-        if union.tag != "name":
-            spellings.append({union.tag: planned})
-        for keys in spellings:
-            with pytest.raises(NotYetSupportedError, match=rf"{re.escape(planned)} is planned .* use {union.default}"):
-                load_config(keys)
 
 
 @pytest.mark.parametrize("section", [section for section, union in UNIONS.items() if union.tag])

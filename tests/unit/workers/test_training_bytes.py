@@ -8,8 +8,8 @@ from hybrid_rl.workers.optimizer import Optimizer
 
 
 def test_bf16_training_takes_18_bytes_per_parameter() -> None:
-    """Parameter 2, fp32 master 4, Adam 8, and while an update is under way its gradient, 4 in float32. (16 would be with
-    a bfloat16 gradient, which loses small micro-batches.)"""
+    """Parameter 2, fp32 master 4, Adam 8, and while an update is under way its gradient, 4 in float32. (16 would be
+    with a bfloat16 gradient, which loses small micro-batches.)"""
     module = torch.nn.Linear(300, 100, bias=False, dtype=torch.bfloat16)
     optimizer = Optimizer(module, OptimizerConfig(), num_optimizer_steps=1)
     count = module.weight.numel()
