@@ -55,7 +55,7 @@ check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow" $(wildcard tests/architecture tests/unit)
 
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
-	@$(BIN)/python -m pytest -ra tests/e2e
+	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
 
 gpu: ## on a CUDA machine: tests/gpu and benchmarks/gpu_*, into benchmarks/results (GPU_PYTHON=python3)
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)

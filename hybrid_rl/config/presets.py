@@ -198,6 +198,11 @@ _TRUST_REGIONS = {
         "arXiv:2507.20673",
         {"policy_loss": "gmpo", "policy_loss.epsilon": 0.4, "policy_loss.epsilon_high": 0.4, **_PER_COMPLETION},
     ),
+    "rspo": Preset(
+        "Router-Shift Policy Optimization, for mixtures of experts",
+        "arXiv:2510.23027",
+        {"policy_loss": "rspo", "policy_loss.router_shift_floor": 0.8, **_PER_COMPLETION},
+    ),
     "cispo": Preset(
         "Clipped Importance Sampling Policy Optimization",
         "arXiv:2506.13585, bounds of arXiv:2510.13786",

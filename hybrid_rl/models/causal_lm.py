@@ -137,6 +137,11 @@ class CausalLM:
         differentiable."""
         return token_logprobs(hidden, self._head.weight, self._head.bias, labels, temperature, self._options)
 
+    @property
+    def head(self) -> nn.Linear:
+        """The linear layer on top of the backbone."""
+        return self._head
+
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """ln p and entropy of the labels of a row, given all tokens before them in their sequence.
 

@@ -19,6 +19,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.workers.build import build_critic
+from hybrid_rl.workers.optimizer import local_part
 from hybrid_rl.workers.plan import Plan, micro_batch
 from hybrid_rl.workers.scoring import token_columns
 from hybrid_rl.workers.step import loss_mask
@@ -46,6 +47,7 @@ class Critic(TrainedModel):
         own = dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate)
         super().__init__(built, own, config, context, num_optimizer_steps=num_optimizer_steps)
         self._clip = options.cliprange_value
+        self._has_begun = False
 
     def check(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         """Raise ModelError where the policy's tokens, or sequences of up to max_length of them, are not for it."""
@@ -80,10 +82,24 @@ class Critic(TrainedModel):
         mine = [int(per_token.select(its).values.sum()) for its in rows]
         counts = [sum(parts) for parts in zip(*self._context.gather(mine), strict=True)]
         sums = value_metrics(batch, mask, self._context)
+        self._begin_at_the_mean(batch["returns"].values[mask])
         for _ in range(self._config.algorithm.num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
                 sums.merge(self._optimizer_step(batch, micro_batches, num_tokens))
         return sums
+
+    def _begin_at_the_mean(self, returns: Tensor) -> None:
+        """A head that is still zero gets the mean return of all ranks as its bias: what is left to learn is what tells
+        states from each other, which the first updates would else give up for the mean. Collective."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        head = self.model.head
+        is_zero = not any(bool(local_part(parameter).any()) for parameter in head.parameters())
+        mine = (float(returns.double().sum()), len(returns), is_zero)
+        totals, counts, are_zero = zip(*self._context.gather(mine), strict=True)
+        if head.bias is not None and all(are_zero) and sum(counts):
+            self.optimizer.fill(head.bias, sum(totals) / sum(counts))
 
     def _optimizer_step(self, batch: Batch, micro_batches: Sequence[Sequence[int]], num_tokens: int) -> MetricSums:
         sums = MetricSums()

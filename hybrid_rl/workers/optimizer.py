@@ -34,7 +34,7 @@ class Optimizer:
         self._has_masters = any(p.dtype.itemsize < torch.float32.itemsize for p in self._parameters.values())
         self._mesh = _mesh_of(self._parameters)
         # What AdamW updates: plain tensors, without the cost of DTensor operations.
-        local = {name: _local(p.detach()) for name, p in self._parameters.items()}
+        local = {name: local_part(p.detach()) for name, p in self._parameters.items()}
         self._targets = {name: t.float().clone() for name, t in local.items()} if self._has_masters else local
         matrices = [t for t in self._targets.values() if t.dim() >= 2]
         vectors = [t for t in self._targets.values() if t.dim() < 2]
@@ -79,7 +79,7 @@ class Optimizer:
             return
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                target, gradient = self._targets[name], _local(parameter.grad).float()
+                target, gradient = self._targets[name], local_part(parameter.grad).float()
                 target.grad = gradient if target.grad is None else target.grad.add_(gradient)
                 parameter.grad = None
 
@@ -112,7 +112,7 @@ class Optimizer:
             self._adamw.step()
             if self._has_masters:
                 for name, parameter in self._parameters.items():
-                    _local(parameter).copy_(self._targets[name])
+                    local_part(parameter).copy_(self._targets[name])
         else:
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
             # instead.
@@ -127,8 +127,8 @@ class Optimizer:
             return
         for name, parameter in self._parameters.items():
             target = self._targets[name]
-            target.data = _local(parameter.detach())
-            target.grad = None if parameter.grad is None else _local(parameter.grad)
+            target.data = local_part(parameter.detach())
+            target.grad = None if parameter.grad is None else local_part(parameter.grad)
 
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """L2 norm over all ranks, float32 []. Every rank gets the same bits: clipping must not let replicas drift."""
@@ -141,6 +141,13 @@ class Optimizer:
                 dist.all_reduce(total, group=self._mesh.get_group(axis))
             total /= self._mesh.size() / self._mesh.size(-1)
         return total.sqrt().float()
+
+    @torch.no_grad()
+    def fill(self, parameter: nn.Parameter, value: float) -> None:
+        """Set every number of a parameter, and of its master; nothing where it is not trained."""
+        for name in (name for name, own in self._parameters.items() if own is parameter):
+            for tensor in (local_part(parameter), self._targets[name]):
+                tensor.fill_(value)
 
     @torch.no_grad()
     def forget_moments(self) -> None:
@@ -191,8 +198,8 @@ class Optimizer:
         """
         own = self.state_dict()
         for kind in (*MOMENTS, "step", "master"):
-            theirs = {name: tuple(_local(value).shape) for name, value in state.get(kind, {}).items()}
-            mine = {name: tuple(_local(value).shape) for name, value in own[kind].items()}
+            theirs = {name: tuple(local_part(value).shape) for name, value in state.get(kind, {}).items()}
+            mine = {name: tuple(local_part(value).shape) for name, value in own[kind].items()}
             if theirs != mine:
                 differing = sorted(set(theirs.items()) ^ set(mine.items()))
                 raise CheckpointError(
@@ -201,7 +208,7 @@ class Optimizer:
                 )
         for kind in (*MOMENTS, "step", "master"):
             for name, value in state.get(kind, {}).items():
-                _local(own[kind][name]).copy_(_local(value))
+                local_part(own[kind][name]).copy_(local_part(value))
         num_steps = state["schedule"]["last_epoch"]
         rates = [
             base * factor(num_steps)
@@ -219,7 +226,7 @@ class Optimizer:
         )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: the memory itself."""
     return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The marker is this folder's own."""
-    config.addinivalue_line("markers", "e2e_full: a recipe to its end; skipped unless -m names it")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what was not asked for."""
     if "e2e_full" in str(config.option.markexpr):

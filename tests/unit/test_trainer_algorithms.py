@@ -206,3 +206,13 @@ def test_the_overlong_penalty_is_one_more_reward(make_trainer) -> None:
         assert values[1] == pytest.approx(min(0.0, (3 - length) / 2))  # from 3 of 5 tokens on
         assert reward == pytest.approx(2 * values[0] + values[1])
     assert not math.isnan(result.metrics["rewards/overlong_penalty/mean"])
+
+
+def test_a_new_critic_begins_at_the_mean_return(make_trainer) -> None:
+    """Its learning rate is 0, so that nothing but the beginning moves it; and it begins once."""
+    trainer = make_trainer(algorithm="ppo", critic_learning_rate=0.0, max_steps=3)
+    first, second, third = (trainer.step().batch for _ in range(3))
+    assert not first["values"].values.any()
+    mean = float(first["returns"].values.double().mean())
+    for batch in (second, third):
+        assert batch["values"].values.tolist() == pytest.approx([mean] * len(batch["values"].values), rel=1e-6)

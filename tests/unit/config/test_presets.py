@@ -13,6 +13,7 @@ from hybrid_rl.config.presets import PRESETS
 # What a reader of the paper would look for first: estimator, policy loss, where the KL penalty stands, how tokens are
 # weighed, completions per prompt, and the numbers. Written down from the papers, not from presets.py.
 EXPECTED: dict[str, tuple[str, str, str, str, int, dict[str, Any]]] = {
+    "rspo": ("grpo", "rspo", "none", "grpo", 8, {"policy_loss.router_shift_floor": 0.8}),
     "grpo": ("grpo", "clip", "none", "dapo", 8, {"policy_loss.epsilon": 0.2, "advantage.scale_rewards": "group"}),
     "ppo": (
         "gae",
@@ -134,7 +135,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, int, dict[str, Any]]] = {
     "distillation": ("distillation", "reinforce", "none", "dapo", 4, {"advantage.group_advantage_coef": 0.0}),
 }
 # Records that no preset chooses: corrections that go with any algorithm, and what cannot run yet.
-WITHOUT = {"tis", "mis", "kl_rejection", "rspo"}
+WITHOUT = {"tis", "mis", "kl_rejection"}
 
 
 def value_at(config: TrainerConfig, path: str) -> Any:
