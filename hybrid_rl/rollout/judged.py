@@ -67,7 +67,8 @@ class JudgeRound:
                     continue
                 detail = (
                     f"the judge's prompt has {len(request.prompt_ids)} tokens and its answer up to {judge.max_tokens}, "
-                    f"but the engine takes {self._max_length}; lower max_completion_length or the judge's max_tokens"
+                    f"but the engine takes {self._max_length}; shorten the judge's prompt, lower its max_tokens or "
+                    f"max_completion_length, or use a model with more positions"
                 )
                 for sample in question.samples:
                     key = int(batch["trajectory"][sample]) - call.first_id
