@@ -14,7 +14,7 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.data import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
-from hybrid_rl.models.load import first_line
+from hybrid_rl.models.load import first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
@@ -39,8 +39,10 @@ def check_rewards(
     columns: of the dataset, None = not known. Raises ConfigError for unusable ones."""
     given = [] if reward_funcs is None else reward_funcs
     functions = with_model_entries(given, processing_classes)
-    if not functions and (config.advantage.needs_rewards or has_eval):
+    if not functions and config.advantage.needs_rewards:
         raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
+    if not functions and has_eval:
+        raise ConfigError("evaluation wants a reward: pass reward_funcs=, or leave eval_dataset (eval_path) out")
     added: list[Any] = [] if functions else [no_reward]
     if config.rewards.overlong_buffer is not None:
         added.append(overlong_penalty(config.rollout.max_completion_length, config.rewards.overlong_buffer))
@@ -54,6 +56,7 @@ def check_rewards(
 
 def load_settings(path: str, config: TrainerConfig) -> Any:
     """The config of a model by name or folder. Raises ModelError where it cannot be read."""
+    refuse_missing_folder(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here

@@ -35,6 +35,14 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "stop": "set stop_strings (texts) or stop_token_ids",
         "adv_estimator": "set advantage",
         "loss_mode": "set policy_loss",
+        "cliprange": "set epsilon (and epsilon_high)",
+        "kl_ctrl": "set kl_target and kl_horizon for a weight that follows the measured KL",
+        "vllm_importance_sampling_correction": "set correction: tis, mis, icepop, kl_rejection or none",
+        "vllm_importance_sampling_mode": "set correction: tis truncates, mis leaves out; correction_level is token or "
+        "sequence",
+        "vllm_importance_sampling_cap": "set correction_cap (of correction=tis) or correction_high (of correction=mis)",
+        "rollout_is": "set correction=tis with correction_level and correction_cap",
+        "rollout_rs": "set correction=kl_rejection with correction_threshold",
         "loss_agg_mode": "set loss_type",
         "warmup_ratio": "set warmup_steps, a number of optimizer steps",
         "vllm_mode": "set rollout.engine=vllm; it shares the GPUs with the trainer",
@@ -72,5 +80,19 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "eval_strategy": "set eval_steps",
         "logging_steps": "every training step is logged",
         "resume_from_checkpoint": "set resume",
+    }
+)
+
+# Values of keys that users know from elsewhere: (path, value) -> advice.
+VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
+    {
+        ("algorithm.loss_type", "bnpo"): "with global denominators bnpo is loss_type=dapo",
+        ("algorithm.loss_type", "luspo"): "set algorithm=luspo",
+        (
+            "algorithm.loss_type",
+            "cispo",
+        ): "set policy_loss=cispo (its bound epsilon_high counts from 1: 4 is a ratio of 5)",
+        ("algorithm.loss_type", "sapo"): "set policy_loss=sapo",
+        ("algorithm.loss_type", "vespo"): "set policy_loss=vespo",
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import HABITS, VALUE_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unions import UNIONS, Union
@@ -40,7 +41,7 @@ def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
 
 
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         section = UNIONS[path].members[tags[path]] if path in UNIONS else hints[item.name]
@@ -49,6 +50,11 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
             yield Leaf(path, hints[item.name], default, item.metadata["doc"], item.metadata)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def load_config(
@@ -232,29 +238,35 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
     if leaf in HABITS:
         return f"unknown key {path!r}: {HABITS[leaf]}"
     for section, union in UNIONS.items():
-        for other in set(union.members) - {tags[section]}:
-            theirs = visible_leaves({**tags, section: other})
-            elsewhere = theirs.keys() - leaves.keys()
-            rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
-            is_theirs = path in elsewhere or path.rpartition(".")[0] in rests
-            if is_theirs or leaf in {p.rsplit(".", 1)[-1] for p in elsewhere}:
-                remedy = union.remedies.get(other, "")
-                if (section, other) == ("rollout", "inplace"):
-                    remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
-                if union.tag is None:
-                    return f"key {path!r} would do nothing: {remedy}"
-                return (
-                    f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={other}, not {tags[section]}"
-                    + (f"; {remedy}" if remedy else "")
-                )
+        owners = [m for m in union.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
+        if not owners:
+            continue
+        remedy = union.remedies.get(owners[0], "")
+        if (section, owners) == ("rollout", ["inplace"]):
+            remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
+        if union.tag is None:
+            return f"key {path!r} would do nothing: {remedy}"
+        return (
+            f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={' or '.join(owners)}, not "
+            f"{tags[section]}" + (f"; {remedy}" if remedy else "")
+        )
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
     near = difflib.get_close_matches(path, names, n=1) or difflib.get_close_matches(leaf, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
 
 
+def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
+    """Whether there would be such a key under these tags, which there is not under those of `leaves`."""
+    theirs = visible_leaves(tags)
+    elsewhere = theirs.keys() - leaves.keys()
+    rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
+    is_leaf = path.rsplit(".", 1)[-1] in {p.rsplit(".", 1)[-1] for p in elsewhere}
+    return path in elsewhere or path.rpartition(".")[0] in rests or is_leaf
+
+
 def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     arguments: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         path = prefix + item.name
@@ -294,6 +306,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             value = "group" if value else "none"  # scale_rewards was a bool in earlier versions of TRL
         if value not in options:
             near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+            if isinstance(value, str) and (path, value) in VALUE_HABITS:
+                raise ConfigError(f"{path}={value!r} is no choice here: {VALUE_HABITS[path, value]}")
             raise ConfigError(
                 f"{path}={value!r} must be one of {', '.join(map(str, options))}"
                 + (f" (did you mean {near[0]!r}?)" if near else "")

@@ -42,6 +42,11 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
             f"tokens_per_micro_batch={cap} cannot hold one completion of "
             f"max_completion_length={config.rollout.max_completion_length}; raise it"
         )
+    buffer, longest = config.rewards.overlong_buffer, config.rollout.max_completion_length
+    if buffer is not None and buffer >= longest:
+        raise ConfigError(
+            f"overlong_buffer={buffer} is the last part of max_completion_length={longest}; choose one below it"
+        )
     if not all(config.rollout.stop_strings):
         raise ConfigError(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"

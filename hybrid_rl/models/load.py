@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model name or folder. Raises ModelError where there is none."""
-    _check_local(path)
+    refuse_missing_folder(path)
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(
             f"model folder {path!r} has no tokenizer (no tokenizer*.json); save one there or pass tokenizer="
@@ -40,7 +40,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def load_model(path: str, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal LM by name or folder, all of its weights found. Raises ModelError otherwise."""
-    _check_local(path)
+    refuse_missing_folder(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
@@ -101,7 +101,8 @@ def _vocabulary(module: PreTrainedModel) -> int:
     return int(embeddings.weight.shape[0])
 
 
-def _check_local(path: str) -> None:
+def refuse_missing_folder(path: str) -> None:
+    """Raise ModelError for a name that looks like a local folder and is none."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"model folder {path!r} does not exist")

@@ -4,6 +4,7 @@ from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
 from hybrid_rl.rewards.judge import LLMJudge
+from hybrid_rl.rewards.judging import JudgeStyle
 from hybrid_rl.rewards.marks import dense_reward, group_reward
 from hybrid_rl.rewards.results import RewardFailure, RewardResult, check_failure_share, format_failures
 from hybrid_rl.rewards.runner import RewardRunner
@@ -21,6 +22,7 @@ from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_rewar
 
 __all__ = [
     "EngineJudge",
+    "JudgeStyle",
     "LLMJudge",
     "RewardFailure",
     "RewardFunction",

@@ -72,7 +72,10 @@ class LLMJudge:
         questions = self.style.questions(prompts, completions, values, [0] * len(prompts))
         answers = await asyncio.gather(*(self._answer(question) for question in questions))
         if answers:
-            log_metric(f"{self.__name__}/unparsed", sum(answer is None for answer in answers) / len(answers))
+            log_metric(
+                f"{self.__name__}/unparsed",
+                sum(answer is None for answer in answers) / len(answers),
+            )
         return self.style.scores(questions, answers, len(prompts))
 
     async def _answer(self, question: Question) -> float | None | Exception:
@@ -91,7 +94,7 @@ class LLMJudge:
             text = answer.choices[0].message.content
         except Exception as error:  # of one request: the others go on
             return error
-        return None if text is None else self.style.parser(text)
+        return self.style.read(text)
 
     def _client(self) -> tuple[Any, asyncio.Semaphore]:
         """The client of the running event loop: connections belong to the loop that opened them."""

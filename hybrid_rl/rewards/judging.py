@@ -1,5 +1,7 @@
 """What judges are asked, how their answers are read, and how comparisons become scores."""
 
+import itertools
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +72,11 @@ class Question:
     prompt: str | Messages
 
 
+SHOWN_ANSWERS = 3  # of a process: enough to see what is wrong with prompt or parser
+_unreadable = itertools.count()
+_logger = logging.getLogger("hybrid_rl")
+
+
 @dataclass(frozen=True)
 class JudgeStyle:
     """How a judge is asked. prompt: a template with {prompt}, {completion} (pairwise {completion_a}, {completion_b})
@@ -80,6 +87,13 @@ class JudgeStyle:
     mode: JudgeMode
     prompt: JudgePrompt
     parser: JudgeParser
+
+    def read(self, text: str | None) -> float | None:
+        """The number in a judge's answer, None where there is none; the first such answers are shown."""
+        value = None if text is None else self.parser(text)
+        if value is None and next(_unreadable) < SHOWN_ANSWERS:
+            _logger.warning("the parser of a judge finds nothing in the answer %.300r", text)
+        return value
 
     @classmethod
     def of(cls, mode: JudgeMode, prompt: JudgePrompt | None, parser: JudgeParser | None) -> "JudgeStyle":

@@ -82,7 +82,7 @@ class JudgeRound:
             asked = [index for index in range(len(questions[place])) if (place, index) in requests]
             parsed: list[float | None | Exception] = [None] * len(questions[place])
             for index in asked:
-                parsed[index] = judge.style.parser(answers[requests[place, index].id])
+                parsed[index] = judge.style.read(answers[requests[place, index].id])
             num_unparsed = sum(parsed[index] is None for index in asked)
             logged.mean(f"{self._names[place]}/unparsed", num_unparsed, len(asked))
             values[place] = judge.style.scores(questions[place], parsed, batch.num_samples)

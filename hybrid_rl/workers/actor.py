@@ -88,6 +88,10 @@ class Actor(TrainedModel):
                     rows = [row for rows in micro_batches for row in rows]
                     mine = batch.select(torch.tensor(rows, dtype=torch.int64))
                     sums.merge(rollout_gap(mine, logprobs, config, self._context, version))
+        if "teacher_logprobs" in batch:
+            on = batch["completion_mask"].values
+            gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
+            sums.mean("teacher_kl", float(gap.double().sum()), len(gap))
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
 

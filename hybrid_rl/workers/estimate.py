@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import AdvantageInputs
+from hybrid_rl.algos import AdvantageInputs, Advantages
 from hybrid_rl.algos.kl import kl_reward
 from hybrid_rl.algos.kl_terms import KLInReward
 from hybrid_rl.batch import Batch
@@ -22,11 +22,24 @@ def with_advantages(batch: Batch, config: TrainerConfig, context: RankContext, b
     """
     inputs = advantage_inputs(batch, config, context, beta)
     found = config.advantage.compute(inputs)
+    _check(found, inputs, type(config.advantage).__name__)
     completions = batch["completion_ids"]
     columns = {"advantages": completions.with_values(found.advantages.float())}
     if found.returns is not None:
         columns["returns"] = completions.with_values(found.returns.float())
     return batch.with_columns(**columns)
+
+
+def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
+    """Raise TypeError or ValueError where an estimator, which may be the user's own, gave something else."""
+    if not isinstance(found, Advantages):
+        raise TypeError(f"{name}.compute gave a {type(found).__name__}; it must return a hybrid_rl.algos.Advantages")
+    for what, column in (("advantages", found.advantages), ("returns", found.returns)):
+        if column is not None and column.shape != inputs.rows.shape:
+            raise ValueError(
+                f"{name}.compute gave {what} of shape {list(column.shape)}; it must be [{len(inputs.rows)}], one "
+                f"number per completion token (AdvantageInputs.per_token spreads numbers of samples)"
+            )
 
 
 def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> AdvantageInputs:

@@ -98,6 +98,9 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     router_logprobs = None if reading is None else reading.logprobs
     inputs = loss_inputs(batch, logprobs, entropy, mask, terms, log_probs, router_logprobs)
     loss = config.policy_loss.loss(inputs)
+    if not isinstance(loss, PolicyLoss):
+        name = type(config.policy_loss).__name__
+        raise TypeError(f"{name}.loss gave a {type(loss).__name__}; it must return a hybrid_rl.algos.PolicyLoss")
     per_token, sums = loss.per_token, MetricSums()
     if config.correction.is_active:
         corrected = config.correction.weigh(correction_inputs(inputs))
@@ -124,7 +127,7 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         positive = mask & (batch["rewards"] > 0).to(device)[inputs.rows]
         nll = -torch.where(positive, logprobs, torch.zeros_like(logprobs)).sum() / max(counts.num_positive_tokens, 1)
         total = total + algorithm.positive_nll_coef * nll
-    _add_metrics(sums, loss, entropy.detach(), mask, inputs.rows, inputs.num_rows)
+    _add_metrics(sums, loss, inputs, entropy.detach())
     return total, sums, inputs.logprobs.detach()
 
 
@@ -199,9 +202,8 @@ def _count(mask: Tensor) -> int:
     return int(mask.sum())
 
 
-def _add_metrics(
-    sums: MetricSums, loss: PolicyLoss, entropy: Tensor, mask: Tensor, rows: Tensor, num_rows: int
-) -> None:
+def _add_metrics(sums: MetricSums, loss: PolicyLoss, inputs: LossInputs, entropy: Tensor) -> None:
+    mask, rows, num_rows = inputs.mask, inputs.rows, inputs.num_rows
     count = _count(mask)
     if not count:
         return
@@ -217,6 +219,7 @@ def _add_metrics(
             sums.mean(name, float(which[mask].sum()), count)
     sums.low("clip_ratio/low_min", float(shares["low"].min()))
     sums.high("clip_ratio/high_max", float(shares["high"].max()))
+    sums.mean("advantages/zero_share", float((inputs.advantages[mask] == 0).sum()), count)
     for name, values in loss.metrics.items():
         sums.mean(name, float(values.detach()[mask].sum()), count)
     sums.mean("ratio/mean", float(loss.ratio[mask].sum()), count)

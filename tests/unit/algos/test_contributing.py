@@ -1,28 +1,32 @@
 """The example of docs/contributing.md works as it stands."""
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.algos import POLICY_LOSSES, LossInputs, registry
+from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, registry
 from hybrid_rl.config import load_config, visible_leaves
 
 PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
 
 
 @pytest.fixture
-def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    monkeypatch.setattr(registry, "_policy_losses", registry._policy_losses)
-    before = dict(registry._policy_losses)
-    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert code is not None
+def namespace() -> Iterator[dict[str, object]]:
+    homes: list[dict[str, Any]] = [registry._policy_losses, registry._advantages]
+    before = [dict(home) for home in homes]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
     found: dict[str, object] = {"__name__": "example"}
-    exec(compile(code[1], str(PAGE), "exec", dont_inherit=True), found)
+    exec(compile("\n".join(blocks), str(PAGE), "exec", dont_inherit=True), found)
     yield found
-    registry._policy_losses.clear()
-    registry._policy_losses.update(before)
+    for home, records in zip(homes, before, strict=True):
+        home.clear()
+        home.update(records)
 
 
 def test_a_registered_record_is_a_choice_of_the_configuration(namespace: dict[str, object]) -> None:
@@ -50,3 +54,17 @@ def test_its_loss_by_hand(namespace: dict[str, object]) -> None:
     loss.per_token.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(-6.0, rel=1e-12)
     assert loss.ratio.item() == pytest.approx(4.0, rel=1e-12)
+
+
+@pytest.mark.usefixtures("namespace")
+def test_its_advantages_by_hand() -> None:
+    """Rewards .7, .5, .2 and none; the second token of the first sample is not the policy's."""
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([0.7, 0.5, 0.2, math.nan], dtype=torch.float64),
+        groups=torch.zeros(4, dtype=torch.int64),
+        rows=torch.tensor([0, 0, 0, 1, 2, 2, 3]),
+        mask=torch.tensor([True, False, True, True, True, True, True]),
+        token_rewards=torch.zeros(7, dtype=torch.float64),
+    )
+    advantages = ADVANTAGES["above_threshold"]().compute(inputs).advantages
+    assert advantages.tolist() == [1.0, 0.0, 1.0, 1.0, -1.0, -1.0, 0.0]

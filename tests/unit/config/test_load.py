@@ -163,6 +163,7 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("output_dir", True, "output_dir=True must be of type str"),
         ("dtype", "bfloat61", r"must be one of float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
+        ("loss_type", "luspo", "no choice here: set algorithm=luspo"),
         ("importance_sampling_level", "seq", "level='seq' must be one of token, sequence"),
         ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of none, tensorboard, wandb"),
         ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),

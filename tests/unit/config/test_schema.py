@@ -173,6 +173,7 @@ def test_config_is_frozen() -> None:
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_are_refused_with_a_key_that_exists(habit: str) -> None:
     names = set(LEAVES) | set(map(leaf_name, LEAVES)) | set(SECTIONS)
+    names |= {member for section in SECTIONS for member in UNIONS[section].members}
     assert habit not in map(leaf_name, visible_leaves())
     advice = HABITS[habit]
     assert set(re.findall(r"[a-z]+(?:[_.][a-z_]+)+|(?<=set )[a-z_.]+", advice)) <= names
