@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
+from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.config.schema import AlgorithmConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
@@ -20,7 +21,9 @@ def needs_reference(config: TrainerConfig) -> bool:
 
 def needs_logprobs(config: TrainerConfig) -> bool:
     """Whether the learner's logprobs are wanted before the update, whatever the ratio compares with."""
-    return bool(config.kl.in_reward or _LOGPROBS & config.advantage.needs or _LOGPROBS & config.policy_loss.needs)
+    needs = config.advantage.needs | config.policy_loss.needs
+    sees_mini_batch = type(config.policy_loss).prepare is not PolicyObjective.prepare  # WholeMiniBatch.old_logprobs
+    return bool(config.kl.in_reward or _LOGPROBS & needs or sees_mini_batch)
 
 
 def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig:

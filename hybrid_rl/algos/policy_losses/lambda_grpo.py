@@ -69,8 +69,9 @@ def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, l
     when the loss is computed, hence the whole group at every token.
 
     mask: bool [T]; rows: int64 [T], in 0..num_rows-1; groups: int64 [num_rows]. Result: float64 [T, 1 + G], the token's
-    own h, then the ascending h of its group, NaN after the last; G is the size of the largest group. Raises ValueError
-    where some h is not above 0, as a power of it needs; in groups of at most 1 / length_scale^2 that cannot be.
+    own h, then the ascending h of its group, NaN after the last; G is the size of the largest group, its completions
+    without a token counted too: the mini-batches of a step share one column. Raises ValueError where some h is not
+    above 0, as a power of it needs; in groups of at most 1 / length_scale^2 that cannot be.
     """
     if mask.dim() != 1 or mask.shape != rows.shape or groups.shape != (num_rows,):
         raise ValueError(
@@ -96,7 +97,7 @@ def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, l
             f"{float((1 - bases.min()) / length_scale):.4g} standard deviations shorter than its group, so that "
             "its base is 0 or less; use a smaller one"
         )
-    table = zeros.new_full((len(zeros), max(1, int(sizes.max()) if num_rows else 1)), torch.nan)
+    table = zeros.new_full((len(zeros), max(1, int(torch.bincount(index).max()) if num_rows else 1)), torch.nan)
     table[sizes == 0, 0] = 1.0  # nobody's weight; finite, so that its gradient is 0 and not NaN
     order = torch.where(counted)[0]
     order = order[bases[order].argsort()]
