@@ -51,16 +51,16 @@ def sabotage(how: str):
 
         from hybrid_rl.workers.actor import Actor
 
-        def raises(self, batch, plan):
+        def raises(self, batch, plan, version):
             raise ZeroDivisionError("sabotaged update")
 
-        def dies(self, batch, plan):
+        def dies(self, batch, plan, version):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        def hangs(self, batch, plan):
+        def hangs(self, batch, plan, version):
             time.sleep(3600)
 
-        def exhausts(self, batch, plan):
+        def exhausts(self, batch, plan, version):
             import torch
 
             return torch.empty(1 << 60)
