@@ -19,7 +19,7 @@ from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.rollout.base import FinishedSample, FinishReason, SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.scored import RolloutReport, _sample_columns
+from hybrid_rl.rollout.scored import RolloutReport, sample_columns
 
 COMPLETION_COLUMN = "completion"
 DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
@@ -195,7 +195,7 @@ class Demonstrations:
                 kept, reason = self._encoder.limit(ids, task.row.index, call.params)
                 identity, size = call.first_id + task.place, len(kept)
                 samples.append(FinishedSample(identity, kept, [0.0] * size, [-1] * size, reason))
-            columns = _sample_columns(tasks, samples, call)
+            columns = sample_columns(tasks, samples, call)
             columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
             columns["function_rewards"] = [[1.0] for _ in samples]

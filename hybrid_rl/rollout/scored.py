@@ -86,7 +86,7 @@ class ScoredRollout:
                     if inputs:
                         futures.append(rewards.submit(inputs, call.state))
         samples = [finished[request.id] for request in requests]
-        columns = _sample_columns(_repeat(tasks, call.num_generations), samples, call)
+        columns = sample_columns(_repeat(tasks, call.num_generations), samples, call)
         columns["completion"] = [texts[request.id] for request in requests]
         with timings.measure("reward"):
             results = _results(futures)
@@ -146,9 +146,10 @@ def _results(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
     return [future.result() for future in futures]
 
 
-def _sample_columns(
+def sample_columns(
     tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
 ) -> dict[str, Any]:
+    """The columns of finished samples, one task each, before anything is scored."""
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     prompts = Jagged.from_rows([list(task.row.prompt_ids) for task in tasks], torch.int64)
 

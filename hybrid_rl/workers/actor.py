@@ -109,6 +109,7 @@ class Actor(TrainedModel):
         sums = MetricSums()
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0)]
+        self._numbers.clear()
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)

@@ -94,11 +94,15 @@ class LearnedNumbers:
     """Numbers that a policy loss learns beside the model: the same on every rank, updated by Adam."""
 
     def __init__(self, objective: PolicyObjective) -> None:
-        self._objective = objective
         self.parameters: Tensor | None = None
         if objective.initial_parameters:
             self.parameters = torch.tensor(objective.initial_parameters, dtype=torch.float64).requires_grad_()
             self._adam = torch.optim.Adam([self.parameters], lr=objective.parameter_learning_rate)
+
+    def clear(self) -> None:
+        """Forget gradients: of what an update that was broken off left behind."""
+        if self.parameters is not None:
+            self.parameters.grad = None
 
     def step(self, context: RankContext, *, is_valid: bool) -> None:
         """One update from the gradients of all ranks' micro-batches. Collective. is_valid: False drops them."""
@@ -109,7 +113,7 @@ class LearnedNumbers:
         if is_valid and bool(total.isfinite().all()):
             self.parameters.grad = total
             self._adam.step()
-        self.parameters.grad = None
+        self.clear()
 
     def metrics(self) -> MetricSums:
         """Their present values."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def test_a_loss_that_sees_whole_mini_batches_gets_them_with_one_update_too(make_trainer) -> None:
     result = make_trainer(policy_loss="lambda_grpo", max_steps=1).step()
@@ -32,3 +34,14 @@ def test_mini_batches_with_unlike_numbers_of_scored_samples_share_a_column(make_
     result = trainer.step()
     assert calls == [4, 4] and int(result.batch["rewards"].isnan().sum()) == 2
     assert result.metrics["skipped_updates"] == 0 and result.metrics["grad_norm"] > 0
+
+
+def test_what_a_broken_off_update_left_behind_moves_no_learned_number(make_bench) -> None:
+    found = []
+    for left_behind in (None, torch.tensor([1e3], dtype=torch.float64)):
+        bench = make_bench(policy_loss="lambda_grpo", lambda_learning_rate=0.1)
+        numbers = bench.worker._actor._numbers
+        numbers.parameters.grad = left_behind
+        bench.train()
+        found.append(numbers.parameters.item())
+    assert found[0] == found[1] != 0.0
