@@ -46,7 +46,7 @@ class ShardOptions:
     are summed over ranks. reshard_after_forward: free a block's gathered parameters between its forward and backward
     pass; without it they are gathered once per mini-batch and stay. cpu_offload: shards, gradients and optimizer live
     in host memory. sync_every_micro_batch: reduce gradients after every micro-batch instead of after the last one of a
-    mini-batch; more communication, but no rank holds full gradients.
+    mini-batch; more communication, but a rank holds full gradients of one block at a time only.
     """
 
     dp_replicate: int
@@ -61,6 +61,12 @@ class ShardOptions:
     def master_dtype(self) -> torch.dtype:
         """The dtype of the shards."""
         return torch.promote_types(self.param_dtype, torch.float32)
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """The dtypes as FSDP takes them. Inputs of a block stay what the model makes them, as with one rank: FSDP would
+        cast them to param_dtype, but torch 2.11 not again when a block is recomputed in the backward pass."""
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
 
 
 def device_mesh(options: ShardOptions, device_type: str) -> DeviceMesh:
@@ -109,9 +115,8 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(options.master_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": options.precision, "offload_policy": offload}
     for block in transformer_blocks(module):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **settings)
     # The root holds embedding and head. Its backward pass begins where its forward pass ends: None keeps it gathered.

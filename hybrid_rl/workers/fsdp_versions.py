@@ -20,15 +20,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 @dataclass(frozen=True)
 class Difference:
     """Something that only newer versions have. is_there: found out from a sharded unit, not from the version, so that
-    versions between the tested ones are taken for what they are. names: attributes that only some versions have.
-    bridge: what is done without it."""
+    versions between the tested ones are taken for what they are. bridge: what is done without it. names: attributes
+    that come with it, and that this library uses only if it is there."""
 
     what: str
     is_there: Callable[[Any], bool]
     in_2_11: bool
     in_2_13: bool
-    names: frozenset[str]
     bridge: str
+    names: frozenset[str]
 
 
 DIFFERENCES: dict[str, Difference] = {
@@ -37,24 +37,24 @@ DIFFERENCES: dict[str, Difference] = {
         lambda unit: hasattr(unit._get_fsdp_state(), "_fsdp_param_groups"),
         False,
         True,
-        frozenset({"_fsdp_param_groups", "_fsdp_param_group"}),
         "one group, or None if the unit has no parameters of its own",
+        frozenset({"_fsdp_param_groups"}),
     ),
     "reduces_unused": Difference(
         "parameters without a gradient take part in the reduce-scatter with zeros",
         lambda unit: hasattr(unit, "set_reduce_scatter_unused_params"),
         False,
         True,
-        frozenset({"set_reduce_scatter_unused_params"}),
         "the group fills in zero gradients before it reduces: see _ReducesUnused",
+        frozenset({"set_reduce_scatter_unused_params"}),
     ),
     "resets": Difference(
         "a root forgets what a forward or backward pass left behind that was broken off",
         lambda unit: hasattr(unit, "reset_iter_state"),
         False,
         True,
-        frozenset({"reset_iter_state", "reduce_scatter_state"}),
-        "the same is done here, state by state: see _reset",
+        "the same is done here, unit by unit: see _reset",
+        frozenset({"reset_iter_state"}),
     ),
 }
 
