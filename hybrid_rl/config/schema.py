@@ -289,8 +289,10 @@ class FSDPConfig:
     reshard_after_forward: bool = key(
         True, "free a block's full weights between its forward and its backward pass: less memory, one more all-gather"
     )
-    sync_every_micro_batch: bool = key(
-        False, "reduce gradients after every micro-batch: they stay sharded, for one more reduction each"
+    sync_every_micro_batch: bool | None = key(
+        None,
+        "reduce gradients after every micro-batch: they stay sharded, for one more reduction each; None = yes on GPUs, "
+        "whose memory the whole gradient would fill",
     )
     cpu_offload: bool = key(False, "on GPUs, keep shards, gradients and optimizer state in host memory")
 

@@ -90,7 +90,7 @@ def filled(
         load_weights(module, source, context.device)
         source.close()
         return CausalLM(module, config.model.attention, **options)
-    sharding = shard_options(config, context.mesh)
+    sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
     load_weights(module, source, shards.device)
     if sharding.cpu_offload:
@@ -103,9 +103,12 @@ def filled(
     return ShardedCausalLM(shards, config.model.attention, **options)
 
 
-def shard_options(config: TrainerConfig, mesh: RankMesh) -> ShardOptions:
-    """How the configuration lays a model on these ranks."""
+def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:
+    """How the configuration lays a model on these ranks. device_type: what they compute on, e.g. cuda."""
     fsdp = config.fsdp
+    # Unsharded and in fp32, the gradients of 7B parameters are 28 GB beside everything else that a GPU holds. In the
+    # memory of a host they have room, and its network is the slower one.
+    default_sync = device_type != "cpu"
     return ShardOptions(
         dp_replicate=mesh.shape["dp_replicate"],
         dp_shard=mesh.shape["dp_shard"],
@@ -113,7 +116,7 @@ def shard_options(config: TrainerConfig, mesh: RankMesh) -> ShardOptions:
         reduce_dtype=DTYPES[fsdp.reduce_dtype],
         reshard_after_forward=fsdp.reshard_after_forward,
         cpu_offload=fsdp.cpu_offload,
-        sync_every_micro_batch=fsdp.sync_every_micro_batch,
+        sync_every_micro_batch=default_sync if fsdp.sync_every_micro_batch is None else fsdp.sync_every_micro_batch,
     )
 
 

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -31,6 +30,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
 from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.workers import fsdp_versions
 from hybrid_rl.workers.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -46,7 +46,7 @@ class ShardOptions:
     are summed over ranks. reshard_after_forward: free a block's gathered parameters between its forward and backward
     pass; without it they are gathered once per mini-batch and stay. cpu_offload: shards, gradients and optimizer live
     in host memory. sync_every_micro_batch: reduce gradients after every micro-batch instead of after the last one of a
-    mini-batch; more communication, but no rank holds full gradients.
+    mini-batch; more communication, but a rank holds full gradients of one block at a time only.
     """
 
     dp_replicate: int
@@ -61,6 +61,12 @@ class ShardOptions:
     def master_dtype(self) -> torch.dtype:
         """The dtype of the shards."""
         return torch.promote_types(self.param_dtype, torch.float32)
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """The dtypes as FSDP takes them. Inputs of a block stay what the model makes them, as with one rank: FSDP would
+        cast them to param_dtype, but torch 2.11 not again when a block is recomputed in the backward pass."""
+        return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
 
 
 def device_mesh(options: ShardOptions, device_type: str) -> DeviceMesh:
@@ -109,18 +115,16 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(options.master_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": options.precision, "offload_policy": offload}
     for block in transformer_blocks(module):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **settings)
     # The root holds embedding and head. Its backward pass begins where its forward pass ends: None keeps it gathered.
     fully_shard(module, reshard_after_forward=None if options.reshard_after_forward else False, **settings)
-    for unit in _units(module):
+    for unit in fsdp_versions.units(module):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a factor by a premultiplied sum, which gloo does not have
-        # A rank whose samples do not reach some parameters takes part in summing their gradients all the same.
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        fsdp_versions.reduce_unused(unit)
     return Shards(module, twin, mesh, options)
 
 
@@ -188,13 +192,13 @@ class ShardedCausalLM(CausalLM):
             result: Result = getattr(self._root, CALL)(call)
         except BaseException:
             self.twin.release()
-            self._reset()
+            fsdp_versions.reset(self._root)
             raise
         finally:
             self._is_gathered = False
         if not torch.is_grad_enabled() and not self.twin.is_bound:
             # No backward pass comes that would free what stayed gathered, and an update would not reach it.
-            for unit in _units(self._root):
+            for unit in fsdp_versions.units(self._root):
                 unit.reshard()
         return result
 
@@ -208,21 +212,13 @@ class ShardedCausalLM(CausalLM):
 
     def discard_gradients(self) -> None:
         """Forget accumulated gradients, and what a forward or backward pass left behind that was broken off."""
-        self._reset()
-        for unit in _units(self._root):
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        fsdp_versions.reset(self._root)
+        for parameter in fsdp_versions.parameters(self._root):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
         for parameter in self._root.parameters():
             parameter.grad = None
-
-    def _reset(self) -> None:
-        """Shards again, whatever was under way on this rank."""
-        # FSDP makes what it resets in the first forward pass.
-        if hasattr(self._root._get_fsdp_state()._comm_ctx, "all_gather_state"):
-            self._root.reset_iter_state()
 
     @torch.no_grad()
     def verify(self) -> float:
@@ -265,7 +261,3 @@ def _call(call: Callable[[], Result]) -> Result:
 
 def _local_device(mesh: DeviceMesh) -> torch.device:
     return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-
-
-def _units(module: nn.Module) -> list[FSDPModule]:
-    return [child for child in module.modules() if isinstance(child, FSDPModule)]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory import Region
 from hybrid_rl.memory.region import ALIGNMENT_BYTES
+from hybrid_rl.workers import fsdp_versions
 from hybrid_rl.workers.fsdp import Shards
 
 
@@ -21,13 +21,7 @@ def move_to_region(shards: Shards, tag: str) -> Region:
     To be called once they hold their values and before the first forward pass: FSDP gathers from the new memory, the
     optimizer steps in it. Raises MemoryStateError where shards are still on meta or not in host memory.
     """
-    params = [
-        param
-        for unit in shards.module.modules()
-        if isinstance(unit, FSDPModule)
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-        for param in group.fsdp_params
-    ]
+    params = fsdp_versions.parameters(shards.module)
     wrong = [p for p in params if p._sharded_param_data.is_meta or p._sharded_param_data.device.type != "cpu"]
     if wrong:
         raise MemoryStateError(f"{len(wrong)} parameter shards have no host memory, e.g. {wrong[0]!r}; load them first")

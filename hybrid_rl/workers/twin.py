@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.workers.fsdp_versions import units
 
 
 class Twin:
@@ -47,7 +47,7 @@ class Twin:
         self.is_bound = True
         # Tensors made in inference mode could never be trained with.
         with torch.inference_mode(False), torch.no_grad():
-            for unit in self._units():
+            for unit in units(self._trained):
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
         self._assign(dict(self._trained.named_parameters(remove_duplicate=False)))
@@ -60,7 +60,7 @@ class Twin:
         if not self.is_bound:
             return
         self._assign(self._placeholders)
-        for unit in self._units():
+        for unit in units(self._trained):
             unit.set_reshard_after_forward(self._reshard_after_forward and unit is not self._trained, recurse=False)
             unit.reshard()
         self.is_bound = False
@@ -76,9 +76,6 @@ class Twin:
             yield
         finally:
             self.release()
-
-    def _units(self) -> list[FSDPModule]:
-        return [module for module in self._trained.modules() if isinstance(module, FSDPModule)]
 
     def _assign(self, parameters: dict[str, nn.Parameter]) -> None:
         for name, module, own in _owners(self.module, parameters):

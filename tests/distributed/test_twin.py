@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from hybrid_rl.config import InPlaceConfig, OptimizerConfig
 from hybrid_rl.errors import MemoryStateError
@@ -14,6 +13,7 @@ from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.workers.fsdp_versions import parameters
 from hybrid_rl.workers.optimizer import Optimizer
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.families import VOCABULARY, build
@@ -60,14 +60,7 @@ def optimizer_of(module: torch.nn.Module) -> Optimizer:
 
 def storage_bytes(module: torch.nn.Module) -> int:
     """Bytes of the tensors that FSDP gathers, by their addresses in the units' own books."""
-    gathered = [
-        parameter._unsharded_param
-        for unit in module.modules()
-        if isinstance(unit, FSDPModule)
-        for group in unit._get_fsdp_state()._fsdp_param_groups
-        for parameter in group.fsdp_params
-        if hasattr(parameter, "_unsharded_param")
-    ]
+    gathered = [p._unsharded_param for p in parameters(module) if hasattr(p, "_unsharded_param")]
     return sum(tensor.untyped_storage().nbytes() for tensor in gathered)
 
 

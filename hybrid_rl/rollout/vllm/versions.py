@@ -53,13 +53,15 @@ def require_vllm(version: str | None) -> str:
 @dataclass(frozen=True)
 class Difference:
     """Something that only newer versions have, or do. is_there: found out from an LLMEngine or its parts, not from the
-    version, so that versions between the tested ones are taken for what they are. bridge: what is done without it."""
+    version, so that versions between the tested ones are taken for what they are. bridge: what is done without it.
+    names: attributes that come with it, and that this library uses only if it is there."""
 
     what: str
     is_there: Callable[[Any], bool]
     in_0_25_1: bool
     in_0_32: bool
     bridge: str
+    names: frozenset[str] = frozenset()
 
 
 DIFFERENCES: dict[str, Difference] = {
@@ -69,6 +71,7 @@ DIFFERENCES: dict[str, Difference] = {
         False,
         True,
         "everything sleeps, then the weights wake",
+        frozenset({"release_kv_cache_memory"}),
     ),
     "weights_sleep_after_cache": Difference(
         "the weights can be put to sleep while the cache sleeps already",

@@ -1,0 +1,159 @@
+"""What FSDP2 keeps inside, and how torch 2.11 and torch 2.13 differ in it: the one table.
+
+Everything that reads or writes FSDP's own books goes through this file. Read against torch 2.11.0 (which vLLM 0.25.1
+requires) and 2.13.0, torch/distributed/fsdp/_fully_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that only newer versions have. is_there: found out from a sharded unit, not from the version, so that
+    versions between the tested ones are taken for what they are. bridge: what is done without it. names: attributes
+    that come with it, and that this library uses only if it is there."""
+
+    what: str
+    is_there: Callable[[Any], bool]
+    in_2_11: bool
+    in_2_13: bool
+    bridge: str
+    names: frozenset[str]
+
+
+DIFFERENCES: dict[str, Difference] = {
+    "has_several_groups": Difference(
+        "a unit has a list of parameter groups",
+        lambda unit: hasattr(unit._get_fsdp_state(), "_fsdp_param_groups"),
+        False,
+        True,
+        "one group, or None if the unit has no parameters of its own",
+        frozenset({"_fsdp_param_groups"}),
+    ),
+    "reduces_unused": Difference(
+        "parameters without a gradient take part in the reduce-scatter with zeros",
+        lambda unit: hasattr(unit, "set_reduce_scatter_unused_params"),
+        False,
+        True,
+        "the group fills in zero gradients before it reduces: see _ReducesUnused",
+        frozenset({"set_reduce_scatter_unused_params"}),
+    ),
+    "resets": Difference(
+        "a root forgets what a forward or backward pass left behind that was broken off",
+        lambda unit: hasattr(unit, "reset_iter_state"),
+        False,
+        True,
+        "the same is done here, unit by unit: see _reset",
+        frozenset({"reset_iter_state"}),
+    ),
+}
+
+
+def has(name: str, unit: Any) -> bool:
+    """Whether this sharded unit has what a row of DIFFERENCES names."""
+    return DIFFERENCES[name].is_there(unit)
+
+
+def units(module: nn.Module) -> list[FSDPModule]:
+    """The modules inside (itself included) that are sharded as a whole: one per block, one for the rest."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def groups(unit: Any) -> list[Any]:
+    """The FSDPParamGroups of a unit, which gather and reduce their parameters together."""
+    state = unit._get_fsdp_state()
+    if has("has_several_groups", unit):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def parameters(module: nn.Module) -> list[Any]:
+    """The FSDPParams of all units inside a module: shard, gathered parameter and gradients of each parameter."""
+    return [parameter for unit in units(module) for group in groups(unit) for parameter in group.fsdp_params]
+
+
+def reduce_unused(unit: Any) -> None:
+    """Let a rank whose samples do not reach some parameters of this unit take part in summing their gradients."""
+    if has("reduces_unused", unit):
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in groups(unit):
+        group.__class__ = _ReducesUnused
+
+
+def reset(root: Any) -> None:
+    """Shards again, whatever was under way on this rank; gradients that were being reduced are lost.
+
+    Nothing happens before the first forward pass, in which FSDP makes what would be reset.
+    """
+    if not hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        return
+    if has("resets", root):
+        root.reset_iter_state()
+    else:
+        _reset(root)
+
+
+class _ReducesUnused(FSDPParamGroup):
+    """A group that does what set_reduce_scatter_unused_params(True) does in newer versions. Groups become one after
+    they are made, so it has no fields of its own."""
+
+    def post_backward(self, *unused: Any) -> None:
+        """Give parameters that this backward pass reduces but did not reach a gradient of zeros."""
+        if self.reduce_grads:
+            for parameter in self.fsdp_params:
+                full = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
+                if full is None or not full.requires_grad or full.grad is not None:
+                    continue
+                if parameter.unsharded_accumulated_grad is None:
+                    full.grad = torch.zeros_like(full)
+        super().post_backward(*unused)
+
+
+def _reset(root: Any) -> None:
+    """FSDPModule.reset_iter_state for torch 2.11: waits for what is under way, then forgets it."""
+    state = root._get_fsdp_state()
+    stream = state._device_handle.current_stream()
+    pending = state._comm_ctx
+    for under_way in (pending.all_gather_state, pending.reduce_scatter_state):
+        if under_way is not None and under_way.event is not None:
+            stream.wait_event(under_way.event)
+    pending.all_gather_state = pending.reduce_scatter_state = None
+    pending.post_forward_order.clear()
+    for unit in units(root):
+        unit._get_fsdp_state()._training_state = TrainingState.IDLE
+        for group in groups(unit):
+            _reset_group(group, stream)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    gathered = group._all_gather_result
+    if gathered is not None:
+        if gathered.all_gather_event is not None:
+            stream.wait_event(gathered.all_gather_event)
+        if gathered.all_gather_work is not None:
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+    if group._post_reduce_event is not None:
+        stream.wait_event(group._post_reduce_event)
+    if group._all_reduce_state is not None and group._all_reduce_state.event is not None:
+        stream.wait_event(group._all_reduce_state.event)
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+    group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+    group._to_sharded()
