@@ -133,7 +133,8 @@ class InProcessRanks:
         if method == "start":
             for _, seat, data, handles in messages:
                 context = RankContext(seat.role, seat.rank, seat.mesh, torch.device("cpu"))
-                self.servers.append(RankServer(self.put, self.get, self.is_handle, unpack(data, handles)(context)))
+                worker = unpack(data, handles)(context)
+                self.servers.append(RankServer(self.put, self.get, self.is_handle, _worker=worker))
             self.outcomes = {rank: Outcome() for rank in range(len(messages))}
         elif method == "call":
             self.outcomes = {

@@ -3,14 +3,17 @@ refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +27,8 @@ from hybrid_rl.config import (
     optimizer_steps_per_training_step,
     resolve,
 )
-from hybrid_rl.config.schema import ValueHeadConfig, VLLMRolloutConfig
+from hybrid_rl.config.hardware import Device, Hardware
+from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.data import PromptEncoder, PromptRow, SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
@@ -38,6 +42,8 @@ from hybrid_rl.workers.balance import assign_mini_batches
 Source = SizedSource | StreamSource
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
 
+logger = logging.getLogger("hybrid_rl")
+
 
 @dataclass(frozen=True)
 class ModelChoice:
@@ -48,12 +54,14 @@ class ModelChoice:
     tokenizer: PreTrainedTokenizerBase
     max_positions: int | None
 
-    def load(self, config: TrainerConfig) -> PreTrainedModel:
-        """The module, loaded where it was named by path."""
+    def load(self, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
+        """The module as it was passed, or loaded onto the device by its path."""
         if self.module is not None:
             return self.module
         assert self.path is not None
-        return load_model(self.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+        return load_model(
+            self.path, dtype=config.model.dtype, device=device, trust_remote_code=config.model.trust_remote_code
+        )
 
     def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
         """The module, without its weights where it was named by path."""
@@ -84,13 +92,64 @@ def record_arguments(
             )
     if isinstance(model, PreTrainedModel):
         dtype = str(model.dtype).removeprefix("torch.")
-        if "model.dtype" in given and config.model.dtype != dtype:
+        if "model.dtype" in given and config.model.dtype not in ("auto", dtype):
             raise ConfigError(
                 f"model.dtype={config.model.dtype}, but the module holds {dtype}; convert it with .to(...), or leave "
                 "dtype out"
             )
         found["model.dtype"] = dtype
     return load_config(config, found)[0]
+
+
+def find_hardware(config: TrainerConfig) -> Hardware:
+    """The GPUs that ranks of this config can have: of the Ray cluster that they join, or of this process.
+
+    Raises ConfigError if the cluster cannot be reached.
+    """
+    if config.model.device == "cpu":
+        return Hardware()
+    if isinstance(config.controller, RayControllerConfig) and importlib.util.find_spec("ray") is not None:
+        from hybrid_rl.controller.ray_backend import RayCluster, joins
+
+        if joins(config.controller.address):
+            with contextlib.closing(RayCluster(config.controller.address)) as cluster:
+                num_gpus = sum(int(node.resources.get("GPU", 0)) for node in cluster.nodes())
+            return Hardware(num_gpus, missing="no node of the Ray cluster has one")
+    if not torch.backends.cuda.is_built():
+        return Hardware(missing=f"torch {torch.__version__} is built without CUDA; install a build with it")
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
+        return Hardware(missing=f"torch {torch.__version__} finds none{hidden}; see what nvidia-smi says")
+    return Hardware(
+        torch.cuda.device_count(),
+        torch.cuda.get_device_name(),
+        has_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+    )
+
+
+def device_of(model: Any) -> Device | None:
+    """The kind of device that a module lies on, None for anything else. Raises ModelError for kinds without support."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    if model.device.type not in ("cpu", "cuda"):
+        raise ModelError(f"the module is on {model.device}; move it to the CPU or to a CUDA device")
+    return "cuda" if model.device.type == "cuda" else "cpu"
+
+
+def tell_devices(
+    config: TrainerConfig, given: frozenset[str], hardware: Hardware, module_device: Device | None
+) -> None:
+    """Log what a user with a GPU may not expect."""
+    is_local = not isinstance(config.controller, RayControllerConfig)
+    if module_device == "cpu" and is_local and hardware.num_gpus and "model.device" not in given:
+        logger.warning(
+            'the module is on the CPU and is trained there, although there is a GPU (%s); pass module.to("cuda") to '
+            "use it, or device=cpu if this is meant",
+            hardware.name,
+        )
+    if module_device is None and config.model.device == "cuda" and not hardware.has_bfloat16:
+        logger.warning("dtype=%s: %s has no bfloat16 in hardware", config.model.dtype, hardware.name)
 
 
 def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
@@ -280,7 +339,10 @@ def prepare(
     """Check what the user gave, cheapest first. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
-    resolved = resolve(loaded, given, has_eval=evaluation is not None or loaded.data.eval_path is not None)
+    hardware, module_device = find_hardware(loaded), device_of(model)
+    has_eval = evaluation is not None or loaded.data.eval_path is not None
+    resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
+    tell_devices(resolved, given, hardware, module_device)
     check_trackers(resolved.report_to)
     if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
         raise ConfigError(

@@ -112,11 +112,13 @@ def run_doctor(arguments: Sequence[str]) -> int:
     Returns 1 where something does not fit; it is then named at the end.
     """
     # Imported here: every other command would wait for them.
+    from hybrid_rl.assembly import find_hardware
     from hybrid_rl.workers.preflight import check, versions
 
     console = _wide_console()
     try:
-        config = resolve(*load_config(arguments=arguments))
+        loaded, given = load_config(arguments=arguments)
+        config = resolve(loaded, given, hardware=find_hardware(loaded))
         facts = versions() | _describe_machine(Path(config.output_dir))
         console.print(_table(("this machine", ""), facts.items()), "")
         probes = _probe_ranks(config)
@@ -169,18 +171,19 @@ def _gib(num_bytes: int) -> str:
 
 def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run, without a model, ask them, and end them."""
-    from hybrid_rl.launch import RayRanks
+    from hybrid_rl.launch import RayRanks, local_device
     from hybrid_rl.workers.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
 
     with contextlib.ExitStack() as closing:
         if isinstance(config.controller, RayControllerConfig):
             folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
-            ray = RayRanks(config.num_ranks, config.controller, Path(folder), closing)
+            assert config.num_ranks != "auto"
+            ray = RayRanks(config, Path(folder), closing)
             splitter = functools.partial(split_over_ranks, pair_cost=0.0)
             group = ray.start("doctor", WorkerBase, WorkerBase, config.num_ranks, splitter)
         else:
-            group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase))
+            group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase, local_device(config.model.device)))
             closing.callback(group.close)
         probes: list[RankProbe] = group.probe_rank()
         return probes

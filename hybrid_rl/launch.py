@@ -83,11 +83,18 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
-    # A module of this process is trained in place; a named one is loaded here.
-    setup = replace(setup, model=run.choice.load(run.config), teacher=_loaded(run.teacher_path, run.config))
-    policy = WorkerGroup(HybridWorker, LocalBackend("policy", partial(HybridWorker, setup)))
+    # A module of this process is trained in place; a named one is loaded here. All other models go where it lies.
+    module = run.choice.load(run.config, local_device(run.config.model.device))
+    device = module.device
+    setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
+    policy = WorkerGroup(HybridWorker, LocalBackend("policy", partial(HybridWorker, setup), device))
     closing.callback(policy.close)
     return Workers(policy, None, setup.has_scores)
+
+
+def local_device(kind: str) -> torch.device:
+    """The device of a rank in this process, of a settled `model.device`: the CPU, or the current GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
@@ -95,22 +102,19 @@ def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
     return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
 
 
-def _loaded(path: str | None, config: TrainerConfig) -> PreTrainedModel | None:
+def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> PreTrainedModel | None:
     """The same in this process."""
     if path is None:
         return None
-    return load_model(path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code).requires_grad_(
-        False
-    )
+    settings = config.model
+    module = load_model(path, dtype=settings.dtype, device=device, trust_remote_code=settings.trust_remote_code)
+    return module.requires_grad_(False)
 
 
 def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
     config, controller = run.config, run.config.controller
-    assert isinstance(controller, RayControllerConfig)
-    on_cpu = controller.device == "cpu" or (controller.address is None and not torch.cuda.is_available())
-    if config.fsdp.cpu_offload and on_cpu:
-        raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")
-    ray = RayRanks(config.num_ranks, controller, log_folder / "logs", closing)
+    assert isinstance(controller, RayControllerConfig) and config.num_ranks != "auto"
+    ray = RayRanks(config, log_folder / "logs", closing)
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
         module = setup.model
@@ -130,24 +134,25 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
 
 
 class RayRanks:
-    """Starts worker groups on Ray, all on one cluster. log_folder: of their logs; closing: gets what ends them.
+    """Starts worker groups on Ray, all on one cluster. config: with device and num_ranks settled; log_folder: of their
+    logs; closing: gets what ends them.
 
     Raises ConfigError where Ray is not installed or the cluster cannot be reached.
     """
 
-    def __init__(
-        self, num_ranks: int, controller: RayControllerConfig, log_folder: Path, closing: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, config: TrainerConfig, log_folder: Path, closing: contextlib.ExitStack) -> None:
+        assert isinstance(config.controller, RayControllerConfig)
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(
-                f"num_ranks={num_ranks} and controller.backend=ray need Ray, which is not installed: pip install ray"
+                f"num_ranks={config.num_ranks} and controller.backend=ray need Ray, which is not installed: "
+                f"pip install ray"
             )
         from hybrid_rl.controller.ray_backend import RayCluster
 
-        self._options = ray_options(controller)
+        self._options = ray_options(config.controller, config.model.device)
         self._log_folder = log_folder
         self._closing = closing
-        self.cluster = RayCluster(controller.address)
+        self.cluster = RayCluster(config.controller.address)
         closing.callback(self.cluster.close)
 
     def start(
@@ -177,12 +182,12 @@ class RayRanks:
         return group
 
 
-def ray_options(controller: RayControllerConfig) -> RayOptions:
-    """How the configuration places and watches ranks."""
+def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
+    """How the configuration places and watches ranks. device: cpu, or cuda for a GPU each."""
     return RayOptions(
         placement=controller.placement,
         cpus_per_rank=float(controller.cpus_per_rank or 1),
-        gpus_per_rank={"auto": None, "cpu": 0, "cuda": 1}[controller.device],
+        gpus_per_rank=int(device == "cuda"),
         threads_per_rank=controller.cpus_per_rank,
         env_vars={name: str(value) for name, value in controller.env_vars.items()},
         start_seconds=controller.start_timeout_seconds,

@@ -95,7 +95,7 @@ class Trainer:
         with contextlib.ExitStack() as closing:
             self._log = RunLog(run.config, self.max_steps, run.resume)
             closing.callback(self._log.close)
-            if run.config.num_ranks > 1:
+            if run.config.num_ranks != 1:
                 self._log.message(f"starting {run.config.num_ranks} ranks")
             self._workers = start_workers(run, self._log.path, closing)
             policy = self._workers.policy

@@ -300,7 +300,14 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:
             return None
-        return _typed(path, next(option for option in options if option is not type(None)), value)
+        words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+        if isinstance(value, str) and value in words:
+            return value
+        first = next(option for option in options if option is not type(None))
+        try:
+            return _typed(path, first, value)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{f' or {words[0]}' if words else ''}") from error
     if origin is Literal:
         if isinstance(value, bool) and {"group", "none"} <= set(options):
             value = "group" if value else "none"  # scale_rewards was a bool in earlier versions of TRL

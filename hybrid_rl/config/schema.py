@@ -24,8 +24,15 @@ class ModelConfig:
     """What is trained."""
 
     path: str | None = key(None, "Hugging Face name or local folder; None where a module is passed to Trainer")
-    dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "compute dtype; bfloat16 keeps fp32 master weights and accumulates gradients in fp32"
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto",
+        "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays where "
+        "it is, but for ranks on Ray, which copy it to theirs",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto",
+        "compute dtype; auto = that of a module that is passed, else bfloat16 on GPUs that have it and float32 "
+        "elsewhere; bfloat16 keeps fp32 master weights and accumulates gradients in fp32",
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
@@ -317,7 +324,6 @@ class RayControllerConfig(ControllerConfig):
 
     backend: Literal["ray"] = key("ray", "local (this process, one rank) or ray (a process per rank)")
     address: str | None = key(None, "of a running Ray cluster, auto = the one of this machine; None = start one here")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "of the ranks; auto = cuda where Ray has a GPU for every rank")
     placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
     cpus_per_rank: int | None = key(
         None, "CPU threads and Ray CPUs of a rank; None = the cores of its node shared out", minimum=1
@@ -334,8 +340,11 @@ class RayControllerConfig(ControllerConfig):
 class TrainerConfig:
     """The whole configuration of a run."""
 
-    num_ranks: int = key(
-        1, "processes that train and generate together, one per GPU, or on CPUs; more than 1 run on Ray", minimum=1
+    num_ranks: int | Literal["auto"] = key(
+        1,
+        "processes that train and generate together, one per GPU, or on CPUs; more than 1 run on Ray; auto = all GPUs "
+        "of this machine, or of the cluster at controller.address, less reference_ranks; 1 if there is none",
+        minimum=1,
     )
     mode: Literal["full", "rollout", "train"] = key(
         "full", "for debugging: rollout only makes and saves rollouts, train only trains, on saved ones"

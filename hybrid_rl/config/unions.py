@@ -53,7 +53,8 @@ def _kl_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
 
 
 def _controller_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
-    return "ray" if number(given.get("num_ranks")) > 1 else None
+    # Whether auto is more than one shows when the GPUs are counted.
+    return "ray" if given.get("num_ranks") == "auto" or number(given.get("num_ranks")) > 1 else None
 
 
 def _eval_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
@@ -92,7 +93,7 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             "local",
             {"local": LocalControllerConfig, "ray": RayControllerConfig},
             infer=_controller_section,
-            remedies={"ray": "set num_ranks above 1, or that"},
+            remedies={"ray": "set num_ranks above 1 or auto, or that"},
         ),
     }
 )

@@ -8,19 +8,29 @@ import re
 from typing import Any
 
 from hybrid_rl.config.algorithm import needs_reference, resolve_algorithm
-from hybrid_rl.config.schema import FSDPConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
+from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
+from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
 
 
-def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_eval: bool = True) -> TrainerConfig:
-    """Check a config and replace what is derived. `given` holds the paths that the user set (for inert keys).
+def resolve(
+    config: TrainerConfig,
+    given: frozenset[str] = frozenset(),
+    *,
+    has_eval: bool = True,
+    hardware: Hardware = NO_GPU,
+    module_device: Device | None = None,
+) -> TrainerConfig:
+    """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: what
+    there is to compute on. module_device: "cpu" or "cuda", where a module that was passed lies.
 
-    Raises ConfigError for sizes that cannot work together and for keys that would do nothing.
+    Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing.
     """
+    config = settled(config, given, hardware, module_device)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
-    _check_ranks(config)
-    _check_vllm(config)
+    _check_ranks(config, _number_of(config))
+    _check_vllm(config, _number_of(config))
     _check_mode(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
@@ -56,35 +66,45 @@ def resolve(config: TrainerConfig, given: frozenset[str] = frozenset(), *, has_e
     )
 
 
-def _check_ranks(config: TrainerConfig) -> None:
-    if config.num_ranks > 1 and config.controller.backend == "local":
+def _number_of(config: TrainerConfig) -> int:
+    """num_ranks, once `auto` is settled."""
+    assert config.num_ranks != "auto"
+    return config.num_ranks
+
+
+def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:
+    if num_ranks > 1 and config.controller.backend == "local":
         raise ConfigError(
-            f"controller.backend=local runs one rank, but num_ranks={config.num_ranks}; leave backend out, or set ray"
+            f"controller.backend=local runs one rank, but num_ranks={num_ranks}; leave backend out, or set ray"
         )
-    if config.num_ranks % config.fsdp.dp_replicate:
+    if isinstance(config.controller, RayControllerConfig) and "CUDA_VISIBLE_DEVICES" in config.controller.env_vars:
         raise ConfigError(
-            f"fsdp.dp_replicate={config.fsdp.dp_replicate} does not divide num_ranks={config.num_ranks}; use "
-            f"{', '.join(str(n) for n in range(1, config.num_ranks + 1) if config.num_ranks % n == 0)}"
+            "controller.env_vars sets CUDA_VISIBLE_DEVICES, but Ray deals out the GPUs, and every rank sees all of its "
+            "node; set it for the program that starts Ray (this one, without controller.address) instead"
+        )
+    if num_ranks % config.fsdp.dp_replicate:
+        raise ConfigError(
+            f"fsdp.dp_replicate={config.fsdp.dp_replicate} does not divide num_ranks={num_ranks}; use "
+            f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
         )
 
 
-def _check_vllm(config: TrainerConfig) -> None:
+def _check_vllm(config: TrainerConfig, num_ranks: int) -> None:
     rollout = config.rollout
     if not isinstance(rollout, VLLMRolloutConfig):
         return
-    if config.num_ranks % rollout.vllm.tensor_parallel_size:
+    if num_ranks % rollout.vllm.tensor_parallel_size:
         raise ConfigError(
             f"rollout.vllm.tensor_parallel_size={rollout.vllm.tensor_parallel_size} does not divide "
-            f"num_ranks={config.num_ranks}; use "
-            f"{', '.join(str(n) for n in range(1, config.num_ranks + 1) if config.num_ranks % n == 0)}"
+            f"num_ranks={num_ranks}; use {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
         )
-    if rollout.transport in ("ipc", "distributed") and config.num_ranks == 1:
+    if rollout.transport in ("ipc", "distributed") and num_ranks == 1:
         raise ConfigError(
             f"rollout.transport={rollout.transport} carries weights between ranks, but num_ranks=1; leave it out"
         )
-    if rollout.adopt_weights and (config.num_ranks > 1 or rollout.transport != "auto"):
+    if rollout.adopt_weights and (num_ranks > 1 or rollout.transport != "auto"):
         raise ConfigError(
-            f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={config.num_ranks} and "
+            f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
             f"transport={rollout.transport}; leave it out, or use num_ranks=1 without a transport"
         )
     if (rollout.transport == "disk") != (rollout.weights_path is not None):
@@ -125,6 +145,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         (config.num_ranks == 1, f"fsdp.{item.name}", "one rank shards nothing; set num_ranks")
         for item in dataclasses.fields(FSDPConfig)
     ]
+    rules += [(config.model.device == "cpu", "fsdp.cpu_offload", "on CPUs everything is in host memory anyway")]
     rules += [
         (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
         for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")

@@ -4,7 +4,7 @@ from hybrid_rl.controller.dispatch import Dispatch, dispatch
 from hybrid_rl.controller.group import Backend, WorkerGroup
 from hybrid_rl.controller.local import LocalBackend
 from hybrid_rl.controller.mesh import AXES, RankMesh
-from hybrid_rl.controller.ranks import RankContext, mark_progress
+from hybrid_rl.controller.ranks import RankContext, child_environment, enter_device, mark_progress
 
 __all__ = [
     "AXES",
@@ -14,6 +14,8 @@ __all__ = [
     "RankContext",
     "RankMesh",
     "WorkerGroup",
+    "child_environment",
     "dispatch",
+    "enter_device",
     "mark_progress",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
+
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.exchange import Arguments, Parts, collect
 from hybrid_rl.controller.ranks import RankContext
@@ -25,16 +27,25 @@ class Worker(Protocol):
         ...
 
 
+CPU = torch.device("cpu")
+
+
 class LocalBackend:
-    """Runs the calls of a group in the calling thread, on one worker."""
+    """Runs the calls of a group in the calling thread, on one worker. device: where it computes; a GPU is the current
+    one inside calls only, since the process is the user's."""
 
     num_ranks = 1
 
-    def __init__(self, role: str, make_worker: Callable[[RankContext], Worker]) -> None:
+    def __init__(self, role: str, make_worker: Callable[[RankContext], Worker], device: torch.device = CPU) -> None:
         self.role = role
         self.label = ""
-        self._context = RankContext(role)
-        self._worker: Worker | None = make_worker(self._context)
+        self._context = RankContext(role, device=device)
+        with self._on_device():
+            self._worker: Worker | None = make_worker(self._context)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        device = self._context.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method. One rank: nothing to split and nothing to move; a batch is itself.
@@ -46,7 +57,11 @@ class LocalBackend:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
             # A Ctrl-C inside a call would leave engine, memory or optimizer half changed: it waits for the call's end.
-            with deferred_interrupt(), nullcontext() if record.needs is None else self._worker.lease(record.needs):
+            with (
+                deferred_interrupt(),
+                self._on_device(),
+                nullcontext() if record.needs is None else self._worker.lease(record.needs),
+            ):
                 answer = getattr(self._worker, name)(*args, **kwargs)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")
@@ -57,4 +72,5 @@ class LocalBackend:
         """Release the worker; a second call does nothing."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.close()
+            with self._on_device():
+                worker.close()

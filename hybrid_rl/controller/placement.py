@@ -11,6 +11,8 @@ from typing import Literal
 from hybrid_rl.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+# Ray then assigns GPUs, but leaves CUDA_VISIBLE_DEVICES alone (ray/_private/accelerators/nvidia_gpu.py).
+SEE_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -18,17 +20,17 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 class RayOptions:
     """How the ranks of a group are placed and watched.
 
-    placement: pack fills one node before the next, spread deals ranks out over the nodes. gpus_per_rank: 0 or 1; None
-    gives every rank a GPU where the cluster has any. threads_per_rank: None shares the cores of a node between its
-    ranks. env_vars: set in the process of every rank before it starts; they win over what is set here.
-    start_seconds: for the cluster to give the resources, and for the processes to start. grace_seconds: for other ranks
-    to end after a failure, before they are killed. watchdog_seconds: without progress on any rank, until a call counts
-    as hung. collective_seconds: PyTorch's own limit for a collective; the watchdog comes first.
+    placement: pack fills one node before the next, spread deals ranks out over the nodes. gpus_per_rank: 0 or 1.
+    threads_per_rank: None shares the cores of a node between its ranks. env_vars: set in the process of every rank
+    before it starts; they win over what is set here. start_seconds: for the cluster to give the resources, and for the
+    processes to start. grace_seconds: for other ranks to end after a failure, before they are killed. watchdog_seconds:
+    without progress on any rank, until a call counts as hung. collective_seconds: PyTorch's own limit for a collective;
+    the watchdog comes first.
     """
 
     placement: Literal["pack", "spread"] = "pack"
     cpus_per_rank: float = 1.0
-    gpus_per_rank: int | None = None
+    gpus_per_rank: int = 0
     threads_per_rank: int | None = None
     env_vars: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = 120.0
@@ -48,21 +50,21 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the process of one bundle runs. devices: the accelerators that it sees."""
+    """Where the process of one bundle runs. gpu: the place of its GPU among those that it sees, None for none; visible:
+    its CUDA_VISIBLE_DEVICES, None if all are."""
 
     bundle: int
     node: str
     address: str
     host: str
     pid: int
-    devices: str
+    gpu: int | None = None
+    visible: str | None = None
 
 
-def bundle_of(options: RayOptions, nodes: Sequence[Node]) -> dict[str, float]:
+def bundle_of(options: RayOptions) -> dict[str, float]:
     """What one rank takes of its node."""
     gpus = options.gpus_per_rank
-    if gpus is None:
-        gpus = int(any(node.resources.get("GPU", 0) for node in nodes))
     return {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
 
 
@@ -71,19 +73,21 @@ def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node
     room = sum(_bundles_that_fit(bundle, node.resources) for node in nodes)
     if room < num_ranks:
         has = "; ".join(f"{node.address}: {_amounts(node.resources, bundle)}" for node in nodes) or "no node"
+        advice = "use num_ranks=auto for a rank per GPU, or device=cpu for ranks on CPU cores"
         raise ConfigError(
             f"{num_ranks} ranks of {_amounts(bundle, bundle)} each do not fit into the cluster, which has room for "
-            f"{room} ({has}); ask for fewer ranks, less per rank, or add nodes"
+            f"{room} ({has}); {advice if 'GPU' in bundle else 'ask for fewer ranks, less per rank, or add nodes'}"
         )
 
 
 def rank_order(places: Sequence[Place]) -> list[Place]:
-    """Rank 0 first. By node, device and bundle, so that neighbours are near each other and a restart on the same nodes
+    """Rank 0 first. By node, GPU and bundle, so that neighbours are near each other and a restart on the same nodes
     gives the same order."""
 
     def key(place: Place) -> tuple[object, ...]:
         address = tuple(int(part) if part.isdigit() else part for part in place.address.split("."))
-        return tuple(str(part).zfill(3) for part in address), place.node, _device_key(place.devices), place.bundle
+        gpu = -1 if place.gpu is None else place.gpu
+        return tuple(str(part).zfill(3) for part in address), place.node, gpu, place.bundle
 
     return sorted(places, key=key)
 
@@ -101,6 +105,10 @@ def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loo
     threads = options.threads_per_rank or max(1, cores // max(1, ranks_on_node))
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
     env["TOKENIZERS_PARALLELISM"] = "false"
+    # A GPU rank sees all GPUs of its node and takes the one that Ray assigned. NCCL, CUDA IPC and vLLM's custom
+    # all-reduce, which numbers the ranks of a replica as GPUs, all need to see their peers'. Other ranks see none: Ray
+    # leaves them all.
+    env |= {SEE_ALL: "1"} if options.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
     if loopback:
         interface = "lo0" if sys.platform == "darwin" else "lo"
         env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -113,7 +121,3 @@ def _bundles_that_fit(bundle: Mapping[str, float], resources: Mapping[str, float
 
 def _amounts(resources: Mapping[str, float], names: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
-
-
-def _device_key(devices: str) -> tuple[str, ...]:
-    return tuple(part.zfill(4) for part in devices.split(","))

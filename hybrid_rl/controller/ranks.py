@@ -1,10 +1,11 @@
-"""What a rank knows of itself, how it meets the others, and how it tells that it gets on."""
+"""What a rank knows of itself, which GPU is its own, how it meets the others, and how it tells that it gets on."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,12 @@ import torch.distributed as dist
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.errors import ConfigError
 
+CPU = torch.device("cpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 _last_progress = time.monotonic()
+# What `take_device` has taken in this process, if it is the process of a rank: the device, and the id of the GPU.
+_taken: tuple[torch.device, str] = (CPU, "")
 
 
 def mark_progress() -> None:
@@ -37,14 +43,66 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
-def own_device() -> torch.device:
-    """The accelerator of this process, or its CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def gpu_place(gpu_ids: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """The place of a rank's GPU among those of its process, None for a rank without one.
+
+    gpu_ids: what the cluster gave the rank, as CUDA_VISIBLE_DEVICES names them (numbers, UUIDs, MIG instances), or
+    numbers of the machine if nothing restricts them. Raises ConfigError unless it is one GPU, among those that the
+    process sees.
+    """
+    if not gpu_ids:
+        return None
+    visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    if len(gpu_ids) > 1 or (visible and gpu_ids[0].strip() not in visible):
+        raise ConfigError(
+            f"this rank was given the GPUs {', '.join(gpu_ids)}, and {VISIBLE}={environment.get(VISIBLE)!r}; a rank "
+            f"has one GPU, which it must see: set {VISIBLE} for the program that starts Ray only"
+        )
+    return visible.index(gpu_ids[0].strip()) if visible else int(gpu_ids[0])
+
+
+def take_device(gpu_ids: Sequence[str]) -> torch.device:
+    """Make the GPU that the cluster gave this rank the current device; the CPU for a rank without one. The first thing
+    that a rank does: whatever touches CUDA before does so on the first GPU of the machine, as all other ranks.
+
+    All GPUs of the machine stay visible, so that ranks can reach each other's memory. Only of MIG instances a process
+    can use no more than one (NVIDIA's MIG guide, CUDA device enumeration): it then sees its own alone.
+
+    Raises ConfigError for a GPU that PyTorch does not find.
+    """
+    global _taken
+    place = gpu_place(gpu_ids, os.environ)
+    if place is None:
+        _taken = (CPU, "")
+        return CPU
+    if gpu_ids[0].startswith("MIG"):
+        os.environ[VISIBLE], place = gpu_ids[0], 0
+    found = torch.cuda.device_count()
+    if place >= found:
+        raise ConfigError(
+            f"this rank was given GPU {gpu_ids[0]}, and PyTorch finds {found} here ({VISIBLE}="
+            f"{os.environ.get(VISIBLE)!r}); start Ray with as many GPUs as there are, and see what nvidia-smi says"
+        )
+    _taken = (torch.device("cuda", place), gpu_ids[0])
+    enter_device()
+    return _taken[0]
+
+
+def enter_device() -> None:
+    """Make the rank's GPU the current device of the calling thread: PyTorch's threads begin with the first one of the
+    machine. Does nothing on CPUs, and in a process that is no rank."""
+    if _taken[0].type == "cuda":
+        torch.cuda.set_device(_taken[0])
+
+
+def child_environment() -> dict[str, str]:
+    """What a process that this rank starts has to know: the rank's GPU is the only one that it sees."""
+    return {VISIBLE: _taken[1]} if _taken[0].type == "cuda" else {}
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank gets to build its worker from; by default the only rank.
+    """What a rank gets to build its worker from; by default the only rank, on the CPU.
 
     gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. put, get: leave an object
     where other processes find it, by the handle that `put` returns; in one process the object is its own handle.
@@ -53,7 +111,7 @@ class RankContext:
     role: str = "policy"
     rank: int = 0
     mesh: RankMesh = field(default_factory=lambda: RankMesh({}))
-    device: torch.device = field(default_factory=own_device)
+    device: torch.device = CPU
     gather: Callable[[Any], list[Any]] = _alone
     put: Callable[[Any], Any] = _itself
     get: Callable[[Any], Any] = _itself

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import ray
 import ray._private.node
 import ray._private.services
 import ray._private.worker
+import torch
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -106,6 +107,11 @@ class RayCluster:
         self._end()
 
 
+def joins(address: str | None) -> bool:
+    """Whether RayCluster(address) joins a running cluster, rather than start one here."""
+    return bool(address or os.environ.get("RAY_ADDRESS") or ray.is_initialized())
+
+
 @dataclass
 class _Connection:
     """The connection of this process to Ray. address: as it was asked for, None for a cluster started here."""
@@ -159,6 +165,7 @@ class _Connection:
                 ray.init(
                     address="local",
                     num_cpus=LOCAL_CPU_SLOTS,
+                    num_gpus=torch.cuda.device_count(),  # as PyTorch counts, which is what num_ranks=auto goes by
                     include_dashboard=False,
                     object_store_memory=object_store_memory_bytes,
                     log_to_driver=False,
@@ -263,8 +270,7 @@ class _Ranks:
 
     def _place(self, role: str, num_ranks: int, options: RayOptions) -> None:
         """Reserve room for all ranks at once, start their processes, and put them in order."""
-        nodes = self._cluster.nodes()
-        bundle = placement.bundle_of(options, nodes)
+        nodes, bundle = self._cluster.nodes(), placement.bundle_of(options)
         placement.check_room(num_ranks, bundle, nodes)
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
@@ -274,8 +280,7 @@ class _Ranks:
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         counts, by_id = placement.ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups={"control": 1}, max_restarts=0)(RankServer)
+        actor = cast(Any, ray.remote)(concurrency_groups={"control": 1}, max_restarts=0)(RankServer)
         started = []
         for index in range(num_ranks):
             node = by_id[node_of[index]]
@@ -287,7 +292,7 @@ class _Ranks:
                     num_gpus=bundle.get("GPU", 0),
                     runtime_env={"env_vars": env},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                ).remote(ray.put, ray.get, _is_handle)
+                ).remote(ray.put, ray.get, _is_handle, ray.get_gpu_ids)
             )
         self._actors = started
         found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")

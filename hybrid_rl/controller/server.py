@@ -24,14 +24,17 @@ from hybrid_rl.controller.failures import Failure, failure_of
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.rank_log import RankLog
 from hybrid_rl.controller.ranks import (
+    VISIBLE,
     RankContext,
+    enter_device,
+    gpu_place,
     join_ranks,
     leave_ranks,
     mark_progress,
     object_gather,
     open_store,
-    own_device,
     seconds_since_progress,
+    take_device,
 )
 from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.interrupts import clear_interrupt, request_interrupt
@@ -88,11 +91,13 @@ class Health:
 @dataclass
 class RankServer:
     """Runs in the process of a rank. `start`, `call` and `close` come one at a time; `health` and `interrupt` at any
-    time, from another thread. put, get, is_handle: of the object store."""
+    time, from another thread. put, get, is_handle: of the object store. gpu_ids: the GPUs that this process was
+    given."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
     is_handle: Callable[[Any], bool]
+    gpu_ids: Callable[[], Sequence[str | int]] = tuple
     _worker: Any = None
     _log: RankLog | None = None
     _store: dist.TCPStore | None = None
@@ -101,9 +106,10 @@ class RankServer:
     _interrupted_id: int | None = None
     _thread: int = 0
 
-    def identity(self) -> tuple[str, int, str]:
-        """(host name, process id, visible CUDA devices) of this process."""
-        return socket.gethostname(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def identity(self) -> tuple[str, int, int | None, str | None]:
+        """(host name, process id, place of its GPU among the visible ones, CUDA_VISIBLE_DEVICES) of this process."""
+        place = gpu_place([*map(str, self.gpu_ids())], os.environ)
+        return socket.gethostname(), os.getpid(), place, os.environ.get(VISIBLE)
 
     def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
         """Open the meeting point of all ranks; its address."""
@@ -114,10 +120,8 @@ class RankServer:
         """Meet the other ranks and make the worker. data, handles: the packed function that makes it."""
 
         def start() -> None:
+            device = take_device([*map(str, self.gpu_ids())])
             self._log = RankLog(seat.log_path)
-            device = own_device()
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
             gather = object_gather(1, seat.collective_timeout)
             if seat.mesh.num_ranks > 1:
                 meeting = self._store or dist.TCPStore(
@@ -187,6 +191,7 @@ class RankServer:
                 request_interrupt()
         value, failure = None, None
         try:
+            enter_device()  # calls may come in a thread that the start did not
             value = work()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the driver decides
             failure = failure_of(error)

@@ -38,12 +38,20 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
 
 
-def load_model(path: str, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM by name or folder, all of its weights found. Raises ModelError otherwise."""
+def load_model(
+    path: str, *, dtype: str, device: torch.device | str = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal LM by name or folder, all of its weights found; each tensor goes from the files to the device at once,
+    without a copy of the model in host memory. Raises ModelError otherwise."""
     refuse_missing_folder(path)
+    target = torch.device(device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
+            path,
+            dtype=DTYPES[dtype],
+            device_map=None if target.type == "cpu" else {"": target},
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except Exception as error:  # transformers raises OSError, ValueError, RuntimeError, SafetensorError and others here
         raise ModelError(f"cannot load model {path!r}: {first_line(error)}") from error

@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from hybrid_rl.controller import child_environment
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import calling
 from hybrid_rl.rewards.calling import CallOutcome, failed_call
@@ -80,7 +81,7 @@ class RewardProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 # Several processes with a thread per core each would fight for the cores.
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **child_environment()},
             )
         finally:
             theirs.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from hybrid_rl.controller import enter_device
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardInput
 from hybrid_rl.rewards.isolation import Task, call_and_isolate, is_cut
@@ -32,6 +33,7 @@ class CallThread:
         self.thread.start()
 
     def _run(self) -> None:
+        enter_device()
         while (item := self.inbox.get()) is not None:
             call, future = item
             try:
@@ -85,6 +87,7 @@ class SyncLane:
             self.call_thread.stop()
 
     def _run(self) -> None:
+        enter_device()
         while (task := self.tasks.get()) is not None:
             try:
                 parts = call_and_isolate(partial(self._call, task), task, SYNC_RETRIED)
@@ -185,6 +188,7 @@ class AsyncLane:
 
     @staticmethod
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+        enter_device()
         asyncio.set_event_loop(loop)
         loop.run_forever()
         tasks = asyncio.all_tasks(loop)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import platform
 import socket
 import statistics
@@ -63,7 +64,9 @@ def probe_rank(context: RankContext) -> RankProbe:
     name, device_id = "cpu", ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, device_id = f"cuda {properties.name}", str(properties.uuid)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        # Instances of one MIG GPU are devices of their own, and a rank on one sees nothing else.
+        name, device_id = f"cuda {properties.name}", visible if visible.startswith("MIG") else str(properties.uuid)
     seconds = _measure_seconds(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # whoever sizes a cache later asks the device what is free
@@ -156,8 +159,8 @@ def check(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> lis
         if count > 1:
             which = [i for i, probe in enumerate(probes) if (probe.host, probe.device_id) == key]
             problems.append(
-                f"{_ranks(probes, which)} share the GPU {key[1]}; each rank needs its own: lower num_ranks, or look "
-                f"for CUDA_VISIBLE_DEVICES in controller.env_vars"
+                f"{_ranks(probes, which)} share the GPU {key[1]}; each rank needs its own: lower num_ranks, and start "
+                f"Ray with as many GPUs as there are"
             )
     return problems + _slow_ranks(probes, max_slowdown)
 

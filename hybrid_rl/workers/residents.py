@@ -23,12 +23,12 @@ CRITIC_OPTIMIZER = "critic_optimizer"
 
 
 def module_resident(tag: str, module: nn.Module) -> Resident:
-    """Weights that stay: with one rank in host memory there is no other place for them to go."""
+    """Weights that stay where they are, on whatever device that is."""
     return Resident(tag, lambda: sum(_local_bytes(p) for p in module.parameters()))
 
 
 def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
-    """Masters and Adam moments; they stay, as above."""
+    """Masters and Adam moments, which stay where they are: on the device, or with fsdp.cpu_offload in host memory."""
     return Resident(tag, lambda: optimizer.num_bytes)
 
 

@@ -315,7 +315,11 @@ def _opened_cuda(tensor: ExportedTensor) -> Tensor:
     # Processes may number the same GPUs differently.
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if tensor.uuid not in uuids:
-        raise HandoffError(f"GPU {tensor.uuid} of a shard cannot be seen here; leave CUDA_VISIBLE_DEVICES to all ranks")
+        raise HandoffError(
+            f"a shard lies on GPU {tensor.uuid}, which this process does not see: ranks see all GPUs of their node, "
+            f"unless CUDA_VISIBLE_DEVICES or controller.env_vars hide some or they are MIG instances; show them to all "
+            f"ranks, or set transport=distributed"
+        )
     rebuild: Callable[..., Tensor] = tensor.handle[0]
     arguments = list(tensor.handle[1])
     arguments[_STORAGE_DEVICE] = uuids.index(tensor.uuid)

@@ -161,7 +161,7 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("trust_remote_code", "true", "trust_remote_code='true' must be of type bool"),
         ("trust_remote_code", 1, "trust_remote_code=1 must be of type bool"),
         ("output_dir", True, "output_dir=True must be of type str"),
-        ("dtype", "bfloat61", r"must be one of float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
+        ("dtype", "bfloat61", r"must be one of auto, float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
         ("loss_type", "luspo", "no choice here: set algorithm=luspo"),
         ("importance_sampling_level", "seq", "level='seq' must be one of token, sequence"),

@@ -17,11 +17,15 @@ from hybrid_rl.config import (
     resolve,
     to_dict,
 )
+from hybrid_rl.config.hardware import NO_GPU, Hardware
 from hybrid_rl.errors import ConfigError
 
 
-def resolved(has_eval: bool = True, **keys: Any) -> TrainerConfig:
-    return resolve(*load_config(None, keys), has_eval=has_eval)
+GPUS = Hardware(8, "H100")
+
+
+def resolved(has_eval: bool = True, hardware: Hardware = NO_GPU, **keys: Any) -> TrainerConfig:
+    return resolve(*load_config(None, keys), has_eval=has_eval, hardware=hardware)
 
 
 # ------------------------------------------------------------------------------------------------------------- sizes
@@ -134,10 +138,11 @@ def test_mini_batch_and_old_logprobs(keys: dict[str, Any], mini_batch: int, old_
 
 
 def test_nothing_else_is_changed() -> None:
-    """prompts_per_mini_batch and old_logprobs alone."""
+    """prompts_per_mini_batch and old_logprobs alone, and what `auto` stands for on this hardware."""
     before, after = to_dict(TrainerConfig()), to_dict(resolve(TrainerConfig()))
     after["optimizer"]["prompts_per_mini_batch"] = None
     after["algorithm"].update(old_logprobs="auto")
+    after["model"].update(device="auto", dtype="auto")
     assert after == before
 
 
@@ -160,7 +165,8 @@ INERT = [
     ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
     ({"reshard_after_forward": False}, {"num_ranks": 2}),
     ({"sync_every_micro_batch": True}, {"num_ranks": 2}),
-    ({"cpu_offload": True}, {"num_ranks": 2}),
+    ({"cpu_offload": True}, {"num_ranks": 2, "hardware": GPUS}),
+    ({"cpu_offload": True, "num_ranks": 2}, {"hardware": GPUS}),
     ({"rollouts_path": "there"}, {"mode": "train"}),
     ({"rollouts_path": "there", "mode": "rollout"}, {"mode": "train"}),
     ({"save_rollouts": True, "mode": "train", "rollouts_path": "there"}, {"mode": "rollout", "rollouts_path": None}),

@@ -16,21 +16,21 @@ def test_room_is_counted_per_node() -> None:
         check_room(8, {"CPU": 1.0, "GPU": 1.0}, NODES)
     assert str(caught.value) == (
         "8 ranks of 1 CPU, 1 GPU each do not fit into the cluster, which has room for 7 (10.0.0.9: 8 CPU, 4 GPU; "
-        "10.0.0.10: 3 CPU, 8 GPU); ask for fewer ranks, less per rank, or add nodes"
+        "10.0.0.10: 3 CPU, 8 GPU); use num_ranks=auto for a rank per GPU, or device=cpu for ranks on CPU cores"
     )
-    with pytest.raises(ConfigError, match=r"room for 2 "):
+    with pytest.raises(ConfigError, match=r"room for 2 .*; ask for fewer ranks, less per rank, or add nodes"):
         check_room(3, {"CPU": 4.0}, NODES)
     with pytest.raises(ConfigError, match=r"room for 0 \(no node\)"):
         check_room(1, {"CPU": 1.0}, [])
 
 
 def test_neighbours_are_near_each_other_in_any_order_of_arrival() -> None:
-    """By address as numbers, then device as a number, then bundle."""
+    """By address as numbers, then GPU, then bundle."""
     expected = [
-        Place(5, "n1", "10.0.0.9", "h", 1, "2"),
-        Place(0, "n1", "10.0.0.9", "h", 2, "10"),
-        Place(3, "n0", "10.0.0.10", "h", 3, ""),
-        Place(4, "n0", "10.0.0.10", "h", 4, ""),
+        Place(5, "n1", "10.0.0.9", "h", 1, 2),
+        Place(0, "n1", "10.0.0.9", "h", 2, 10),
+        Place(3, "n0", "10.0.0.10", "h", 3),
+        Place(4, "n0", "10.0.0.10", "h", 4),
     ]
     for seed in range(10):
         shuffled = list(expected)

@@ -1,0 +1,101 @@
+"""What `auto` stands for in device, dtype and num_ranks, and what the GPUs that are there cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.schema import LocalControllerConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.errors import ConfigError
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs that a run can have: those of this process, or of a Ray cluster that it joins.
+
+    name: of the first, empty if nobody here can tell. missing: why there is none. has_bfloat16: in hardware; of a
+    cluster that is joined it is assumed, and every rank checks its own GPU.
+    """
+
+    num_gpus: int = 0
+    name: str = ""
+    missing: str = "none was looked for"
+    has_bfloat16: bool = True
+
+
+NO_GPU = Hardware()
+
+
+def settled(
+    config: TrainerConfig, given: frozenset[str], hardware: Hardware, module_device: Device | None = None
+) -> TrainerConfig:
+    """The config with the number of ranks, the kind of their device and the dtype in the place of `auto`.
+
+    module_device: "cpu" or "cuda", where a module that was passed lies. One rank in this process trains it there;
+    ranks on Ray get a copy of its weights on their own devices. Raises ConfigError if there are fewer GPUs than the
+    config asks for, or GPUs without bfloat16.
+    """
+    config = _with_ranks(config, given, hardware)
+    if isinstance(config.controller, RayControllerConfig):
+        module_device = None
+    device, dtype = _device(config, hardware, module_device), config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" and hardware.has_bfloat16 else "float32"
+    elif dtype == "bfloat16" and device == "cuda" and not hardware.has_bfloat16:
+        raise ConfigError(
+            f"dtype=bfloat16, but {hardware.name} has no bfloat16 in hardware; use dtype=float32, or leave dtype out"
+        )
+    settled = dataclasses.replace(config, model=dataclasses.replace(config.model, device=device, dtype=dtype))
+    _check_gpus(settled, hardware)
+    return settled
+
+
+def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware) -> TrainerConfig:
+    """num_ranks=auto: a rank per GPU, less those that a reference of its own takes; Ray only if it is needed, or if
+    something was said about it."""
+    if config.num_ranks != "auto":
+        return config
+    num_gpus = 0 if config.model.device == "cpu" else hardware.num_gpus
+    num_ranks, controller = max(1, num_gpus - _apart(config)), config.controller
+    if num_ranks == 1 and controller == RayControllerConfig() and "controller.backend" not in given:
+        controller = LocalControllerConfig()
+    return dataclasses.replace(config, num_ranks=num_ranks, controller=controller)
+
+
+def _apart(config: TrainerConfig) -> int:
+    """Ranks that hold the reference alone."""
+    return reference_ranks(config) if needs_reference(config) else 0
+
+
+def _device(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> Device:
+    asked = config.model.device
+    if module_device is not None:
+        if asked not in ("auto", module_device):
+            raise ConfigError(
+                f"device={asked}, but the module that was passed is on {module_device}; move it with "
+                f'.to("{asked}"), or leave device out'
+            )
+        return module_device
+    if asked == "auto":
+        return "cuda" if hardware.num_gpus else "cpu"
+    if asked == "cuda" and not hardware.num_gpus:
+        raise ConfigError(f"device=cuda, but there is no GPU: {hardware.missing}; use device=auto or cpu")
+    return asked
+
+
+def _check_gpus(config: TrainerConfig, hardware: Hardware) -> None:
+    """Ranks on Ray get a GPU each."""
+    assert config.num_ranks != "auto"
+    wanted = config.num_ranks + _apart(config)
+    if config.controller.backend == "local" or config.model.device == "cpu" or wanted <= hardware.num_gpus:
+        return
+    asked = f"num_ranks={config.num_ranks}" + (f" and reference_ranks={_apart(config)}" if _apart(config) else "")
+    raise ConfigError(
+        f"{asked} need {wanted} GPUs, one per rank, and there "
+        f"{'is 1' if hardware.num_gpus == 1 else f'are {hardware.num_gpus}'}; use num_ranks=auto for a rank per GPU, "
+        f"or device=cpu for ranks on CPU cores"
+    )
