@@ -49,7 +49,7 @@ from hybrid_rl.rollout.vllm.config_folder import config_folder
 from hybrid_rl.rollout.vllm.derived import log_derived
 from hybrid_rl.rollout.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
-from hybrid_rl.rollout.vllm.memory import EngineMemory
+from hybrid_rl.rollout.vllm.memory import EngineMemory, can_sleep_on
 from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.rollout.vllm.weights import WeightWriter
 
@@ -97,7 +97,7 @@ class VLLMEngine(GuardedEngine):
         self._layout = WeightLayout.of(named_weights(module).items())
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
-        self.can_sleep = can_sleep = device.type == "cuda" and not adopts
+        self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
         try:
             if self._owns_group:
                 own_group(device)

@@ -15,6 +15,11 @@ from hybrid_rl.rollout.vllm.versions import has
 logger = logging.getLogger(__name__)
 
 
+def can_sleep_on(device: torch.device) -> bool:
+    """Whether vLLM can give memory of this device back."""
+    return device.type == "cuda"
+
+
 class EngineMemory:
     """Puts an LLMEngine's weights and cache to sleep, and wakes them. Requests that it holds stay, and are computed
     again.
