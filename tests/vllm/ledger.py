@@ -43,11 +43,12 @@ class Ledger:
 
     @contextmanager
     def handoff(self, staging_bytes: int) -> Iterator[None]:
-        """A handoff inside, which stages so much."""
+        """A handoff inside, which stages so much; the allocator keeps that afterwards."""
         self.log.append("handoff")
         self.hold("staging", staging_bytes)
         yield
-        self.hold("staging", 0)
+        self.device["staging"] = 0
+        self.hold("free blocks", self.device["free blocks"] + staging_bytes)
 
 
 class EngineModel(torch.nn.Module):
