@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import parallel_state
 
-from hybrid_rl.rollout.vllm.build import own_group, release_groups
+from hybrid_rl.rollout.vllm.build import own_group, release_groups, variables
 from hybrid_rl.rollout.vllm.environment import (
     EngineRandom,
     Guest,
@@ -238,6 +238,31 @@ def test_classes_of_transformers_that_vllm_changes_are_put_back():
     own = type(theirs.model)
     assert own is not kind and isinstance(theirs.model, kind)
     assert {name: vars(own)[name] for name in decorated} == decorated
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, None),  # vLLM reads it itself
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            "expandable_segments:True",
+        ),
+    ],
+    ids=str,
+)
+def test_vllm_knows_of_segments_that_grow_by_whichever_name_they_were_asked_for(given, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    own_group(torch.device("cpu"))
+    try:
+        assert variables(torch.device("cpu"), "run").get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def test_vllm_takes_its_groups_down_and_leaves_the_trainers():

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,7 +67,16 @@ def variables(device: torch.device, run: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": "1",
         RUN: run,
         **COMPILER_VARIABLES,
+        **allocator_variables(os.environ),
     }
+
+
+def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools, which
+    cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given: the
+    environment; of its two names PyTorch prefers the newer."""
+    newer = given.get("PYTORCH_ALLOC_CONF")
+    return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 
 
 def build(
