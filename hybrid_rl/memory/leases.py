@@ -1,8 +1,8 @@
 """Who is in memory: residents, and the one state machine that puts them to sleep and wakes them.
 
 A worker method leases the tags it needs. What is not leased goes to sleep first, then what is leased wakes, so that the
-two are never in memory together. No method calls sleep or wake by hand, and a generator can therefore not be left
-asleep or awake by a step that skipped something.
+two are never in memory together; in between, what the allocator keeps free goes back to the device. No method calls
+sleep or wake by hand, and a generator can therefore not be left asleep or awake by a step that skipped something.
 
 With several ranks a move may be a collective (unsharding weights), and half a group must not lose what the other half
 still reads: the ranks agree on every lease before the first of them moves anything, and all walk in one order.
@@ -30,7 +30,9 @@ class Resident:
 
     tag: its name. num_bytes: its size while awake. policy: what sleep does with it: keep (it never sleeps), discard
     (its content is lost), offload (its content comes back). sleep and wake do the work and are called by the leases
-    alone. after: tags that wake before it and go to sleep after it, where both move.
+    alone. after: tags that wake before it and go to sleep after it, where both move. sleep_all stands for sleep if
+    several residents have one owner: those that have the same one and go to sleep in the same transition do so in one
+    call, which gets their tags.
     """
 
     tag: str
@@ -39,15 +41,18 @@ class Resident:
     sleep: Callable[[], None] | None = None
     wake: Callable[[], None] | None = None
     after: tuple[str, ...] = ()
+    sleep_all: Callable[[frozenset[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.policy != "keep" and (self.sleep is None or self.wake is None):
-            raise ValueError(f"resident {self.tag!r} with policy={self.policy} needs sleep and wake")
+        if self.policy != "keep" and ((self.sleep is None) == (self.sleep_all is None) or self.wake is None):
+            raise ValueError(
+                f"resident {self.tag!r} with policy={self.policy} needs sleep and wake; sleep_all may stand for sleep"
+            )
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One resident going to sleep or waking."""
+    """One resident going to sleep or waking. seconds: of the call; of one that moves several, told with the first."""
 
     tag: str
     awake: bool
@@ -69,13 +74,20 @@ class Leases:
     """The residents of this process and their state. Residents with a policy other than keep start asleep.
 
     gather: gives every rank the objects of all ranks, in rank order; None = one rank. It is called once per outermost
-    lease, so all ranks of a group must take their leases together.
+    lease, so all ranks of a group must take their leases together. give_back: called once in every transition that
+    wakes something, after the last sleep and before the first wake; for an allocator that keeps what it frees, while
+    what wakes takes its memory from the device itself.
     """
 
-    def __init__(self, residents: Iterable[Resident] = (), gather: Gather | None = None) -> None:
+    def __init__(
+        self,
+        residents: Iterable[Resident] = (),
+        gather: Gather | None = None,
+        give_back: Callable[[], None] | None = None,
+    ) -> None:
         self._residents: dict[str, Resident] = {}
         self._order: list[str] = []
-        self._gather = gather
+        self._gather, self._give_back = gather, give_back
         self._awake: set[str] = set()
         self._leased: frozenset[str] | None = None
         self._broken: str | None = None
@@ -163,26 +175,54 @@ class Leases:
                 )
 
     def _move_to(self, wanted: frozenset[str]) -> None:
-        for tag in reversed(self._order):
-            if tag in self._awake - wanted and self._residents[tag].policy != "keep":
-                self._move(tag, awake=False)
-        for tag in self._order:
-            if tag in wanted - self._awake:
-                self._move(tag, awake=True)
+        leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._sleeps(tag)]
+        coming = [tag for tag in self._order if tag in wanted - self._awake]
+        while leaving:
+            together = self._together(leaving)
+            self._put_to_sleep(together)
+            leaving = [tag for tag in leaving if tag not in together]
+        if coming and self._give_back is not None:
+            self._do("giving free memory back", self._give_back)
+        for tag in coming:
+            wake = self._residents[tag].wake
+            assert wake is not None
+            seconds = self._do(f"wake of {tag!r}", wake)
+            self._awake.add(tag)
+            self._note(tag, True, seconds)
 
-    def _move(self, tag: str, *, awake: bool) -> None:
-        resident = self._residents[tag]
-        action = resident.wake if awake else resident.sleep
+    def _sleeps(self, tag: str) -> bool:
+        return self._residents[tag].policy != "keep"
+
+    def _together(self, leaving: Sequence[str]) -> list[str]:
+        """The first of these tags and all that go to sleep in the same call."""
+        sleep_all = self._residents[leaving[0]].sleep_all
+        if sleep_all is None:
+            return [leaving[0]]
+        return [tag for tag in leaving if self._residents[tag].sleep_all == sleep_all]
+
+    def _put_to_sleep(self, tags: Sequence[str]) -> None:
+        first = self._residents[tags[0]]
+        sleep, sleep_all = first.sleep, first.sleep_all
+        action = sleep if sleep_all is None else lambda: sleep_all(frozenset(tags))
         assert action is not None
+        seconds = self._do(f"sleep of {' and '.join(map(repr, tags))}", action)
+        self._awake.difference_update(tags)
+        for number, tag in enumerate(tags):
+            self._note(tag, False, 0.0 if number else seconds)
+
+    def _do(self, what: str, action: Callable[[], None]) -> float:
+        """Carry out a part of a transition; its seconds."""
         start = time.perf_counter()
         try:
             action()
         except BaseException as error:
             # Half-moved memory must not be used: every later lease refuses, naming the first cause.
-            self._broken = f"{'wake' if awake else 'sleep'} of {tag!r}: {type(error).__name__}: {error}"
+            self._broken = f"{what}: {type(error).__name__}: {error}"
             raise
-        (self._awake.add if awake else self._awake.discard)(tag)
-        self.transitions.append(Transition(tag, awake, resident.num_bytes(), time.perf_counter() - start))
+        return time.perf_counter() - start
+
+    def _note(self, tag: str, awake: bool, seconds: float) -> None:
+        self.transitions.append(Transition(tag, awake, self._residents[tag].num_bytes(), seconds))
 
     def drain_transitions(self) -> list[Transition]:
         """Transitions since the last call, oldest first."""

@@ -182,7 +182,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self, tags: Iterable[str]) -> None:
-        """Let go of the memory behind these tags ("weights", "kv_cache")."""
+        """Let go of the memory behind these tags ("weights", "kv_cache"). An engine may discard its weights: then it
+        holds no version, and generates nothing until it is given weights."""
 
     @abstractmethod
     def wake(self, tags: Iterable[str]) -> None:
@@ -240,7 +241,10 @@ class RolloutEngine(ABC):
                 f"the engine is {self.state.value}, not ready; wake {sorted(TAGS)} before generating"
             )
         if self.policy_version < 0:
-            raise EngineStateError("the engine has never been given weights; publish them before generating")
+            raise EngineStateError(
+                "the engine holds no weights to trust: it has never been given weights, or not since it slept, or they "
+                "were found wrong; publish them before generating"
+            )
         if version != self.policy_version:
             raise EngineStateError(
                 f"the engine holds policy version {self.policy_version} but version {version} was expected; publish "

@@ -21,6 +21,8 @@ class ThreadedEngine(EngineWrapper):
     The caller of `step` waits without holding anything: a Ctrl-C or a heartbeat gets through while a pass runs, and so
     does an `abort` of another thread, which the engine sees at its next step. A `step` that its caller broke out of is
     finished and its events come with the next one. All other calls wait for the step under way.
+
+    To be made by the thread that has made the engine: steps run on the GPU and the stream that this thread is on.
     """
 
     def __init__(self, inner: RolloutEngine) -> None:
@@ -28,10 +30,10 @@ class ThreadedEngine(EngineWrapper):
         self._calls: queue.SimpleQueue[tuple[Callable[[], list[FinishedSample]], Future] | None] = queue.SimpleQueue()
         self._under_way: Future | None = None
         self._aborted: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        # The device and the number of threads are those of a thread, not of the process.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # Device, stream and number of threads are those of a thread, not of the process.
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
-            target=_serve, args=(self._calls, device, torch.get_num_threads()), name="rollout-engine", daemon=True
+            target=_serve, args=(self._calls, stream, torch.get_num_threads()), name="rollout-engine", daemon=True
         )
         self._thread.start()
 
@@ -125,11 +127,12 @@ class ThreadedEngine(EngineWrapper):
 
 def _serve(
     calls: queue.SimpleQueue[tuple[Callable[[], list[FinishedSample]], Future] | None],
-    device: int | None,
+    stream: torch.cuda.Stream | None,
     num_threads: int,
 ) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)
+    if stream is not None:
+        torch.cuda.set_device(stream.device)
+        torch.cuda.set_stream(stream)
     torch.set_num_threads(num_threads)
     while (item := calls.get()) is not None:
         call, future = item

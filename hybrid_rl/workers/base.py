@@ -39,7 +39,9 @@ class WorkerBase:
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None)
+        # An engine's memory comes from the device itself: PyTorch must not sit on what an update has freed.
+        give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
+        self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
 
     def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
         """Have these residents in memory inside the block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,9 @@ from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
 
-GENERATING = frozenset({ACTOR, ENGINE_WEIGHTS, KV_CACHE})
+# The cache wakes after the handoff, when nothing is staged or gathered any more.
+PUBLISHING = frozenset({ACTOR, ENGINE_WEIGHTS})
+GENERATING = PUBLISHING | {KV_CACHE}
 TRAINING = frozenset({ACTOR, OPTIMIZER, REFERENCE}) | CRITICS
 
 PROBE_TOKENS = 4
@@ -57,6 +61,7 @@ class HybridWorker(WorkerBase):
         config = setup.config
         self._config = config
         self._probe_ids = setup.probe_ids
+        self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
         model = build_model(setup.model, config, context, is_trained=True)
         model.check_length(setup.max_length)
@@ -120,6 +125,7 @@ class HybridWorker(WorkerBase):
     def update(self, batch: Batch, step: int) -> MetricSums:
         """All optimizer steps of a training step; this rank's part of their metrics."""
         plan = self._plan(batch, step)
+        self._version = None
         sums = self._roles.update_critic(batch, plan)
         if not self._roles.is_warmup(step):
             sums.merge(self._actor.update(batch, plan, step - 1))
@@ -128,34 +134,41 @@ class HybridWorker(WorkerBase):
 
     # ------------------------------------------------------------------------------------------------- rollout
 
-    @dispatch(collect="all", needs=GENERATING)
+    @dispatch(collect="all")
     def publish_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
-        often as configured, that it has them and computes with them.
+        often as configured, that it has them and computes with them. Leases PUBLISHING, and GENERATING for the probe.
 
         Raises HandoffError where it does not: the run stops before anything is generated with such weights.
         """
-        report = self._side.publish(version)
-        metrics = {
-            "handoff/version": float(report.version),
-            "handoff/bytes": float(report.num_bytes),
-            "timing/handoff": report.seconds,
-        }
-        metrics.update({f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()})
+        self._version = None
+        with self.lease(PUBLISHING):
+            report = self._side.publish(version)
+            metrics = {
+                "handoff/version": float(report.version),
+                "handoff/bytes": float(report.num_bytes),
+                "timing/handoff": report.seconds,
+            }
+            metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
+            with self._or_distrust():
+                metrics |= self._side.verify(version)
+        every = self._config.rollout.probe_steps
+        if every and version % every == 0:
+            with self.lease(GENERATING), self._or_distrust():
+                start = now()
+                metrics["handoff/probe_gap"] = self._probe(version)
+                metrics["timing/probe"] = now() - start
+        self._version = version
+        return metrics
+
+    @contextmanager
+    def _or_distrust(self) -> Iterator[None]:
+        """What fails inside leaves an engine that generates nothing."""
         try:
-            return metrics | self._prove(version)
+            yield
         except BaseException:
             self._engine.distrust()
             raise
-
-    def _prove(self, version: int) -> dict[str, float]:
-        metrics = self._side.verify(version)
-        every = self._config.rollout.probe_steps
-        if every and version % every == 0:
-            start = now()
-            metrics["handoff/probe_gap"] = self._probe(version)
-            metrics["timing/probe"] = now() - start
-        return metrics
 
     def _probe(self, version: int) -> float:
         request = RolloutRequest(
@@ -178,13 +191,17 @@ class HybridWorker(WorkerBase):
             )
         return gap
 
-    @dispatch(split="items", collect="concat", needs=GENERATING | {REWARD_MODELS})
+    @dispatch(split="items", collect="concat")
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """Scored samples of this rank's prompts."""
-        batch, report = self._rollout.run(tasks, call)
-        if call.is_scored and self._rewards.entries.models:
-            late = self._reward_models.late_scores(batch, call.first_id)
-            batch, report.failures = merge_late(batch, report.failures, self._rewards, call.first_id, late)
+        """Scored samples of this rank's prompts. Leases GENERATING, and PUBLISHING before it where the engine has given
+        its weights up since they were published: it sleeps without a copy."""
+        if self._engine.policy_version < 0 and self._version == call.version:
+            self.publish_weights(call.version)
+        with self.lease(GENERATING | {REWARD_MODELS}):
+            batch, report = self._rollout.run(tasks, call)
+            if call.is_scored and self._rewards.entries.models:
+                late = self._reward_models.late_scores(batch, call.first_id)
+                batch, report.failures = merge_late(batch, report.failures, self._rewards, call.first_id, late)
         return batch, report
 
     @dispatch(split="items", collect="concat")
@@ -255,5 +272,6 @@ class HybridWorker(WorkerBase):
     @dispatch(collect="leader", needs=TRAINING)
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
+        self._version = None
         self._actor.load(folder)
         self._roles.load_models(folder)

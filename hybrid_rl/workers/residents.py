@@ -32,13 +32,23 @@ def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
     return Resident(tag, lambda: optimizer.num_bytes)
 
 
-def engine_weights_resident(model: CausalLM) -> Resident:
-    """What the in-place engine decodes from beside the actor: the full weights, gathered for the rollout phase where
-    the actor is sharded; nothing where it is not."""
+def engine_weights_resident(model: CausalLM, engine: InPlaceEngine) -> Resident:
+    """What the in-place engine decodes from beside the actor: the full weights, gathered while they are published and
+    generated with where the actor is sharded; nothing where it is not."""
     if not isinstance(model, ShardedCausalLM):
+        engine.wake({WEIGHTS})  # they are the actor's, which stay
         return Resident(ENGINE_WEIGHTS, lambda: 0)
     twin = model.twin
-    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=twin.release, wake=twin.bind)
+
+    def sleep() -> None:
+        engine.sleep({WEIGHTS})
+        twin.release()
+
+    def wake() -> None:
+        twin.bind()
+        engine.wake({WEIGHTS})
+
+    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=sleep, wake=wake)
 
 
 def _local_bytes(parameter: Tensor) -> int:
@@ -53,5 +63,6 @@ def kv_cache_resident(engine: InPlaceEngine) -> Resident:
         lambda: engine.kv_cache_bytes,
         policy="discard",
         sleep=lambda: engine.sleep({KV_CACHE}),
-        wake=lambda: engine.wake({WEIGHTS, KV_CACHE}),
+        wake=lambda: engine.wake({KV_CACHE}),
+        after=(ENGINE_WEIGHTS,),
     )

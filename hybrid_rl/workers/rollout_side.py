@@ -73,7 +73,7 @@ class InPlaceSide(RolloutSide):
                 decode=setup.decode,
                 memory_share=1 / num_ranks_of_host(context),
             )
-        self.residents = (engine_weights_resident(model), kv_cache_resident(self.engine))
+        self.residents = (engine_weights_resident(model, self.engine), kv_cache_resident(self.engine))
 
     def publish(self, version: int) -> HandoffReport:
         """See RolloutSide; the bytes are those that each rank has gathered."""
@@ -116,6 +116,7 @@ class VLLMSide(RolloutSide):
         self.engine = ThreadedEngine(engine)
         self._hosts: list[str] = context.gather(socket.gethostname())
         self._sources: dict[str, Source] = {}
+        self._published = -1
         self._files: tuple[int, DiskSource] | None = None
         self._verifier: Verifier | None = None
         self.residents = self._residents()
@@ -135,23 +136,31 @@ class VLLMSide(RolloutSide):
             Resident(
                 ENGINE_WEIGHTS,
                 num_weight_bytes,
-                policy="offload",
-                sleep=lambda: self.engine.sleep({WEIGHTS}),
+                policy="discard",
                 wake=lambda: self.engine.wake({WEIGHTS}),
+                sleep_all=self._sleep,
             ),
             Resident(
                 KV_CACHE,
                 num_cache_bytes,
                 policy="discard",
-                sleep=lambda: self.engine.sleep({KV_CACHE}),
                 wake=lambda: self.engine.wake({KV_CACHE}),
                 after=(ENGINE_WEIGHTS,),
+                sleep_all=self._sleep,
             ),
         )
 
+    def _sleep(self, tags: frozenset[str]) -> None:
+        """In one call for weights and cache: vLLM copies nothing then."""
+        self.engine.sleep({WEIGHTS if tag == ENGINE_WEIGHTS else KV_CACHE for tag in tags})
+
     def publish(self, version: int) -> HandoffReport:
-        """See RolloutSide."""
-        return self.engine.update_weights(self._source(version), version)
+        """See RolloutSide. A version may be published again, to an engine that has slept since."""
+        if version <= self._published:  # a source hands over each version once
+            self._close_sources()
+        report = self.engine.update_weights(self._source(version), version)
+        self._published = version
+        return report
 
     def verify(self, version: int) -> dict[str, float]:
         """See RolloutSide. What vLLM has derived from the weights cannot be compared with them: it is counted."""
@@ -214,8 +223,12 @@ class VLLMSide(RolloutSide):
     def close(self) -> None:
         """See RolloutSide."""
         super().close()
+        self._close_sources()
+
+    def _close_sources(self) -> None:
         for source in self._sources.values():
             source.close()
+        self._sources, self._files = {}, None
 
 
 def num_ranks_of_host(context: RankContext) -> int:

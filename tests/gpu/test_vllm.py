@@ -137,7 +137,7 @@ def test_twenty_optimizer_steps_by_the_traced_write(rig: Rig) -> None:
         rig.engine.wake(TAGS if step % 3 else {WEIGHTS})  # weights can be written while the cache sleeps
 
 
-def test_asleep_it_refuses_and_awake_it_holds_the_same_weights(rig: Rig) -> None:
+def test_asleep_it_refuses_and_awake_it_wants_its_weights(rig: Rig) -> None:
     rig.engine.wake(TAGS)
     rig.publish()
     rig.engine.sleep(TAGS)
@@ -149,6 +149,9 @@ def test_asleep_it_refuses_and_awake_it_holds_the_same_weights(rig: Rig) -> None
     with pytest.raises(EngineStateError):
         rig.sample()
     rig.engine.wake({KV_CACHE})
+    with pytest.raises(EngineStateError, match="publish them before generating"):
+        rig.sample()  # it slept without a copy of its weights
+    rig.publish()
     rig.prove()
     samples, tokens = rig.sample()
     with torch.no_grad():

@@ -197,7 +197,7 @@ def test_a_token_without_a_finite_logprob_stops_the_rollout(rig):
 # ------------------------------------------------------------------------------------------------------- arguments
 
 
-def arguments(**given):
+def arguments(device="cpu", **given):
     config = CONFIG.__class__(**{**vars(CONFIG), "engine_args": given})
     return engine_arguments(
         config,
@@ -207,8 +207,7 @@ def arguments(**given):
         seed=7,
         trust_remote_code=False,
         can_sleep=False,
-        device=torch.device("cpu"),
-        run="run",
+        device=torch.device(device),
     )
 
 
@@ -216,7 +215,7 @@ def test_arguments_of_vllm_pass_through_beside_ours():
     given = arguments(block_size=64, long_prefill_token_threshold=5, additional_config={"mine": 1})
     assert (given["block_size"], given["long_prefill_token_threshold"]) == (64, 5)
     assert (given["dtype"], given["max_model_len"], given["seed"]) == ("bfloat16", 100, 7)
-    assert given["additional_config"] == {"mine": 1, "hybrid_rl_run": "run"}
+    assert given["additional_config"] == {"mine": 1}
     assert given["logprobs_mode"] == "processed_logprobs"
 
 
@@ -225,7 +224,6 @@ def test_arguments_of_vllm_pass_through_beside_ours():
     [
         ("blok_size", r"rollout.vllm.blok_size is no argument of the vLLM that is installed; did you mean .block_"),
         ("gpu_memory_utilization", r"rollout.vllm.gpu_memory_utilization cannot be set: set kv_cache_memory_bytes"),
-        ("async_scheduling", "rollout.vllm.async_scheduling cannot be set"),
     ],
 )
 def test_arguments_that_are_unknown_or_not_the_users_are_refused(name, message):

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,15 +14,18 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import parallel_state
 
-from hybrid_rl.rollout.vllm.build import own_group, release_groups
+from hybrid_rl.rollout.vllm.build import own_group, release_groups, variables
 from hybrid_rl.rollout.vllm.environment import (
     EngineRandom,
+    Guest,
     RandomState,
     classes_kept,
     environment_kept,
     process_kept,
 )
 from hybrid_rl.rollout.vllm.meta import stand_in_model
+from hybrid_rl.rollout.vllm.switches import INDUCTOR, compile_alone
+from tests.unit.rollout.test_threaded import Streams
 from tests.vllm.rigs import tiny
 
 
@@ -50,6 +54,43 @@ def test_an_engine_draws_its_own_sequence_and_nobody_notices():
         assert [draw() for _ in range(3)] == mine
     with other.active():
         assert draw() != mine[0]
+
+
+def test_a_step_draws_on_from_the_engines_sequence_and_nobody_notices():
+    """PyTorch's generator is switched for a step, and only it: the others are left alone."""
+    engine, twin = EngineRandom(7), EngineRandom(7)
+    with engine.active():
+        expected = [float(torch.rand(())) for _ in range(3)]
+    start = RandomState.now()
+    undisturbed = [draw() for _ in range(3)]
+    start.apply()
+    for mine, others in zip(expected, undisturbed, strict=True):
+        with twin.sampling():
+            assert float(torch.rand(())) == mine
+        assert draw() == others
+    with pytest.raises(KeyError), twin.sampling():
+        raise KeyError
+    start.apply()
+    with twin.sampling():
+        random.random(), np.random.rand()
+    assert draw()[2] == undisturbed[0][2]
+
+
+def test_a_guest_steps_and_acts_on_its_own_stream_and_the_thread_returns_to_the_callers(monkeypatch):
+    streams = Streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # there are no random generators of its devices
+    streams.set(streams.stream("of the trainer"))
+    guest = Guest(1)
+    for context in (guest.active, guest.stepping):
+        with context():
+            assert streams.current().name == "of the trainer"  # it has none yet
+    guest.stream = streams.stream("of the engine")
+    for context in (guest.active, guest.stepping):
+        with pytest.raises(KeyError), context():
+            assert streams.current().name == "of the engine"
+            streams.set(streams.stream("another of the engine's"))
+            raise KeyError
+        assert streams.current().name == "of the trainer"
 
 
 def test_an_error_inside_gives_the_generators_back():
@@ -106,6 +147,55 @@ def test_what_a_guest_changes_in_a_process_is_put_back():
     assert draw() == expected
 
 
+@pytest.mark.parametrize("how", ["nothing", "high", "tf32 of CUDA"])
+def test_the_precision_of_products_is_put_back(how):
+    """vLLM asks for the highest; whoever trains in TF32 goes on in TF32, whichever of PyTorch's two ways he said so."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    precisions = [backend.fp32_precision for backend in backends]
+    name = torch.get_float32_matmul_precision()
+    try:
+        if how == "high":
+            torch.set_float32_matmul_precision("high")
+        elif how != "nothing":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        before = [backend.fp32_precision for backend in backends]
+        with pytest.raises(KeyError), process_kept():
+            torch.set_float32_matmul_precision("highest" if how != "nothing" else "medium")
+            raise KeyError
+        assert [backend.fp32_precision for backend in backends] == before
+        if how != "tf32 of CUDA":
+            assert torch.get_float32_matmul_precision() == ("high" if how == "high" else name)
+    finally:
+        torch.set_float32_matmul_precision(name)
+        for backend, precision in zip(backends, precisions, strict=True):
+            backend.fp32_precision = precision
+
+
+def test_the_compiler_has_its_processes_again(monkeypatch):
+    """vLLM compiles in one process, and says so by a variable that PyTorch reads once, as its compiler is imported."""
+    config = SimpleNamespace(compile_threads=7, decide_compile_threads=lambda: 5)
+    monkeypatch.setitem(sys.modules, INDUCTOR, config)
+    with process_kept():
+        compile_alone()
+        assert config.compile_threads == 1
+    assert config.compile_threads == 7
+    monkeypatch.delitem(sys.modules, INDUCTOR)
+    config.compile_threads = 1
+    with process_kept():
+        monkeypatch.setitem(sys.modules, INDUCTOR, config)
+    assert config.compile_threads == 5
+
+
+def test_triton_says_no_more_than_before(monkeypatch):
+    """A setting that nobody made is none again, one that the user made stays."""
+    knobs = SimpleNamespace(autotuning=SimpleNamespace(), runtime=SimpleNamespace(jit_post_compile_hook=print))
+    monkeypatch.setitem(sys.modules, "triton.knobs", knobs)
+    with process_kept():
+        knobs.autotuning.print = True
+        knobs.runtime.jit_post_compile_hook = None
+    assert vars(knobs.autotuning) == {} and knobs.runtime.jit_post_compile_hook is print
+
+
 def test_what_the_user_set_is_not_overridden(monkeypatch):
     monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "1")
     with process_kept():
@@ -148,6 +238,31 @@ def test_classes_of_transformers_that_vllm_changes_are_put_back():
     own = type(theirs.model)
     assert own is not kind and isinstance(theirs.model, kind)
     assert {name: vars(own)[name] for name in decorated} == decorated
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, None),  # vLLM reads it itself
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            "expandable_segments:True",
+        ),
+    ],
+    ids=str,
+)
+def test_vllm_knows_of_segments_that_grow_by_whichever_name_they_were_asked_for(given, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    own_group(torch.device("cpu"))
+    try:
+        assert variables(torch.device("cpu"), "run").get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def test_vllm_takes_its_groups_down_and_leaves_the_trainers():

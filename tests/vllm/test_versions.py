@@ -1,8 +1,7 @@
 """Which vLLM is taken, and that the table of differences is true of the one that is installed."""
 
-from types import SimpleNamespace
-
 import pytest
+import torch
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -58,22 +57,24 @@ def test_every_row_is_true_of_what_is_installed(name):
 
 
 class Sleeper:
-    """An LLMEngine's memory: what of it is asleep, and the calls that vLLM would ignore with a warning are errors."""
+    """An LLMEngine's memory: what of it is asleep, and the calls that vLLM would ignore with a warning are errors.
+    weights: lost by a sleep of level 2, and back after one of level 1."""
 
     def __init__(self):
-        self.asleep, self.calls, self.paused = set(), [], False
-        self.engine_core = SimpleNamespace(engine_core=self)
+        self.asleep, self.calls, self.weights = set(), [], torch.ones(3)
+        self.level = 0
 
     def sleep(self, level, mode):
-        self.calls.append("sleep")
-        assert (level, mode) == (1, "keep") and self.may_sleep(), "vLLM would ignore this"
-        self.asleep = {WEIGHTS, KV_CACHE}
+        self.calls.append(("sleep", level))
+        assert mode == "keep" and self.may_sleep(), "vLLM would ignore this"
+        self.asleep, self.level = {WEIGHTS, KV_CACHE}, level
+        if level == 2:
+            self.weights.fill_(torch.nan)
 
     def wake_up(self, tags):
         self.calls.append(("wake", *tags))
         assert set(tags) <= self.asleep, "vLLM would ignore this"
         self.asleep -= set(tags)
-        self.paused = bool(self.asleep)
 
 
 class Old(Sleeper):
@@ -84,56 +85,63 @@ class Old(Sleeper):
 
 
 class New(Sleeper):
-    """0.32: the cache may sleep alone, and the weights after it."""
+    """0.32: the weights may sleep after the cache."""
+
+    release_kv_cache_memory = None
 
     def may_sleep(self):
         return WEIGHTS not in self.asleep
 
-    def pause_scheduler(self, mode):
-        self.paused = mode == "keep"
 
-    def release_kv_cache_memory(self):
-        self.calls.append("release")
-        assert self.paused and not self.asleep, "vLLM would refuse this"
-        self.asleep = {KV_CACHE}
+@pytest.fixture(params=[Old, New], ids=["0.25.1", "0.32"])
+def llm(request):
+    return request.param()
 
 
-@pytest.mark.parametrize(
-    ("llm", "calls"),
-    [
-        (Old(), ["sleep", ("wake", WEIGHTS), ("wake", KV_CACHE), "sleep", ("wake", WEIGHTS, KV_CACHE)]),
-        (New(), ["release", "sleep", ("wake", WEIGHTS, KV_CACHE)]),
-    ],
-    ids=["0.25.1", "0.32"],
-)
-def test_the_cache_sleeps_first_then_the_weights_then_both_wake(llm, calls):
+def test_weights_and_cache_sleep_in_one_call_without_a_copy(llm):
     memory = EngineMemory(llm, can_sleep=True)
-    memory.sleep(frozenset({KV_CACHE}))
-    assert llm.asleep == memory.asleep == {KV_CACHE}
-    memory.sleep(frozenset({KV_CACHE}))  # is asleep
-    memory.sleep(frozenset({WEIGHTS}))
+    assert memory.sleep(TAGS) and not memory.sleep(TAGS)
     assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
+    memory.wake(frozenset({WEIGHTS}))
+    assert llm.asleep == memory.asleep == {KV_CACHE}
     memory.wake(TAGS)
     memory.wake(TAGS)
     assert llm.asleep == memory.asleep == set()
-    assert llm.calls == calls
+    assert llm.calls == [("sleep", 2), ("wake", WEIGHTS), ("wake", KV_CACHE)]
 
 
-@pytest.mark.parametrize("llm", [Old(), New()], ids=["0.25.1", "0.32"])
-def test_weights_wake_before_the_cache(llm):
+def test_the_cache_sleeps_with_the_weights(llm):
     memory = EngineMemory(llm, can_sleep=True)
-    memory.sleep(frozenset({WEIGHTS}))
-    memory.wake(frozenset({WEIGHTS}))
-    assert llm.asleep == memory.asleep == {KV_CACHE}
-    memory.wake(frozenset({KV_CACHE}))
-    assert llm.asleep == set()
+    assert memory.sleep(frozenset({WEIGHTS}))
+    assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE} and llm.calls == [("sleep", 2)]
+
+
+def test_the_cache_may_sleep_alone_and_the_weights_after_it(llm):
+    memory = EngineMemory(llm, can_sleep=True)
+    assert not memory.sleep(frozenset({KV_CACHE}))
+    assert llm.asleep == memory.asleep == {KV_CACHE} and llm.level == 1
+    assert not memory.sleep(frozenset({KV_CACHE}))
+    assert llm.weights.tolist() == [1, 1, 1]
+    assert memory.sleep(frozenset({WEIGHTS}))
+    assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
+    before = [("wake", KV_CACHE)] if isinstance(llm, Old) else []
+    assert llm.calls == [("sleep", 1), ("wake", WEIGHTS), *before, ("sleep", 2)]
+
+
+def test_what_nobody_writes_again_outlives_the_sleep_of_the_weights(llm):
+    memory = EngineMemory(llm, can_sleep=True, constants=[llm.weights])
+    for _ in range(2):
+        memory.sleep(TAGS)
+        assert llm.weights.isnan().all()
+        memory.wake(TAGS)
+        assert llm.weights.tolist() == [1, 1, 1]
 
 
 def test_where_the_platform_cannot_nothing_moves_and_the_log_says_so_once(caplog):
     llm = New()
     memory = EngineMemory(llm, can_sleep=False)
     for _ in range(2):
-        memory.sleep(TAGS)
+        assert not memory.sleep(TAGS)
         assert memory.asleep == TAGS
         memory.wake(TAGS)
     assert llm.calls == []

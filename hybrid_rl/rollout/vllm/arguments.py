@@ -10,13 +10,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 from vllm import EngineArgs
 
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.errors import ConfigError
 
-RUN = "hybrid_rl_run"  # the key in vLLM's additional_config
 WORKER = "hybrid_rl.rollout.vllm.cpu_worker.RunWorker"
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
 
@@ -38,7 +36,6 @@ RESERVED: Mapping[str, str] = {
     "model_loader_extra_config": "the trainer hands its weights over",
     "enable_sleep_mode": "the engine sleeps where its platform can",
     "worker_cls": "it follows from the platform",
-    "async_scheduling": "the engine stops at every step boundary",
     "logprobs_mode": "logprobs are those of the distribution that was sampled from",
     "disable_log_stats": "the engine counts for itself",
     "generation_config": "samples are drawn as the keys of rollout and eval say",
@@ -59,10 +56,8 @@ def engine_arguments(
     trust_remote_code: bool,
     can_sleep: bool,
     device: torch.device,
-    run: str,
 ) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs, without the size of the cache. folder: where config.json lies. run: a name that
-    all ranks know and no other run has.
+    """Keyword arguments of EngineArgs, without the size of the cache. folder: where config.json lies.
 
     Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
     """
@@ -74,7 +69,8 @@ def engine_arguments(
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"rollout.vllm.{name} is no argument of the vLLM that is installed{hint}")
-    defaults = {"use_tqdm_on_load": False}
+    # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
+    defaults = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
     ours = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -91,7 +87,6 @@ def engine_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "enforce_eager": device.type == "cpu" if config.enforce_eager is None else config.enforce_eager,
         "load_format": "dummy",
-        "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",
@@ -99,20 +94,8 @@ def engine_arguments(
     if can_sleep:
         ours["enable_sleep_mode"] = True
     if device.type == "cpu":
-        given = config.engine_args.get("additional_config", {})
-        ours |= {"worker_cls": WORKER, "additional_config": {**given, RUN: run}}
+        ours["worker_cls"] = WORKER
     return {**defaults, **config.engine_args, **ours}
-
-
-def write_config(module: PreTrainedModel, folder: Path) -> None:
-    """The config.json from which vLLM builds its model. Nothing of the module but its class and config is looked at."""
-    config = module.config
-    before = config.architectures
-    config.architectures = [type(module).__name__.removeprefix("FSDP")]  # FSDP2 derives a class of the same name
-    try:
-        config.save_pretrained(folder)
-    finally:
-        config.architectures = before
 
 
 def kv_cache_bytes(

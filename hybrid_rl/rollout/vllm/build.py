@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +20,24 @@ from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout.vllm.arguments import kv_cache_bytes
 from hybrid_rl.rollout.vllm.environment import process_kept
+from hybrid_rl.rollout.vllm.switches import COMPILER_VARIABLES, compile_alone
 from hybrid_rl.rollout.vllm.versions import has
+
+RUN = "HYBRID_RL_VLLM_RUN"  # the environment variable with the name of the run, for our worker
+
+# Engines of this process: vLLM's groups are the process's, so there is one at most.
+LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def require_none_live() -> None:
+    """Raise ConfigError while a vLLM engine of this process has not been closed."""
+    if LIVE:
+        gc.collect()
+    if LIVE:
+        raise ConfigError(
+            "another Trainer of this process has a vLLM engine, and vLLM can live once in a process; close() that one "
+            "first"
+        )
 
 
 def own_group(device: torch.device) -> None:
@@ -35,8 +54,9 @@ def run_name() -> str:
     return names[0]
 
 
-def variables(device: torch.device) -> dict[str, str]:
-    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores."""
+def variables(device: torch.device, run: str) -> dict[str, str]:
+    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores. run: see
+    `run_name`; it must be no part of vLLM's configuration, by which what has been compiled is found again."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -45,13 +65,25 @@ def variables(device: torch.device) -> dict[str, str]:
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(torch.cuda.current_device() if device.type == "cuda" else 0),
         "LOCAL_WORLD_SIZE": "1",
+        RUN: run,
+        **COMPILER_VARIABLES,
+        **allocator_variables(os.environ),
     }
+
+
+def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools, which
+    cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given: the
+    environment; of its two names PyTorch prefers the newer."""
+    newer = given.get("PYTORCH_ALLOC_CONF")
+    return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 
 
 def build(
     arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
     """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
+    compile_alone()
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config()
         num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vllm.config import VllmConfig
@@ -10,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rollout.vllm.arguments import RUN
+from hybrid_rl.rollout.vllm.build import RUN
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,7 +41,7 @@ class RunWorker(CPUWorker):
         is_driver_worker: bool = False,
     ) -> None:
         check_head_size(vllm_config.model_config.get_head_size())
-        self._run: str = vllm_config.additional_config[RUN]
+        self._run = os.environ[RUN]
         # What stands behind the last colon is the name; ranks have found each other already.
         address = f"{distributed_init_method}:{self._run}"
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)

@@ -7,14 +7,10 @@ pause, an abort or a new version need not look into its queues.
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
-import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
@@ -38,16 +34,24 @@ from hybrid_rl.rollout.base import (
 )
 from hybrid_rl.rollout.guards import GuardedEngine
 from hybrid_rl.rollout.sampling import check_finite
-from hybrid_rl.rollout.vllm.arguments import engine_arguments, write_config
-from hybrid_rl.rollout.vllm.build import build, own_group, release_groups, run_name, tear_down, variables
+from hybrid_rl.rollout.vllm.arguments import engine_arguments
+from hybrid_rl.rollout.vllm.build import (
+    LIVE,
+    build,
+    own_group,
+    release_groups,
+    require_none_live,
+    run_name,
+    tear_down,
+    variables,
+)
+from hybrid_rl.rollout.vllm.config_folder import config_folder
 from hybrid_rl.rollout.vllm.derived import log_derived
-from hybrid_rl.rollout.vllm.environment import EngineRandom, classes_kept, environment_kept, process_kept
+from hybrid_rl.rollout.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.rollout.vllm.loader import LoadedWeights
-from hybrid_rl.rollout.vllm.memory import EngineMemory
-from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, vllm_params
+from hybrid_rl.rollout.vllm.memory import EngineMemory, can_sleep_on
+from hybrid_rl.rollout.vllm.requests import Generation, check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.rollout.vllm.weights import WeightWriter
-
-_live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # vLLM's groups are of the process: at most one
 
 
 class VLLMEngine(GuardedEngine):
@@ -78,7 +82,7 @@ class VLLMEngine(GuardedEngine):
         memory_share: float = 1.0,
         adopts: bool = False,
     ) -> None:
-        _require_none_live()
+        require_none_live()
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
             max_positions=max_length,
@@ -91,40 +95,41 @@ class VLLMEngine(GuardedEngine):
         )
         self._config = config
         self._layout = WeightLayout.of(named_weights(module).items())
-        self._random = EngineRandom(seed)
+        self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
-        self.can_sleep = can_sleep = device.type == "cuda" and not adopts
+        self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
         try:
             if self._owns_group:
                 own_group(device)
             self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
             with (
-                process_kept(variables(device)),
-                self._random.active(),
+                process_kept(variables(device, run_name())),
+                on_stream(stream_of_thread(device)),
+                self._guest.active(),
                 classes_kept(module) as models,
-                tempfile.TemporaryDirectory(prefix="hybrid_rl-vllm-") as folder,
             ):
-                write_config(module, Path(folder))
                 arguments = engine_arguments(
                     config,
-                    Path(folder),
+                    config_folder(module),
                     dtype=dtype,
                     max_length=max_length,
                     seed=seed % 2**32,
                     trust_remote_code=trust_remote_code,
                     can_sleep=can_sleep,
                     device=device,
-                    run=run_name(),
                 )
                 arguments |= self._writer.arguments()
                 self._llm, self._kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 models.append(self._writer.weights.model)
-                self._memory = EngineMemory(self._llm, can_sleep=can_sleep)
+                self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
+                self._memory = EngineMemory(self._llm, can_sleep=can_sleep, constants=self._writer.weights.constants)
                 self._memory.sleep(TAGS)
         except BaseException:
             release_groups(with_all=self._owns_group)
             raise
         log_derived(self._writer.weights)
+        # There a request without a seed has NumPy draw one; to bring its own costs nothing.
+        self._draws_seeds = device.type == "cuda" and self._llm.vllm_config.use_v2_model_runner
         cache = self._llm.vllm_config.cache_config
         self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()
@@ -134,19 +139,13 @@ class VLLMEngine(GuardedEngine):
         self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
         self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
-        _live.add(self)
-        if adopts:
-            try:
+        LIVE.add(self)
+        try:
+            if adopts:
                 self._writer.adopt(module)
-            except BaseException:
-                self.close()
-                raise
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Where vLLM runs: with its own random generators; the environment is put back behind it."""
-        with environment_kept(), self._random.active():
-            yield
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -171,7 +170,7 @@ class VLLMEngine(GuardedEngine):
             # repeats its rollout, whatever was evaluated between.
             self._forget_prefixes()
             if requests:
-                self._random.restart(requests[0].params.seed)
+                self._guest.random.restart(requests[0].params.seed)
         self._ids.update(request.id for request in requests)
         self._waiting.extend(map(Generation, requests))
         return [request.id for request in requests]
@@ -202,9 +201,9 @@ class VLLMEngine(GuardedEngine):
         if not self._running or self._paused == "keep":
             return finished
         try:
-            with self._inside():
+            with self._guest.stepping():
                 outputs = self._llm.step()
-                finished += self._postprocess(outputs)
+            finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
             raise
@@ -225,7 +224,7 @@ class VLLMEngine(GuardedEngine):
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             generation = self._waiting.popleft()
             request = generation.request
-            params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds)
+            params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
             self._llm.add_request(str(request.id), generation.prompt, params)
             self._running[request.id] = generation
 
@@ -237,7 +236,7 @@ class VLLMEngine(GuardedEngine):
                 cached = output.num_cached_tokens or 0
                 self._num_prompt_tokens += len(generation.request.prompt_ids) - cached
                 self._num_prefix_tokens += cached
-            logprobs = [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs or (), strict=True)]
+            logprobs = sampled_logprobs(made)
             check_finite(logprobs)
             reason = self._extend(generation, made.token_ids, logprobs)
             if reason is not None:
@@ -283,7 +282,7 @@ class VLLMEngine(GuardedEngine):
         if source.weight_layout() != self._layout:
             raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
         self.policy_version = -1
-        with self._inside():
+        with self._guest.active():
             delivered = self._writer.write(source, version, self._llm.vllm_config.model_config)
             self._forget_prefixes()
         self.policy_version = version
@@ -303,18 +302,20 @@ class VLLMEngine(GuardedEngine):
         return self._layout
 
     def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them."""
+        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them. Weights that
+        sleep are lost: there is no version until they are published again."""
         tags = self.require_sleep(tags)
-        with self._inside():
+        with self._guest.active():
             if KV_CACHE not in self._memory.asleep:
                 self._forget_prefixes()
-            self._memory.sleep(tags)
+            if self._memory.sleep(tags):
+                self.policy_version = -1
         self._settle()
 
     def wake(self, tags: Iterable[str]) -> None:
         """See RolloutEngine."""
         tags = self.require_wake(tags)
-        with self._inside():
+        with self._guest.active():
             self._memory.wake(tags)
         self._settle()
 
@@ -374,19 +375,12 @@ class VLLMEngine(GuardedEngine):
         if self._is_closed:
             return
         self._is_closed = True
-        with process_kept():
+        # vLLM gives its pools of memory back, in which no tensor of ours may lie any more.
+        self._writer.close()
+        del self._writer, self._memory
+        gc.collect()
+        with process_kept(), on_stream(self._guest.stream):
             tear_down(self._llm, with_all_groups=self._owns_group)
-        del self._writer, self._memory, self._llm
-        _live.discard(self)
+        del self._llm
+        LIVE.discard(self)
         gc.collect()
-
-
-def _require_none_live() -> None:
-    """Raise ConfigError while a vLLM engine of this process has not been closed."""
-    if _live:
-        gc.collect()
-    if _live:
-        raise ConfigError(
-            "another Trainer of this process has a vLLM engine, and vLLM can live once in a process; close() that one "
-            "first"
-        )

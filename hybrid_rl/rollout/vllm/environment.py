@@ -1,8 +1,8 @@
 """What vLLM changes in a process that is not its own, put back.
 
 It draws from and seeds the global random generators, exports environment variables (LD_PRELOAD among them), configures
-logging, replaces functions of PyTorch and changes classes of transformers. Whoever trains in the same process must not
-notice.
+logging, replaces functions of PyTorch, changes switches of PyTorch and Triton and classes of transformers, and moves
+the calling thread to a CUDA stream of its own. Whoever trains in the same process must not notice.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hybrid_rl.rollout.vllm.switches import switches_kept
 
 # Set while vLLM is imported and built, unless the user set them: no logging of its own, no reports to its makers.
 QUIET = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -82,26 +84,92 @@ class EngineRandom:
             self._state = RandomState.now()
             before.apply()
 
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """As `active`, for a step: PyTorch's generators only, and of the GPUs that of this thread. A step of vLLM draws
+        from no others, as long as requests bring their seeds to a runner that else has NumPy draw them; to save and set
+        the states of all takes a hundred times as long."""
+        is_cuda = torch.cuda.is_initialized()
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if is_cuda else None
+        index = torch.cuda.current_device() if is_cuda else 0
+        cuda = [*self._state.cuda]
+        torch.set_rng_state(self._state.cpu)
+        if index < len(cuda):
+            torch.cuda.set_rng_state(cuda[index])
+        try:
+            yield
+        finally:
+            if index < len(cuda):
+                cuda[index] = torch.cuda.get_rng_state()
+            self._state = replace(self._state, cpu=torch.get_rng_state(), cuda=cuda)
+            torch.set_rng_state(before[0])
+            if before[1] is not None:
+                torch.cuda.set_rng_state(before[1])
+
 
 @contextmanager
 def environment_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """Environment variables are the same behind the block as before it; inside, `variables` are set too."""
-    before = dict(os.environ)
+    # The mapping that os.environ decodes from: a copy of it takes a microsecond, of the decoded one a hundred.
+    encoded: dict[bytes, bytes] = vars(os.environ)["_data"]
+    before = encoded.copy()
     os.environ.update(variables or {})
     try:
         yield
     finally:
-        if os.environ != before:
-            for name in set(os.environ) - set(before):
-                del os.environ[name]
-            os.environ.update(before)
+        if encoded != before:
+            for name in encoded.keys() - before.keys():
+                del os.environb[name]
+            os.environb.update(before)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """The calling thread is on this CUDA stream inside, and on its own again behind the block, wherever it was moved to
+    inside; None: wherever it is."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.current_stream(stream.device)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+class Guest:
+    """An engine in a process that is not its own: it has random generators and a CUDA stream to itself, and leaves the
+    environment as it was. stream: None until it has one."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = EngineRandom(seed)
+        self.stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The engine's inside, everybody else's again behind."""
+        with environment_kept(), on_stream(self.stream), self.random.active():
+            yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """As `active`, at the price of a step."""
+        with environment_kept(), on_stream(self.stream), self.random.sampling():
+            yield
+
+
+def stream_of_thread(device: torch.device) -> torch.cuda.Stream | None:
+    """The CUDA stream on which the calling thread is; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 @contextmanager
 def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """The whole process is the same behind the block: environment, random generators, default dtype and device,
-    threads, logging, signal handlers and the hook for uncaught errors, which every start of torch.distributed wraps
-    anew. For building an engine, which may touch any of them."""
+    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers and the hook
+    for uncaught errors, which every start of torch.distributed wraps anew. For building an engine, which may touch any
+    of them."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     random_state = RandomState.now()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
@@ -111,7 +179,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     signals = {number: signal.getsignal(number) for number in SIGNALS}
     excepthook = sys.excepthook
     try:
-        with environment_kept(quiet | dict(variables or {})):
+        with switches_kept(), environment_kept(quiet | dict(variables or {})):
             yield
     finally:
         torch.set_num_threads = set_num_threads

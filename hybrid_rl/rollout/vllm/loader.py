@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,13 +64,15 @@ class LoadedWeights:
     """An engine's model and where its weights come from.
 
     trace: with what is derived as untraced. destinations: the live tensors, in the order of the trace; a handoff writes
-    those that are traced, and no others.
+    those that are traced, and no others. constants: tensors that layers made for themselves, beside parameters and
+    buffers (slopes of attention biases, say): nobody writes them again.
     """
 
     model: nn.Module
     trace: Trace
     destinations: list[Tensor]
     derived: Derived
+    constants: list[Tensor] = field(default_factory=list)
 
     def check_places(self) -> None:
         """Raise HandoffError where vLLM has moved or replaced a tensor since it was traced: what a handoff wrote there
@@ -104,6 +106,10 @@ class Loading:
     def weights(self, found: LoadedWeights) -> None:
         self._weights = found
 
+    def forget(self) -> None:
+        """Let go of what was loaded: vLLM's config holds this object for as long as the engine is there."""
+        self._weights = None
+
 
 @register_model_loader(LOAD_FORMAT)
 class TracingLoader(BaseModelLoader):
@@ -120,6 +126,7 @@ class TracingLoader(BaseModelLoader):
         self._trace: Trace | None = None
         self._before: dict[str, _Place] = {}
         self._attributes: dict[nn.Module, dict[str, Any]] = {}
+        self._constants: list[Tensor] = []
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to download."""
@@ -143,6 +150,7 @@ class TracingLoader(BaseModelLoader):
             tensor.zero_()
         self._trace.fill(destinations)
         self._attributes = {module: _set_attributes(module) for module in model.modules()}
+        self._constants = _constants(model)
 
     def _compared(self, model: nn.Module, trace: Trace) -> LoadedWeights:
         """What post-processing replaced or copied, with the other tensors of its layers, is derived."""
@@ -162,6 +170,7 @@ class TracingLoader(BaseModelLoader):
                 reasons.setdefault(found, f"vLLM's post-processing made {name}.{made}")
             if below and not any(_layer(found) == name for found in below):
                 (copies.append if any(True for _ in module.parameters(recurse=False)) else above.add)(name)
+        after_constants = {id(tensor) for tensor in _constants(model)}
         layers = {_layer(name): reason for name, reason in reasons.items()}
         check_reloadable(model, layers)
         derived = {
@@ -179,6 +188,7 @@ class TracingLoader(BaseModelLoader):
                 tuple(sorted(layers.keys() | above)),
                 tuple(copies),
             ),
+            [tensor for tensor in self._constants if id(tensor) in after_constants],
         )
 
     def _made(self, module: nn.Module) -> str | None:
@@ -237,6 +247,22 @@ def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, a shared one once, without gradient history; they are vLLM's own memory."""
     named: Mapping[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _constants(model: nn.Module) -> list[Tensor]:
+    """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are no
+    part of a parameter or buffer."""
+    known = {tensor.untyped_storage()._cdata for tensor in _engine_tensors(model).values()}
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        held = list(_set_attributes(module).values())
+        inside = [value for one in held if hasattr(one, "__dict__") for value in vars(one).values()]
+        for value in (*held, *inside):
+            if not isinstance(value, Tensor) or value.is_meta or not value.numel():
+                continue
+            if value.untyped_storage()._cdata not in known:
+                found[id(value)] = value
+    return list(found.values())
 
 
 def check_reloadable(model: nn.Module, layers: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from vllm import SamplingParams as VLLMSamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.rollout.base import FinishedSample, FinishReason, RolloutRequest, SamplingParams
 
 COLDEST = 0.01  # vLLM samples at this temperature where one above 0 but below it is asked for
@@ -44,6 +44,15 @@ def check_sampling(request: RolloutRequest) -> None:
         )
 
 
+def sampled_logprobs(made: Any) -> list[float]:
+    """ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of these
+    tokens."""
+    flat = made.logprobs
+    if flat is None or [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
+        raise EngineStateError(f"vLLM gave the tokens {list(made.token_ids)} logprobs of others: {flat}")
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
 def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingParams:
     """The same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the engine's.
 
@@ -60,6 +69,7 @@ def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingPa
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
+        flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
         seed=params.seed % 2**63 if has_own_seed else None,
     )

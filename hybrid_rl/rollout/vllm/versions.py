@@ -65,14 +65,6 @@ class Difference:
 
 
 DIFFERENCES: dict[str, Difference] = {
-    "cache_sleeps_alone": Difference(
-        "LLMEngine.release_kv_cache_memory gives the cache back and keeps the weights",
-        lambda llm: hasattr(llm, "release_kv_cache_memory"),
-        False,
-        True,
-        "everything sleeps, then the weights wake",
-        frozenset({"release_kv_cache_memory"}),
-    ),
     "weights_sleep_after_cache": Difference(
         "the weights can be put to sleep while the cache sleeps already",
         lambda llm: hasattr(llm, "release_kv_cache_memory"),

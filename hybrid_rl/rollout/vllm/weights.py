@@ -47,6 +47,11 @@ class WeightWriter:
         """The model that vLLM built, and where its weights come from."""
         return self._loading.weights
 
+    def close(self) -> None:
+        """Let go of every tensor of vLLM's. The writer cannot be used afterwards."""
+        self._loading.forget()
+        self._plans, self._adopted = {}, {}
+
     @torch.no_grad()
     def adopt(self, module: PreTrainedModel) -> None:
         """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff writes no byte.

@@ -187,6 +187,72 @@ def test_residents_that_wait_for_each_other_are_refused(memory: Memory) -> None:
     leases.add(resident(memory, "b"))
 
 
+# ---------------------------------------------------------------------------------------------- one owner of several
+
+
+@pytest.fixture
+def owned(memory: Memory) -> Leases:
+    """An engine with two residents, beside one of somebody else; `give back` stands for the allocator's free memory."""
+
+    def sleep_all(tags: frozenset[str]) -> None:
+        assert tags <= memory.present
+        memory.present -= tags
+        memory.log.append(f"sleep {'+'.join(sorted(tags))}")
+
+    def owns(tag: str, *after: str) -> Resident:
+        return Resident(tag, lambda: 5, "discard", wake=memory._act("wake", tag), after=after, sleep_all=sleep_all)
+
+    others = [memory.resident("m", 1, "discard"), Resident("actor", lambda: 7)]
+    return Leases([owns("kv", "weights"), owns("weights"), *others], give_back=lambda: memory.log.append("give back"))
+
+
+def test_residents_of_one_owner_go_to_sleep_in_one_call(owned: Leases, memory: Memory) -> None:
+    with owned.lease({"kv", "weights", "m"}):
+        pass
+    memory.log.clear()
+    with owned.lease({"actor"}):
+        assert memory.log == ["sleep kv+weights", "sleep m"] and memory.present == set()
+    moved = owned.drain_transitions()[-3:]
+    assert [(t.tag, t.awake) for t in moved] == [("kv", False), ("weights", False), ("m", False)]
+    assert moved[0].seconds > 0 and moved[1].seconds == 0
+
+
+def test_those_that_stay_are_not_put_to_sleep_with_their_owners_others(owned: Leases, memory: Memory) -> None:
+    with owned.lease({"kv", "weights"}):
+        pass
+    with owned.lease({"weights"}):
+        assert memory.present == {"weights"}
+    with owned.lease({"m"}):
+        assert memory.present == {"m"}
+    assert [word for word in memory.log if word.startswith("sleep")] == ["sleep kv", "sleep weights"]
+
+
+def test_free_memory_is_given_back_once_between_the_last_sleep_and_the_first_wake(
+    owned: Leases, memory: Memory
+) -> None:
+    with owned.lease({"kv", "weights"}):
+        assert memory.log == ["give back", "wake weights", "wake kv"]
+    with owned.lease({"m"}):
+        assert memory.log[3:] == ["sleep kv+weights", "give back", "wake m"]
+    with owned.lease({"m", "actor"}):
+        pass
+    with owned.lease(()):
+        assert memory.log[6:] == ["sleep m"]  # nothing wakes, so nobody needs it
+
+
+def test_after_a_failure_between_sleep_and_wake_every_lease_refuses(memory: Memory) -> None:
+    def fail() -> None:
+        raise RuntimeError("a kernel failed")
+
+    leases = Leases([memory.resident("kv", 1, "discard")], give_back=fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"), leases.lease({"kv"}):
+        pass
+    cause = "giving free memory back: RuntimeError: a kernel failed"
+    with pytest.raises(MemoryStateError, match=cause), leases.lease(()):
+        pass
+    assert leases.awake == frozenset()
+
+
 # ------------------------------------------------------------------------------------------------------------ ranks
 
 

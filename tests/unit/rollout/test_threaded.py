@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +126,45 @@ def test_the_thread_computes_with_as_many_threads_as_its_maker(rig):
     rig.engine._inner.step = lambda: (seen.append(torch.get_num_threads()), step())[1]
     rig.engine.step()
     assert seen == [torch.get_num_threads()]
+
+
+class Streams:
+    """torch.cuda as far as streams go: which one is current is a matter of each thread, and at first the default."""
+
+    def __init__(self, monkeypatch):
+        self.here = threading.local()
+        self.devices = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current())
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set)
+        monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
+
+    def current(self):
+        return getattr(self.here, "stream", self.stream("default"))
+
+    def set(self, stream):
+        self.here.stream = stream
+
+    @staticmethod
+    def stream(name):
+        return SimpleNamespace(name=name, device=torch.device("cuda", 3))
+
+
+def test_steps_run_on_the_stream_on_which_the_engine_was_made(monkeypatch):
+    """Its kernels meet there: what a step starts on another stream may be read before it is done."""
+    rig = contract().ready()
+    with monkeypatch.context() as patch:
+        streams = Streams(patch)
+        streams.set(streams.stream("of the engine"))
+        engine = ThreadedEngine(rig.engine)
+        streams.set(streams.stream("of the trainer"))
+        seen = []
+        step = rig.engine.step
+        rig.engine.step = lambda: (seen.append(torch.cuda.current_stream().name), step())[1]
+        engine.step()
+        engine.step()
+        assert seen == ["of the engine"] * 2
+        assert streams.devices == [torch.device("cuda", 3)]
+        assert streams.current().name == "of the trainer"
+        engine.close()

@@ -1,0 +1,97 @@
+"""The folder with the config.json from which vLLM builds its model: the same one for the same model at every start.
+
+vLLM finds what it has compiled by a hash of its configuration, and the folder's path is a part of that: a new folder
+would mean half a minute or more of compiling at every start of every rank. It lies in the user's own cache, and only as
+many are kept as are of use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import ConfigError
+
+MAX_FOLDERS = 64  # of a few kilobytes each
+
+
+def config_folder(module: PreTrainedModel) -> Path:
+    """The folder of this model's configuration, written if it is not there yet. Nothing of the module but its class and
+    config is looked at.
+
+    Raises ConfigError where the cache is not this user's own, or cannot be written.
+    """
+    root = _cache()
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as made:
+        written = Path(made) / "config"
+        written.mkdir(mode=0o700)
+        _write(module, written)
+        folder = root / _digest(written)
+        try:
+            written.rename(folder)
+        except OSError:
+            # It is there already: another start's, with the same content, unless somebody has changed it since.
+            if not folder.is_dir() or _digest(folder) != folder.name:
+                shutil.rmtree(folder, ignore_errors=True)
+                written.rename(folder)
+    os.utime(folder)
+    _forget_oldest(root)
+    return folder
+
+
+def _write(module: PreTrainedModel, folder: Path) -> None:
+    config = module.config
+    before = config.architectures
+    config.architectures = [type(module).__name__.removeprefix("FSDP")]  # FSDP2 derives a class of the same name
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.architectures = before
+
+
+def _digest(folder: Path) -> str:
+    """Of the names and the content of all files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for part in (path.relative_to(folder).as_posix().encode(), path.read_bytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _cache() -> Path:
+    """A folder that only this user can enter: under XDG_CACHE_HOME or ~/.cache, or among the temporary files if neither
+    can be written."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid_rl" / "vllm"
+    for root in (home, Path(tempfile.gettempdir()) / f"hybrid_rl-vllm-{os.getuid()}"):
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(root, os.W_OK | os.X_OK):
+            break
+    else:
+        raise ConfigError(f"neither {home} nor {root} can be written; set XDG_CACHE_HOME to a folder that can")
+    found = root.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{root} is no folder of this user's own; remove it, or set XDG_CACHE_HOME to another place")
+    if found.st_mode & 0o077:
+        root.chmod(0o700)
+    return root
+
+
+def _forget_oldest(root: Path) -> None:
+    """Keep those that were used last. Folders that a start was killed over count as well."""
+    folders = []
+    for path in root.iterdir():
+        try:
+            folders.append((path.stat().st_mtime, path))
+        except OSError:
+            continue  # another start's, gone by now
+    for _, path in sorted(folders)[:-MAX_FOLDERS]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,181 @@
+"""What a step costs in memory when vLLM sleeps, counted on a stand-in of vLLM's engine under the whole worker: no copy
+of a weight, the order of what moves, the most bytes at a time, and nothing of vLLM's held when its memory goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.controller import RankContext
+from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
+from hybrid_rl.rollout.vllm import engine as engine_module
+from hybrid_rl.rollout.vllm.weights import WeightWriter
+from hybrid_rl.workers import HybridWorker, WorkerSetup
+from hybrid_rl.workers.hybrid import PUBLISHING
+from hybrid_rl.workers.residents import ENGINE_WEIGHTS
+from tests.tiny import build_model
+from tests.unit.workers.conftest import Bench
+from tests.vllm.ledger import KV_BYTES, Ledger, LedgerLLM
+
+pytestmark = pytest.mark.slow
+
+FREE_BYTES, STAGING_BYTES = 3 << 20, 1 << 19  # what an update leaves in PyTorch's allocator, what a handoff stages
+# What a handoff has staged lies in the allocator as well, when the cache wakes.
+MORNING = ["empty_cache", ("wake", WEIGHTS), "handoff", "empty_cache", ("wake", KV_CACHE)]
+CYCLE = [("sleep", 2), *MORNING]
+
+
+class Watched(Bench):
+    """A worker over the stand-in. at_the_end: tensors of vLLM's that are alive when its memory goes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_new: bool, **keys: Any) -> None:
+        self.ledger = Ledger()
+        self.at_the_end: list[Any] | None = None
+        write = WeightWriter.write
+
+        def build(arguments: dict[str, Any], *_: Any) -> tuple[LedgerLLM, int]:
+            self.llm = LedgerLLM(build_model(), arguments, self.ledger, is_new=is_new)
+            return self.llm, KV_BYTES
+
+        def watched(writer: WeightWriter, *args: Any) -> Any:
+            with self.ledger.handoff(STAGING_BYTES):
+                return write(writer, *args)
+
+        def tear_down(*_: Any, **__: Any) -> None:
+            self.at_the_end = [tensor for tensor in (ref() for ref in self.held) if tensor is not None]
+            engine_module.release_groups(with_all=True)
+
+        monkeypatch.setattr(engine_module, "build", build)
+        monkeypatch.setattr(engine_module, "tear_down", tear_down)
+        monkeypatch.setattr(engine_module, "can_sleep_on", lambda device: True)
+        monkeypatch.setattr(WeightWriter, "write", watched)
+        super().__init__(engine="vllm", verify_steps=1, **keys)
+
+    def _make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
+        worker = super()._make(setup, context)
+        self.ledger.log.clear()
+        worker.leases._give_back = self.ledger.empty_cache
+        self.held = [weakref.ref(tensor) for tensor in worker._side._vllm.weights.destinations]  # type: ignore[attr-defined]
+        return worker
+
+    def update(self, batch: Batch, step: int = 1) -> dict[str, float]:
+        """As in Bench; afterwards the allocator keeps what it has freed."""
+        metrics = super().update(batch, step)
+        self.ledger.hold("free blocks", FREE_BYTES)
+        return metrics
+
+
+@pytest.fixture(params=[False, True], ids=["0.25.1", "0.32"])
+def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watched]]:
+    made: list[Watched] = []
+
+    def make(**keys: Any) -> Watched:
+        made.append(Watched(monkeypatch, is_new=request.param, **keys))
+        return made[-1]
+
+    yield make
+    for watched in made:
+        watched.group.close()
+
+
+def test_three_cycles_copy_no_weight_and_never_hold_more_than_one_side(watch: Callable[..., Watched]) -> None:
+    bench = watch()
+    ledger, weight_bytes = bench.ledger, bench.llm.weight_bytes
+    assert ledger.log == MORNING  # the engine slept from the start
+    slopes = bench.llm.model.slopes
+    for step in (1, 2, 3):
+        ledger.log.clear()
+        ledger.peak_bytes = 0
+        metrics = bench.train(step)
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
+        assert 0 <= bench.handoff["handoff/probe_gap"] < 1e-5
+        assert ledger.log == CYCLE
+        assert ledger.copied == {"to host": 0, "to device": 0} and ledger.host_bytes == 0
+        # The engine awake, or what the update left; a handoff stages beside the weights alone.
+        assert ledger.peak_bytes == max(FREE_BYTES, weight_bytes + max(KV_BYTES, STAGING_BYTES))
+        assert slopes.tolist() == [1, 2, 3, 4]
+    assert bench.awake >= {ENGINE_WEIGHTS, KV_CACHE}
+
+
+def test_without_a_probe_the_cache_wakes_for_the_rollout(watch: Callable[..., Watched]) -> None:
+    bench = watch(probe_steps=0)
+    assert bench.ledger.log == MORNING[:-2]
+    bench.rollout()
+    assert bench.ledger.log == MORNING
+
+
+def test_a_step_that_broke_off_publishes_again_before_it_generates(watch: Callable[..., Watched]) -> None:
+    """Scoring has put the engine to sleep: its weights are lost, and the policy is still the one that was published."""
+    bench = watch(old_logprobs="recompute")
+    first = bench.rollout()
+    bench.group.score(first, 1)
+    engine = bench.worker._side.engine
+    assert (engine.state.value, engine.policy_version) == ("asleep", -1)
+    bench.ledger.log.clear()
+    again = bench.rollout()
+    assert bench.ledger.log == MORNING
+    assert torch.equal(again["completion_ids"].values, first["completion_ids"].values)
+    assert again["policy_version"].values.unique().tolist() == [0]
+    assert bench.ledger.copied == {"to host": 0, "to device": 0}
+
+
+def test_weights_that_were_lost_and_trained_on_are_not_published_as_the_old_version(
+    watch: Callable[..., Watched],
+) -> None:
+    bench = watch()
+    bench.update(bench.prepared())
+    with pytest.raises(EngineStateError, match="or not since it slept.*publish them before generating"):
+        bench.rollout()
+    bench.version = 1
+    with pytest.raises(EngineStateError, match="publish them before generating"):
+        bench.rollout()
+    bench.publish(1)
+    assert bench.rollout()["policy_version"].values.unique().tolist() == [1]
+
+
+def test_weights_that_were_found_wrong_are_not_published_again_by_a_rollout(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = watch()
+    bench.update(bench.prepared())
+
+    def wrong(version: int) -> dict[str, float]:
+        raise HandoffError("other bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.worker._side, "verify", wrong)
+        with pytest.raises(HandoffError, match="other bytes"):
+            bench.publish(1)
+    bench.version = 1
+    with pytest.raises(EngineStateError, match="found wrong"):
+        bench.rollout()
+
+
+def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watched]) -> None:
+    """No phase of a step asks for it; whoever does finds the weights as they were."""
+    bench = watch()
+    with bench.worker.lease(PUBLISHING):
+        assert bench.llm.asleep == {KV_CACHE}
+    assert bench.worker._side.engine.policy_version == 0 and bench.ledger.host_bytes == 0
+    first = bench.rollout()
+    with bench.worker.lease(PUBLISHING):
+        pass
+    with bench.worker.lease(frozenset()):  # the weights follow the cache
+        assert bench.llm.asleep == {WEIGHTS, KV_CACHE}
+    assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
+
+
+def test_nothing_of_the_engine_is_held_when_its_memory_goes(watch: Callable[..., Watched]) -> None:
+    first = watch()
+    first.train(1)
+    first.group.close()
+    assert first.at_the_end == []
+    second = watch()
+    second.train(1)
+    assert second.ledger.log[-6:] == CYCLE
