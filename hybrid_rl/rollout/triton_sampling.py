@@ -1,16 +1,18 @@
 """From logits to tokens on a GPU, in two launches: temperature, log-softmax, the draw, and ln p of what was drawn.
 
-The first kernel reads every logit once, in blocks of BLOCK columns: of each block the largest logit and, in float64, the
-sum of e^((logit - largest) / temperature). The second puts the blocks of a row together, finds the block in which the
-cumulative distribution passes the row's uniform number, and reads that one block again for the token. Two launches
+The first kernel reads every logit once, in blocks of BLOCK columns: of each block the largest logit and, in float64,
+the sum of e^((logit - largest) / temperature). The second puts the blocks of a row together, finds the block in which
+the cumulative distribution passes the row's uniform number, and reads that one block again for the token. Two launches
 rather than one: a single row of a large vocabulary is then spread over the device, and nothing but one block is read
 twice. Weights are float32, all sums float64: next to a sum of 1, float32 would lose the tokens below p = 1e-7.
 
-How exact a draw is: with a = (best - logit) / temperature, a weight e^-a is off by at most a factor of
-1 + (2 a + 4) 2^-23: three roundings of a, and the few units in the last place of a device's division and exponential.
-Over a distribution of V tokens the mean of a is at most ln V, so the cumulative distribution is off by at most
-`draw_error(V)` = 2 (2 ln V + 4) 2^-23, 6.7e-6 for 152k tokens. A uniform number further than that from every border
-gives the token that exact arithmetic gives.
+How exact a draw is: let a = (best - logit) / temperature. What the device rounds on the way to the weight e^-a (the
+difference, a division of 2 units in the last place, the factor log2 e, two exponentials of 2^-22 each) changes it by a
+factor of at most 1 + (3.5 a + 4) 2^-23. The mean of a over a distribution of V tokens is at most ln V, because entropy
+is, so any share of the sum of weights is off by at most `draw_error(V)` = 2 (3.5 ln V + 4) 2^-23: 1.1e-5 for 152k
+tokens. A uniform number further than that from every border of the cumulative distribution gives the token that exact
+arithmetic gives. The logprob takes no part in that: it is the logit itself, in float64, less the logarithm of the sum,
+whose relative error is half of `draw_error`.
 
 Importing this file imports Triton, which only its callers on CUDA need.
 """
@@ -43,7 +45,7 @@ class Specialisation(NamedTuple):
 
 def draw_error(num_columns: int) -> float:
     """How far the cumulative distribution over so many tokens may be off."""
-    return 2 * (2 * math.log(max(num_columns, 2)) + 4) * 2.0**-23
+    return 2 * (3.5 * math.log(max(num_columns, 2)) + 4) * 2.0**-23
 
 
 def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
@@ -72,7 +74,9 @@ def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | N
     best = logits.new_empty(batch, num_blocks, dtype=torch.float32)
     total = logits.new_empty(batch, num_blocks, dtype=torch.float64)
     constants, launch = _block_constants()
-    _summarise[(batch, num_blocks)](logits, temperature, best, total, logits.stride(0), num_columns, **constants, **launch)
+    _summarise[(batch, num_blocks)](
+        logits, temperature, best, total, logits.stride(0), num_columns, **constants, **launch
+    )
     constants, launch = _draw_constants(num_columns)
     _draw[(batch,)](
         logits, temperature, uniform, best, total, out, logits.stride(0), num_columns, num_blocks, **constants, **launch
@@ -83,8 +87,8 @@ def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | N
 def _check(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | None) -> None:
     if logits.dim() != 2 or logits.dtype not in _DTYPES or not 1 <= logits.shape[1] <= 2**24 or logits.stride(1) != 1:
         raise ValueError(
-            f"logits are {logits.dtype} {list(logits.shape)}; give float32, bfloat16 or float16 [B, V] with V between 1 "
-            "and 2^24, the last dim contiguous"
+            f"logits are {logits.dtype} {list(logits.shape)}; give float32, bfloat16 or float16 [B, V], V from 1 to "
+            "2^24, the last dim contiguous"
         )
     expected = {
         "temperature": (temperature, torch.float32, (len(logits),)),
@@ -192,7 +196,7 @@ def _draw(
     block = tl.where(greedy, tl.min(tl.where((tops == top) & there, index, BLOCKS - 1), 0), drawn)
     block = tl.minimum(block, num_blocks - 1)
     before = tl.sum(tl.where(index < block, sums, 0.0), 0)
-    own = tl.sum(tl.where(index == block, tops, 0.0).to(tl.float64), 0).to(tl.float32)
+    own = tl.sum(tl.where(index == block, tops, 0.0), 0)
 
     place = tl.arange(0, BLOCK)
     column = block * BLOCK + place
@@ -204,8 +208,10 @@ def _draw(
     drawn = tl.minimum(tl.min(tl.where((inner >= target) & (weight > 0), place, BLOCK), 0), last)
     first_best = tl.min(tl.where(x == top, place, BLOCK - 1), 0)
     token = tl.where(greedy, first_best, drawn)
-    chosen = tl.sum(tl.where((place == token) & (x == x) & (x > float("-inf")), x, 0.0).to(tl.float64), 0)
-    logprob = ((chosen - safe.to(tl.float64)) / degree.to(tl.float64) - tl.log(everything)).to(tl.float32)
+    chosen = tl.sum(tl.where((place == token) & (x > float("-inf")), x, 0.0), 0)
+    logprob = ((chosen.to(tl.float64) - safe.to(tl.float64)) / degree.to(tl.float64) - tl.log(everything)).to(
+        tl.float32
+    )
     logprob = tl.where(broken, float("nan"), logprob)
     token = tl.where(broken, 0, block * BLOCK + token)
     tl.store(out + row * 2, token)

@@ -1,8 +1,8 @@
 """Cases and a plain PyTorch reference for paged decode attention, on any device.
 
 As a script it runs the cases on the CPU through Triton's interpreter, which must be chosen before Triton is imported
-(TRITON_INTERPRET=1), and prints one JSON object: gaps, by case the largest gap to the reference, relative to the largest value; plans, what is
-wrong with the plan of each of PLANS, null if nothing is.
+(TRITON_INTERPRET=1), and prints one JSON object: gaps, by case the largest gap to the reference, relative to the
+largest value; plans, what is wrong with the plan of each of PLANS, null if nothing is.
 """
 
 from __future__ import annotations
