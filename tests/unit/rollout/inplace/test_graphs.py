@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_rl.rollout import RolloutRequest, SamplingParams
 from hybrid_rl.rollout.base import KV_CACHE, TAGS
 from hybrid_rl.rollout.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
 from hybrid_rl.rollout.inplace.engine import cache_fits
-from tests.unit.rollout.engines import inplace, mixed_requests, request, same_samples
+from tests.unit.rollout.engines import finish, inplace, mixed_requests, request, same_samples
 from tests.unit.rollout.inplace.graph_stand_in import Graph, force_device_path
 
 pytestmark = pytest.mark.slow
@@ -49,15 +50,45 @@ def test_a_repetition_penalty_is_applied_beside_the_graph(monkeypatch):
     same_samples(inplace().ready().run(sent), expected)
 
 
-def test_prompts_that_begin_alike_share_blocks_that_their_own_pass_writes(monkeypatch):
-    """Also when one that was pushed out comes back with a single token to compute, beside graphs."""
-    sent = [request(i, 9 + 4 * (i % 3), 14) for i in range(9)]  # one sequence of tokens, cut at three places
-    settings = {"kv_cache_memory_bytes": 14 * 4 * 384, "max_num_batched_tokens": 16}
-    rig = inplace(**settings).ready()
-    expected = rig.run(sent)
-    assert rig.engine.stats().num_preemptions and rig.engine.stats().num_prefix_tokens
+def interrupted_twins():
+    """Two requests alike, computed again in one pass with new weights when a single token of the second is not in the
+    blocks that the first fills in that very pass."""
+    rig = inplace().ready()
+    rig.engine.submit([request(i, 4, 12, temperature=0.0) for i in range(2)], 1)
+    for _ in range(5):
+        rig.engine.step()
+    rig.engine.pause("keep")
+    rig.perturb()
+    rig.publish(2)
+    rig.engine.resume()
+    return finish(rig.engine), rig.engine.stats()
+
+
+def test_what_comes_back_with_one_token_reads_blocks_that_its_own_pass_writes(monkeypatch):
+    expected, stats = interrupted_twins()
+    assert stats.num_prefix_tokens == 8
     force_device_path(monkeypatch)
-    same_samples(inplace(**settings).ready().run(sent), expected)
+    same_samples(interrupted_twins()[0], expected)
+
+
+def followed(answer):
+    """A prompt that goes on where a running answer is just now: it reads a block that the other's decode step fills."""
+    rig = inplace().ready()
+    first = request(0, 4, 12, temperature=0.0)
+    rig.engine.submit([first], 1)
+    for _ in range(4):
+        rig.engine.step()
+    later = RolloutRequest(1, (*first.prompt_ids, *answer[:4], 7), SamplingParams(6, temperature=0.0))
+    rig.engine.submit([later], 1)
+    return finish(rig.engine), rig.engine.stats()
+
+
+def test_a_prompt_reads_what_a_decode_step_of_its_own_pass_writes(monkeypatch):
+    answer = plain_samples(requests=[request(0, 4, 12, temperature=0.0)])[0].completion_ids
+    expected, stats = followed(answer)
+    assert stats.num_prefix_tokens == 8
+    force_device_path(monkeypatch)
+    same_samples(followed(answer)[0], expected)
 
 
 def test_sizes_are_few_and_the_largest_is_captured_first_into_one_pool(device_path, monkeypatch):
