@@ -109,8 +109,8 @@ class IpcExport:
 
     tensors: name -> plain tensor or DTensor; for each tensor of the layout that this rank holds a part of. regions:
     where they lie. A part in host memory that lies in none of them, or that is not contiguous, is copied into a region
-    of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be shared, `exported`
-    says why instead.
+    of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be shared, the
+    `exported` says why instead.
 
     Raises HandoffError if a tensor is missing or differs from the layout.
     """
