@@ -201,7 +201,8 @@ class Bench:
         assert self.last is not None
         plan = {
             "written_bytes": self.last.num_bytes,
-            "written_bytes_by_link": dict(self.last.link_bytes),
+            "minimum_bytes": self.last.minimum_bytes,
+            "bytes_by_link": dict(self.last.link_bytes),
             "engine_bytes": self.engine.weight_bytes,
             "pieces": self.last.num_pieces,
             "buckets": self.last.num_buckets,

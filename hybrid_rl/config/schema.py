@@ -225,8 +225,9 @@ class VLLMRolloutConfig(RolloutConfig):
     engine: Literal["vllm"] = key("vllm", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
     transport: Literal["auto", "ipc", "distributed", "disk"] = key(
         "auto",
-        "how weights get from the ranks' shards to their engines: ipc (read in place, ranks of one host), distributed "
-        "(sent between ranks) or disk; auto = ipc on CPUs of one host, else distributed; one rank copies its own",
+        "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "
+        "them), distributed (sent between ranks) or disk; auto = between each two ranks ipc if the reader has access, "
+        "else distributed; one rank copies its own",
     )
     weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
     adopt_weights: bool = key(

@@ -6,9 +6,10 @@ Every rank plans for itself, without communication: a plan follows from the trac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -77,6 +78,15 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Buckets in a row from one rank, and all of their pieces."""
+
+    source_rank: int
+    buckets: tuple[Bucket, ...]
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a rank copies. The pieces' `source` is an index in the layout's tensors, `destination` one in the trace's
     destinations. Buckets begin with the rank's own part and go on with the next rank's, so that no two ranks read
@@ -85,6 +95,16 @@ class Plan:
     rank: int
     buckets: tuple[Bucket, ...]
     report: PlanReport
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The buckets by the rank that they come from: what is read in place needs no cutting into buckets."""
+        found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
+        return tuple(Run(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
+
+    def of_ranks(self, ranks: Collection[int]) -> Plan:
+        """What of it comes from these ranks; the report stays that of the whole."""
+        return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.source_rank in ranks))
 
     @cached_property
     def digest(self) -> str:

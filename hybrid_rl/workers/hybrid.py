@@ -149,6 +149,8 @@ class HybridWorker(WorkerBase):
                 "handoff/bytes": float(report.num_bytes),
                 "timing/handoff": report.seconds,
             }
+            if report.link_bytes:
+                metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
             metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
             with self._or_distrust():
                 metrics |= self._side.verify(version)

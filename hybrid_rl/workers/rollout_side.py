@@ -16,6 +16,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
@@ -178,30 +179,25 @@ class VLLMSide(RolloutSide):
 
     def _source(self, version: int) -> Source:
         """Where the weights come from, as rollout.transport says; made once."""
-        transport = self._transport()
+        transport = self._config.transport
         if transport == "disk":
             return self._disk_source(version)
-        if transport == "tensor":
+        if self._context.num_ranks == 1:
             return TensorSource.of(self._model.module)
         if transport not in self._sources:
             tensors = named_weights(self._model.module)
             layout = SourceLayout.of(tensors, self._hosts)
-            rank, gather = self._context.rank, self._context.gather
+            rank, gather, device = self._context.rank, self._context.gather, self._context.device
+            region = self._model.region if isinstance(self._model, ShardedCausalLM) else None
+            regions = [region] if region else []
             if transport == "distributed":
                 self._sources[transport] = DistributedSource(layout, rank, tensors, gather=gather)
+            elif transport == "ipc":
+                export = IpcExport(layout, rank, tensors, regions)
+                self._sources[transport] = IpcSource.connect(layout, export, gather, device)
             else:
-                region = self._model.region if isinstance(self._model, ShardedCausalLM) else None
-                export = IpcExport(layout, rank, tensors, [region] if region else [])
-                self._sources[transport] = IpcSource.connect(layout, export, gather)
+                self._sources[transport] = connect(layout, rank, tensors, regions=regions, device=device, gather=gather)
         return self._sources[transport]
-
-    def _transport(self) -> str:
-        if self._config.transport != "auto":
-            return self._config.transport
-        if self._context.num_ranks == 1:
-            return "tensor"
-        # Ranks with a GPU each do not see each other's.
-        return "ipc" if self._context.device.type == "cpu" and len(set(self._hosts)) == 1 else "distributed"
 
     def _disk_source(self, version: int) -> Source:
         """Files of this version, written where they are not there yet."""

@@ -25,6 +25,7 @@ from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.handoff.links import MixedSource, connect
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import RankError, run_ranks
@@ -66,18 +67,44 @@ def sharded(num_ranks: int, replicas: int = 1):
 def make_source(kind, rank, num_ranks, tensors, region, gather, folder, version):
     layout = SourceLayout.of(tensors, hosts=["here"] * num_ranks)
     if kind == "ipc":
-        return IpcSource.connect(layout, IpcExport(layout, rank, tensors, [region]), gather)
+        source = connect(layout, rank, tensors, regions=[region], gather=gather)
+        assert type(source) is IpcSource
+        return source
+    if kind == "mixed":
+        # Pairs of ranks that read each other, and are sent what the others have.
+        layout = SourceLayout.of(tensors, hosts=[f"host {number // 2}" for number in range(num_ranks)])
+        source = connect(layout, rank, tensors, regions=[region], gather=gather)
+        assert type(source) is (MixedSource if num_ranks > 2 else IpcSource)
+        return source
     if kind == "distributed":
         return DistributedSource(layout, rank, tensors, gather=gather, timeout_seconds=60)
     write_version(folder, version, tensors, rank=rank, gather=gather)
     return DiskSource(folder, version, reader=rank, num_readers=num_ranks, gather=gather)
 
 
+def check_links(kind, plan, delivered, rank, hosts):
+    """Bytes by link, counted anew from the plan: float32 in place, the engine's dtype in messages."""
+    counts, num_sent = {"local": 0, "host": 0, "remote": 0}, 0
+    size = delivered.num_bytes // sum(int(bucket.pieces.num_elements.sum()) for bucket in plan.buckets)
+    for bucket in plan.buckets:
+        peer = bucket.source_rank
+        link = "local" if peer == rank else "host" if hosts[peer] == hosts[rank] else "remote"
+        is_sent = link != "local" and (kind == "distributed" or (kind == "mixed" and link == "remote"))
+        num_sent += is_sent
+        counts[link] += int(bucket.pieces.num_elements.sum()) * (size if is_sent else 4)
+    if kind != "disk":
+        assert delivered.link_bytes == {link: count for link, count in counts.items() if count}
+    # Only what is sent is staged.
+    if kind in ("ipc", "disk"):
+        assert delivered.staging_bytes == 0
+    assert delivered.staging_bytes > 0 or not num_sent
+
+
 def every_source(rank, num_ranks, replicas, folder):
     """Each source through several versions, into engines of both dtypes, split over all ranks and replicated."""
     gather = object_gather(num_ranks, SECONDS)
     checks = 0
-    for kind in ("ipc", "distributed", "disk"):
+    for kind in ("ipc", "distributed", "mixed", "disk"):
         tensors, region = sharded(num_ranks, replicas)
         wanted = globals_of()
         engines = []
@@ -106,13 +133,14 @@ def every_source(rank, num_ranks, replicas, folder):
                     if version % 2:
                         Verifier(trace, source.layout(), gather=gather).verify(source, engine, version=version)
                 assert is_equal(engine, expected(wanted, rank % num_parts, num_parts, dtype))
-                assert delivered.num_bytes == sum(tensor.nbytes for tensor in engine)
+                assert delivered.num_bytes == delivered.minimum_bytes == sum(tensor.nbytes for tensor in engine)
+                check_links(kind, plan, delivered, rank, source.layout().hosts)
                 if num_parts == 1 and dtype == torch.float32:
                     # Every element once: the same sums whatever the source and the plan.
                     sums = gather(hashes.tolist())
                     assert all(other == sums[0] for other in sums)
                     checks += 1
-                if kind == "distributed":
+                if kind in ("distributed", "mixed"):
                     assert delivered.staging_bytes <= 4 * num_ranks * 64 + 4 * 16 * 64
         source.close()
     return checks
@@ -121,7 +149,7 @@ def every_source(rank, num_ranks, replicas, folder):
 @pytest.mark.parametrize("num_ranks, replicas", [(2, 1), (3, 1), (4, 2)])
 def test_every_source_brings_every_element_of_every_version(tmp_path, num_ranks, replicas):
     checks = run_ranks(every_source, num_ranks, replicas, str(tmp_path))
-    assert checks == [3 * NUM_VERSIONS] * num_ranks
+    assert checks == [4 * NUM_VERSIONS] * num_ranks
 
 
 # ------------------------------------------------------------------------------------------------ a peer that fails
@@ -245,7 +273,7 @@ def test_an_engine_in_a_process_of_its_own_reads_the_shards_fifty_times_and_leak
     wanted = expected(weights, 0, 1, torch.bfloat16)
     for array, tensor in zip(arrays, wanted, strict=True):
         assert np.array_equal(array, tensor.float().numpy())
-    assert link_bytes == {"host": sum(tensor.nbytes for tensor in wanted)}
+    assert link_bytes == {"host": sum(4 * tensor.numel() for tensor in wanted)}  # read in float32, cast on the way
     assert num_counts == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,22 +18,25 @@ from hybrid_rl.resharding.boxes import local_tensor
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
-from hybrid_rl.resharding.plan import Bucket, Plan
-from hybrid_rl.resharding.tables import Pieces
+from hybrid_rl.resharding.plan import Plan, Run
+from hybrid_rl.resharding.tables import Column, Pieces
 
 Gather = Callable[[Any], list[Any]]  # the objects of all participants, in a fixed order, on every participant
 Parts = Sequence[Tensor | None]  # what one rank holds of each tensor of a layout; None or empty: nothing
 
-LOCAL, HOST, REMOTE, DISK = "local", "host", "remote", "disk"
+LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
 
 
 @dataclass(frozen=True)
 class HandoffReport:
     """What one handoff did.
 
-    num_bytes: bytes written to the engine; num_tensors: tensors checked or written. link_bytes: of the bytes written,
-    how many came over which link: "local" (this rank), "host" (another process of the node), "remote", "disk".
-    num_pieces, num_buckets: copies, and the launches that carried them out. staging_bytes: memory taken in between.
+    num_bytes: bytes written to the engine; minimum_bytes: what that would be if every element were written once;
+    num_tensors: tensors checked or written. link_bytes: bytes that came over each link, as they travelled: in the
+    source's dtype if its memory is read in place, in the engine's dtype if it is sent. The links: "local" (memory of
+    this rank, or of its own GPU), "peer" (another GPU of the node, read over the link between the two), "host" (another
+    process of the node, otherwise), "remote" (another node), "disk". num_pieces, num_buckets: copies, and the launches
+    that carried them out. staging_bytes: memory taken in between.
     """
 
     version: int
@@ -43,21 +47,19 @@ class HandoffReport:
     num_pieces: int = 0
     num_buckets: int = 0
     staging_bytes: int = 0
+    minimum_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Delivered:
     """What carrying out a plan did on this rank; fields as of HandoffReport."""
 
+    num_bytes: int
     link_bytes: Mapping[str, int]
     num_pieces: int
     num_buckets: int
     staging_bytes: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written to the engine."""
-        return sum(self.link_bytes.values())
+    minimum_bytes: int = 0
 
 
 def alone(value: Any) -> list[Any]:
@@ -85,6 +87,7 @@ class Source(ABC):
     """
 
     _last_version = -1
+    waits_for: torch.device | None = None  # whose work must be done before others read or write; see synchronise
 
     @abstractmethod
     def layout(self) -> SourceLayout:
@@ -141,13 +144,13 @@ class Source(ABC):
         failure: Exception | None = None
         try:
             self.prepare(version)
-            synchronise()
+            synchronise(self.waits_for)  # the shards are written before anybody reads them
         except Exception as error:
             failure = error
         self._meet("begin", version, self.layout().digest(), failure)
         try:
             yield
-            synchronise()
+            synchronise(self.waits_for)  # they have been read before anybody writes them again
         except PeerError:
             raise  # the others are not there any more to be told
         except BaseException as error:
@@ -192,14 +195,19 @@ def _words(answer: tuple[Any, ...]) -> str:
     return f"{stage} of policy version {version}" + (f" with layout {digest}" if digest else "")
 
 
-def bytes_written(plan: Plan, destinations: Sequence[Tensor], link: Callable[[int], str]) -> dict[str, int]:
-    """Bytes that a plan writes to the engine, by the link (`link(source rank)`) over which they come."""
-    sizes = np.array([tensor.itemsize for tensor in destinations], dtype=np.int64)
-    total: dict[str, int] = {}
-    for bucket in plan.buckets:
-        count = int((bucket.pieces.num_elements * sizes[bucket.pieces.destination]).sum())
-        total[link(bucket.source_rank)] = total.get(link(bucket.source_rank), 0) + count
-    return total
+def read_bytes(run: Run, parts: Parts) -> int:
+    """Bytes of what a run reads, in the dtypes of the parts."""
+    return _bytes_of(run.pieces.source, run, parts)
+
+
+def written_bytes(run: Run, destinations: Parts) -> int:
+    """Bytes of what a run writes, in the dtypes of the engine's tensors."""
+    return _bytes_of(run.pieces.destination, run, destinations)
+
+
+def _bytes_of(index: Column, run: Run, tensors: Parts) -> int:
+    sizes = np.array([0 if tensor is None else tensor.itemsize for tensor in tensors], dtype=np.int64)
+    return int((run.pieces.num_elements * sizes[index]).sum())
 
 
 def pull(
@@ -211,34 +219,55 @@ def pull(
     seeds: Tensor | None,
 ) -> Delivered:
     """Carry out a plan whose sources this process can read where they lie: `parts(rank)`."""
-    staging_bytes = copy_buckets(plan.buckets, parts, destinations, hashes, seeds)
-    num_pieces = sum(len(bucket.pieces) for bucket in plan.buckets)
-    return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets), staging_bytes)
+    link_bytes: Counter[str] = Counter()
+    num_launches = staging_bytes = 0
+    for run in plan.runs:
+        held = parts(run.source_rank)
+        launches, staged = copy_run(run, held, destinations, hashes, seeds)
+        num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
+        link_bytes[link(run.source_rank)] += read_bytes(run, held)
+    return Delivered(
+        num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+        link_bytes=dict(link_bytes),
+        num_pieces=sum(len(run.pieces) for run in plan.runs),
+        num_buckets=num_launches,
+        staging_bytes=staging_bytes,
+        minimum_bytes=plan.report.minimum.written_bytes,
+    )
 
 
-def copy_buckets(
-    buckets: Sequence[Bucket],
-    parts: Callable[[int], Parts],
-    destinations: Sequence[Tensor],
-    hashes: Tensor | None,
-    seeds: Tensor | None,
-) -> int:
-    """Copy buckets from parts that this process can read. Returns the bytes staged at most at a time: none, but where
-    parts and destinations lie on several devices; a bucket is then cast where the part lies and sent over as one."""
+def copy_run(
+    run: Run, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
+) -> tuple[int, int]:
+    """Copy all that comes from one rank, whose parts this process can read: in one launch on the device of the engine's
+    tensors, whatever is cast and however it lies.
+
+    Only what lies on another device than these is staged, bucket by bucket: cast where it lies, sent over as one, and
+    unpacked. That is so for shards in host memory and an engine on a GPU. Returns launches, and the bytes staged at
+    most at a time.
+    """
+    groups = by_device(run.pieces, held, destinations)
+    if any(_crosses(pieces, held, destinations) for pieces in groups):
+        groups = [group for bucket in run.buckets for group in by_device(bucket.pieces, held, destinations)]
     staging_bytes = 0
-    for bucket in buckets:
-        held = parts(bucket.source_rank)
-        for pieces in by_device(bucket.pieces, held, destinations):
-            source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
-            if source is None or source.device == target.device:
-                copy_pieces(pieces, held, destinations, hashes=hashes, seeds=seeds)
-                continue
-            message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
-            staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
-            message.pack(held, staging)
-            message.unpack(staging.to(target.device), destinations, hashes, seeds)
-            staging_bytes = max(staging_bytes, 2 * message.num_bytes)
-    return staging_bytes
+    for pieces in groups:
+        if not _crosses(pieces, held, destinations):
+            copy_pieces(pieces, held, destinations, hashes=hashes, seeds=seeds)
+            continue
+        source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
+        assert source is not None
+        message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
+        staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
+        message.pack(held, staging)
+        message.unpack(staging.to(target.device), destinations, hashes, seeds)
+        staging_bytes = max(staging_bytes, 2 * message.num_bytes)
+    return len(groups), staging_bytes
+
+
+def _crosses(pieces: Pieces, held: Parts, destinations: Sequence[Tensor]) -> bool:
+    """Whether pieces of one pair of devices lead from one to another; what is not held at all, copy_pieces reports."""
+    source = held[pieces.source[0]]
+    return source is not None and source.device != destinations[pieces.destination[0]].device
 
 
 def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) -> list[Pieces]:
@@ -315,7 +344,10 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
     return found
 
 
-def synchronise() -> None:
-    """Wait for what this process has started on its GPU: others may read, or write, when it says so."""
+def synchronise(device: torch.device | None = None) -> None:
+    """Wait for what this process has started on a GPU, on any stream: others may read, or write, when it says so.
+
+    device: the GPU; the current one if it is None or none.
+    """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device if device is not None and device.type == "cuda" else None)

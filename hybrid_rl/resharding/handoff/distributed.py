@@ -9,6 +9,7 @@ itself three writes per byte. While a round travels, the one before is unpacked 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,12 +26,13 @@ from hybrid_rl.resharding.handoff.base import (
     Parts,
     PeerError,
     Source,
-    bytes_written,
     cells,
-    copy_buckets,
+    copy_run,
     link_between,
     local_parts,
     number_of,
+    read_bytes,
+    written_bytes,
 )
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
@@ -73,6 +75,7 @@ class DistributedSource(Source):
             if part is not None:
                 sizes[part.device] = sizes.get(part.device, 0) + part.nbytes
         self._device = max(sizes, key=lambda device: sizes[device]) if sizes else torch.device("cpu")
+        self.waits_for = self._device
         self._orders: dict[int, _Order] = {}
         self._version = -1
 
@@ -111,7 +114,8 @@ class DistributedSource(Source):
         sizes_out = [sum(message.num_bytes for message in messages.values()) for messages in outgoing]
         room_in, room_out = _room(sizes_in, self._device), _room(sizes_out, self._device)
         under_way: list[dist.Work] = []
-        room_own = 0
+        num_launches = room_own = 0
+        own = [run for run in plan.runs if run.source_rank == self._rank]
         senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
         for k in range(num_rounds + 1):
             started: list[dist.Work] = []
@@ -120,8 +124,8 @@ class DistributedSource(Source):
                 into = room_in[k % 2][: sizes_in[k]]
                 started = self._start(outgoing[k], room_out[k % 2], sender, into)
             if k == 0:
-                own = [bucket for bucket in plan.buckets if bucket.source_rank == self._rank]
-                room_own = copy_buckets(own, lambda rank: self._parts, destinations, hashes, seeds)
+                for run in own:
+                    num_launches, room_own = copy_run(run, self._parts, destinations, hashes, seeds)
                 under_way = started
                 continue
             self._wait(under_way)
@@ -130,9 +134,20 @@ class DistributedSource(Source):
             under_way = started
         hosts = self._layout.hosts
         link = link_between(hosts, self._rank, hosts[self._rank])
-        staging_bytes = room_own + sum(buffer.numel() for buffer in (*room_in, *room_out))
-        num_pieces = sum(len(bucket.pieces) for bucket in plan.buckets)
-        return Delivered(bytes_written(plan, destinations, link), num_pieces, len(plan.buckets), staging_bytes)
+        link_bytes: Counter[str] = Counter()
+        for run in plan.runs:
+            is_own = run.source_rank == self._rank
+            link_bytes[link(run.source_rank)] += (
+                read_bytes(run, self._parts) if is_own else written_bytes(run, destinations)
+            )
+        return Delivered(
+            num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+            link_bytes=dict(link_bytes),
+            num_pieces=sum(len(run.pieces) for run in plan.runs),
+            num_buckets=num_launches + len(senders),
+            staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
+            minimum_bytes=plan.report.minimum.written_bytes,
+        )
 
     def full(self, name: str) -> Tensor:
         """See Source. Collective."""

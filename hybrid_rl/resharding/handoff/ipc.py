@@ -3,7 +3,9 @@
 Every trainer rank exports its shards once, as a description that pickles: on a CPU the memory file of a region and
 offsets in it, on CUDA the handle of the storage. Whoever gets the descriptions of all ranks, a trainer rank or a
 process that is none, maps them at first use and keeps them mapped: nothing is opened, copied or counted per handoff.
-What is mapped is only read. A rank may change its shards again when every participant has said that it is through.
+What is mapped is only read, in place: the copy kernel of the reader's device takes it from another GPU over the link
+between the two and writes the engine's tensors. A rank may change its shards again when every participant has said
+that it is through.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import os
 import socket
 import stat
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory import Region
@@ -29,6 +30,7 @@ from hybrid_rl.memory.region import ALIGNMENT_BYTES
 from hybrid_rl.resharding.handoff.base import (
     HOST,
     LOCAL,
+    PEER,
     Delivered,
     Gather,
     Parts,
@@ -40,6 +42,15 @@ from hybrid_rl.resharding.handoff.base import (
     local_parts,
     pull,
 )
+from hybrid_rl.resharding.handoff.gpu_memory import (
+    CannotShareError,
+    Handle,
+    check_readable,
+    export_tensors,
+    give_back,
+    gpu_of,
+    open_tensor,
+)
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import Plan
 
@@ -50,7 +61,6 @@ _LIMITS = {
     errno.ENOMEM: "no memory to map, or too many mappings; free some, or raise `ulimit -v` and the sysctl "
     "vm.max_map_count",
 }
-_STORAGE_DEVICE = 6  # the argument of torch's rebuild_cuda_tensor that names the device
 
 
 @dataclass(frozen=True)
@@ -66,23 +76,32 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A contiguous tensor: `offset_bytes` into file number `file`; or, on CUDA, torch's handle and the GPU's uuid."""
+    """A contiguous tensor: `offset_bytes` into file number `file`; or, on CUDA, a handle and the GPU's uuid."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: int = -1
     offset_bytes: int = 0
-    handle: tuple[Any, ...] | None = None
-    uuid: str = ""
+    handle: Handle | None = None
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What a trainer rank offers: its part of every tensor of the layout, in that order; None where it has none."""
+    """What a trainer rank offers: its part of every tensor of the layout, in that order; None if it has none of it.
+
+    obstacle: why nobody else can map its memory; there are no tensors then.
+    """
 
     rank: int
     files: tuple[MemoryFile, ...]
     tensors: tuple[ExportedTensor | None, ...]
+    obstacle: str = ""
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        """The GPUs on which parts lie; an empty name stands for host memory."""
+        return frozenset(tensor.gpu for tensor in self.tensors if tensor is not None)
 
 
 class IpcExport:
@@ -90,9 +109,10 @@ class IpcExport:
 
     tensors: name -> plain tensor or DTensor; for each tensor of the layout that this rank holds a part of. regions:
     where they lie. A part in host memory that lies in none of them, or that is not contiguous, is copied into a region
-    of its own before every handoff; `copied_bytes` says how much that is.
+    of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be shared, the
+    `exported` says why instead.
 
-    Raises HandoffError where a tensor is missing or differs from the layout.
+    Raises HandoffError if a tensor is missing or differs from the layout.
     """
 
     def __init__(
@@ -122,7 +142,8 @@ class IpcExport:
         self._regions = [*regions, *([self._own_region] if self._own_region else [])]
         self._addresses = [None if part is None else part.data_ptr() for part in parts]
         self.parts: list[Tensor | None] = [self._copies.get(number, part) for number, part in enumerate(parts)]
-        self.exported = Exported(rank, tuple(map(_file, self._regions)), tuple(map(self._describe, self.parts)))
+        self._handles: dict[int, Handle] = {}
+        self.exported = self._export()
 
     def refresh(self) -> None:
         """Make what others read the weights of now. Raises HandoffError where a tensor moved since it was exported."""
@@ -139,33 +160,42 @@ class IpcExport:
                 )
 
     def close(self) -> None:
-        """Take back the copies. To be called when no participant reads any more; idempotent."""
-        self.parts, self._copies, self._tensors = [], {}, {}
+        """Take back copies and handles. To be called when no participant reads any more; idempotent."""
+        give_back(list(self._handles.values()))
+        self.parts, self._copies, self._tensors, self._handles = [], {}, {}, {}
         if self._own_region is not None:
             self._own_region.close()
 
-    def _describe(self, part: Tensor | None) -> ExportedTensor | None:
+    def _export(self) -> Exported:
+        on_gpus = {i: part for i, part in enumerate(self.parts) if part is not None and part.device.type == "cuda"}
+        try:
+            if on_gpus:
+                self._handles = dict(zip(on_gpus, export_tensors(list(on_gpus.values())), strict=True))
+            tensors = tuple(self._describe(number, part) for number, part in enumerate(self.parts))
+        except CannotShareError as error:
+            return Exported(self.rank, (), (), str(error))
+        return Exported(self.rank, tuple(map(_file, self._regions)), tensors)
+
+    def _describe(self, number: int, part: Tensor | None) -> ExportedTensor | None:
         if part is None:
             return None
         shape = tuple(part.shape)
-        if part.device.type == "cuda":
-            if not part.is_contiguous():
-                raise HandoffError(f"rank {self.rank}: a shard of shape {list(shape)} is not contiguous; make it so")
-            uuid = str(torch.cuda.get_device_properties(part.device).uuid)
-            return ExportedTensor(shape, part.dtype, handle=reduce_tensor(part), uuid=uuid)
-        for number, region in enumerate(self._regions):
+        if number in self._handles:
+            return ExportedTensor(shape, part.dtype, handle=self._handles[number], gpu=gpu_of(part.device))
+        for file, region in enumerate(self._regions):
             offset = region.offset_of(part)
             if offset is not None:
-                return ExportedTensor(shape, part.dtype, file=number, offset_bytes=offset)
-        raise HandoffError(f"rank {self.rank}: a shard on {part.device} cannot be shared; use CPU or CUDA shards")
+                return ExportedTensor(shape, part.dtype, file=file, offset_bytes=offset)
+        raise CannotShareError(f"a shard lies on {part.device}; use CPU or CUDA shards")
 
 
 class IpcSource(Source):
     """The shards of all trainer ranks of this node, read in place. Every trainer rank has one, and so has a process
     that is none of them but holds an engine; it plans as one of the ranks of its host.
 
-    exports: by rank; of ranks on other hosts None. own: this rank's export; None in a process that is no rank. gather:
-    over all participants, trainer ranks first.
+    exports: by rank; of ranks on other hosts None. own: this rank's export; None in a process that is no rank. device:
+    where this process's engine lies; it is what reads the memory of other GPUs. gather: over all participants, trainer
+    ranks first.
     """
 
     def __init__(
@@ -174,6 +204,7 @@ class IpcSource(Source):
         exports: Sequence[Exported | None],
         *,
         own: IpcExport | None = None,
+        device: torch.device | None = None,
         gather: Gather = alone,
     ) -> None:
         if len(exports) != len(layout.hosts):
@@ -181,16 +212,20 @@ class IpcSource(Source):
         self._layout = layout
         self._exports = tuple(exports)
         self._own = own
+        self._device = torch.device("cpu") if device is None else device
+        self.waits_for = self._device
         self._gather = gather
         self._mapped: dict[int, list[Tensor | None]] = {}
 
     @classmethod
-    def connect(cls, layout: SourceLayout, export: IpcExport, gather: Gather) -> IpcSource:
+    def connect(
+        cls, layout: SourceLayout, export: IpcExport, gather: Gather, device: torch.device | None = None
+    ) -> IpcSource:
         """The source of a trainer rank among trainer ranks only. Collective."""
         host = layout.hosts[export.rank]
         answers = gathered(gather, (export.exported, host), "what each rank exports")
         exports = [exported if where == host else None for exported, where in answers]
-        return cls(layout, exports, own=export, gather=gather)
+        return cls(layout, exports, own=export, device=device, gather=gather)
 
     def layout(self) -> SourceLayout:
         """See Source."""
@@ -214,14 +249,13 @@ class IpcSource(Source):
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """See Source: each rank reads for itself; nothing is staged."""
-        own = None if self._own is None else self._own.rank
-        return pull(plan, self._parts, destinations, lambda rank: LOCAL if rank == own else HOST, hashes, seeds)
+        """See Source: each rank reads for itself. Only what lies in host memory is staged on its way to a GPU."""
+        return pull(plan, self.parts, destinations, self.link, hashes, seeds)
 
     def full(self, name: str) -> Tensor:
         """See Source; not collective."""
         device = next((part.device for part in self.held_parts() if part is not None), torch.device("cpu"))
-        return assembled(self._layout, name, self._parts, device)
+        return assembled(self._layout, name, self.parts, device)
 
     def held(self) -> dict[int, Parts]:
         """See Source."""
@@ -237,17 +271,46 @@ class IpcSource(Source):
         if self._own is not None:
             self._own.close()
 
-    def _parts(self, rank: int) -> Parts:
+    def link(self, rank: int) -> str:
+        """The link over which this process reads the parts of a rank."""
+        if self._own is not None and rank == self._own.rank:
+            return LOCAL
+        exported = self._exports[rank]
+        if exported is None or exported.gpus <= {""}:
+            return HOST
+        return LOCAL if exported.gpus == {gpu_of(self._device)} else PEER
+
+    def obstacle(self, rank: int) -> str:
+        """What keeps this process from reading the parts of a rank; empty if nothing does. They are mapped then."""
+        try:
+            self._map(rank)
+        except HandoffError as error:
+            return str(error)
+        return ""
+
+    def parts(self, rank: int) -> Parts:
+        """What a rank holds, mapped. Raises HandoffError if this process cannot read it, PeerError if its process is
+        gone."""
+        try:
+            return self._map(rank)
+        except CannotShareError as error:
+            raise HandoffError(
+                f"the shards of rank {rank} on {self._layout.hosts[rank]} cannot be read in place: {error}. Or have "
+                f"them sent: rollout.transport=auto or distributed"
+            ) from error
+
+    def _map(self, rank: int) -> Parts:
         if self._own is not None and rank == self._own.rank:
             return self._own.parts
         if rank not in self._mapped:
             exported = self._exports[rank]
             if exported is None:
-                raise HandoffError(
-                    f"rank {rank} lives on {self._layout.hosts[rank]}, and memory of another host cannot be mapped; "
-                    f"use the distributed source"
-                )
-            self._mapped[rank] = _open(exported)
+                raise CannotShareError("memory of another host cannot be mapped")
+            if exported.obstacle:
+                raise CannotShareError(exported.obstacle)
+            for gpu in sorted(exported.gpus - {""}):
+                check_readable(self._device, gpu)
+            self._mapped[rank] = _open(exported, self._device)
         return self._mapped[rank]
 
 
@@ -262,11 +325,11 @@ def _file(region: Region) -> MemoryFile:
     return MemoryFile(os.getpid(), region.fd, status.st_dev, status.st_ino, region.num_bytes)
 
 
-def _open(exported: Exported) -> list[Tensor | None]:
-    """What another process exported, mapped. Raises PeerError where that process is gone, HandoffError where a limit of
-    this one is reached."""
+def _open(exported: Exported, device: torch.device) -> list[Tensor | None]:
+    """What another process exported, mapped; GPUs' memory for `device`. Raises PeerError if that process is gone,
+    HandoffError if a limit of this one is reached, CannotShareError if CUDA cannot map it."""
     mappings = [_map(file, exported.rank) for file in exported.files]
-    return [None if tensor is None else _opened(tensor, mappings) for tensor in exported.tensors]
+    return [None if tensor is None else _opened(tensor, mappings, device) for tensor in exported.tensors]
 
 
 def _map(file: MemoryFile, rank: int) -> mmap.mmap:
@@ -299,31 +362,12 @@ def _check_limits(error: OSError, path: str, rank: int) -> None:
         ) from error
 
 
-def _opened(tensor: ExportedTensor, mappings: Sequence[mmap.mmap]) -> Tensor:
+def _opened(tensor: ExportedTensor, mappings: Sequence[mmap.mmap], device: torch.device) -> Tensor:
     if tensor.handle is not None:
-        return _opened_cuda(tensor)
+        return open_tensor(tensor.handle, device)
     count = math.prod(tensor.shape)
     with warnings.catch_warnings():
         # torch warns that it cannot keep anybody from writing here; the system does.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         flat = torch.frombuffer(mappings[tensor.file], dtype=tensor.dtype, count=count, offset=tensor.offset_bytes)
     return flat.view(tensor.shape)
-
-
-def _opened_cuda(tensor: ExportedTensor) -> Tensor:
-    assert tensor.handle is not None
-    # Processes may number the same GPUs differently.
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    if tensor.uuid not in uuids:
-        raise HandoffError(
-            f"a shard lies on GPU {tensor.uuid}, which this process does not see: ranks see all GPUs of their node, "
-            f"unless CUDA_VISIBLE_DEVICES or controller.env_vars hide some or they are MIG instances; show them to all "
-            f"ranks, or set transport=distributed"
-        )
-    rebuild: Callable[..., Tensor] = tensor.handle[0]
-    arguments = list(tensor.handle[1])
-    arguments[_STORAGE_DEVICE] = uuids.index(tensor.uuid)
-    mapped = rebuild(*arguments)
-    # A copy by torch switches on access between the two GPUs, which a kernel of ours needs as well.
-    torch.empty(1, dtype=mapped.dtype, device="cuda").copy_(mapped.view(-1)[:1])
-    return mapped

@@ -295,6 +295,7 @@ class VLLMEngine(GuardedEngine):
             num_pieces=delivered.num_pieces,
             num_buckets=delivered.num_buckets,
             staging_bytes=delivered.staging_bytes,
+            minimum_bytes=delivered.minimum_bytes,
         )
 
     def weight_layout(self) -> WeightLayout:

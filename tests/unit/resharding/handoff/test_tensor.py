@@ -83,7 +83,8 @@ def test_an_engine_of_its_own_memory_gets_every_version(dtype):
         with source.opened(version):
             delivered = source.deliver(plan, engine)
         assert is_equal(engine, expected(tensors, 0, 1, dtype))
-        assert delivered.link_bytes == {"local": sum(t.nbytes for t in engine)} and delivered.staging_bytes == 0
+        assert delivered.link_bytes == {"local": sum(4 * t.numel() for t in engine)} and delivered.staging_bytes == 0
+        assert delivered.num_bytes == sum(t.nbytes for t in engine)
     assert source.full("q").data_ptr() == tensors["q"].data_ptr()
     with pytest.raises(HandoffError, match="the trainer has no weight 'absent'"):
         source.full("absent")
