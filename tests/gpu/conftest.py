@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.device import CHOSEN, DEVICE
-from tests.unit.conftest import make_trainer, records  # noqa: F401  fixtures
+from tests.unit.conftest import make_trainer, model_folder, records  # noqa: F401  fixtures
 
 HERE = Path(__file__).parent
 if not torch.cuda.is_available() and not CHOSEN:

@@ -251,7 +251,7 @@ def test_pieces_hold_every_part_once_and_are_about_equally_long() -> None:
 def test_the_smoke_stage_takes_at_most_its_time_and_comes_first() -> None:
     whole = parts.parts_of(run.ROOT)
     assert [part.stage for part in whole] == sorted((part.stage for part in whole), key=parts.STAGES.index)
-    assert sum(part.seconds for part in whole if part.stage == parts.SMOKE) <= 200
+    assert sum(part.seconds for part in whole if part.stage == parts.SMOKE) <= 120
 
 
 def test_every_file_has_its_place_in_the_order() -> None:
