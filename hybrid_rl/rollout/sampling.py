@@ -76,19 +76,23 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
 
 def sample_torch(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
     """`sample` in operations of PyTorch, for every device and with truncation; the oracle of the compiled operator."""
-    tempered = torch.where(params.temperature > 0, params.temperature, 1.0)
-    logprobs = torch.log_softmax(logits / tempered[:, None], dim=1)
+    # The best logit is taken off before the temperature divides: the other way round, a logit of 1000 would lose 3e-5.
+    temperature = torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    relative = (logits - logits.amax(1, keepdim=True)) / temperature
     if params.truncates:
-        logprobs = truncate(logprobs, params)
-    cumulative = logprobs.exp().to(torch.float64).cumsum(1)
+        relative = truncate(relative, params)
+    # Summed in float64: in float32, whether 150,000 terms add up to five digits or to seven depends on the processor.
+    cumulative = relative.exp().to(torch.float64).cumsum(1)
+    total = cumulative[:, -1:]
     # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
     words = keyed_uniform(params.seed, positions, 2).to(torch.float64)
     uniform = words[:, :1] + (words[:, 1:] - 0.5) * 2.0**-23
     # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token; NaN would.
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0].clamp(max=logits.shape[1] - 1)
+    tokens = torch.searchsorted(cumulative, uniform * total)[:, 0].clamp(max=logits.shape[1] - 1)
     if params.greedy:
         tokens = torch.where(params.temperature > 0, tokens, logits.argmax(1))
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    logprobs = relative.gather(1, tokens[:, None]) - total.log()
+    return tokens, logprobs[:, 0].to(torch.float32)
 
 
 def check_finite(logprobs: Sequence[float]) -> None:
@@ -124,21 +128,23 @@ def penalise(logits: Tensor, penalty: Tensor, history: Tensor) -> Tensor:
     return logits.scatter(1, index, torch.where(chosen > 0, chosen / penalty[:, None], chosen * penalty[:, None]))
 
 
-def truncate(logprobs: Tensor, params: SamplingTensors) -> Tensor:
-    """Keep the tokens that top-k, top-p and min-p allow (the best one always) and renormalise.
+def truncate(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Keep the tokens that top-k, top-p and min-p allow (the best one always).
 
-    logprobs: float32 [B, V]. Returns float32 [B, V], -inf for what was cut. Top-p keeps the smallest set of best tokens
+    logits: float32 [B, V], after the temperature; any constant may be missing, so logprobs will do. Returns float32
+    [B, V], -inf for what was cut and the rest as it was, not normalised. Top-p keeps the smallest set of best tokens
     whose mass reaches p (Holtzman et al., arXiv:1904.09751); min-p keeps p >= min_p * p_best (arXiv:2407.01082). Greedy
-    rows, and rows that ask for none of these, come back to the bit.
+    rows, and rows that ask for none of these, lose nothing.
     """
-    ordered, order = logprobs.sort(dim=1, descending=True)
-    rank = torch.arange(logprobs.shape[1], device=logprobs.device)
-    top_k = torch.where(params.top_k > 0, params.top_k, logprobs.shape[1])
-    mass_before = ordered.exp().cumsum(1) - ordered.exp()
-    keep = (rank < top_k[:, None]) & (mass_before < params.top_p[:, None])
+    ordered, order = logits.sort(dim=1, descending=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    top_k = torch.where(params.top_k > 0, params.top_k, logits.shape[1])
+    weights = (ordered - ordered[:, :1]).exp().to(torch.float64)
+    mass = weights.cumsum(1)
+    keep = (rank < top_k[:, None]) & (mass - weights < params.top_p[:, None] * mass[:, -1:])
     keep &= ordered >= ordered[:, :1] + params.min_p[:, None].log()
     keep[:, 0] = True
-    mask = torch.zeros_like(keep).scatter(1, order, keep)
+    kept = torch.zeros_like(keep).scatter(1, order, keep)
     cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
     cuts &= params.temperature > 0
-    return torch.where(cuts[:, None], torch.log_softmax(logprobs.masked_fill(~mask, -torch.inf), dim=1), logprobs)
+    return logits.masked_fill(~kept & cuts[:, None], -torch.inf)
