@@ -62,7 +62,7 @@ check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
 
-gpu: ## on a CUDA machine: tests/gpu and benchmarks/gpu_*, into benchmarks/results (GPU_PYTHON=python3)
+gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -1,4 +1,4 @@
-"""What the benchmarks gpu_*.py share: the device, clocks that wait for it, a model of Qwen2-0.5B's shape."""
+"""What the benchmarks gpu_*.py share: the device, clocks that wait for it, models of Qwen2.5's shapes, the line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Shape:
     num_heads: int
     num_key_heads: int
     vocab_size: int
+    is_tied: bool = True  # one table for embedding and head
 
     @property
     def head_dim(self) -> int:
@@ -44,8 +46,15 @@ class Shape:
         return self.hidden_size // self.num_heads
 
 
-HALF_BILLION = Shape(896, 4864, 24, 14, 2, 151936)
+# Qwen2.5's, the largest first.
+SHAPES = {
+    "7B": Shape(3584, 18944, 28, 28, 4, 152064, is_tied=False),
+    "3B": Shape(2048, 11008, 36, 16, 2, 151936),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
+    "0.5B": Shape(896, 4864, 24, 14, 2, 151936),
+}
 TINY = Shape(32, 48, 2, 4, 2, 97)
+TINY_FOR_VLLM = Shape(128, 256, 2, 4, 2, 128)  # heads of 32, the smallest that vLLM takes on CPUs
 
 
 def parser_of(doc: str | None, *, repeats: int) -> ArgumentParser:
@@ -67,16 +76,9 @@ def parse(parser: ArgumentParser) -> Namespace:
     return given
 
 
-def model_of(given: Namespace, *, max_positions: int, ends: float | None) -> Qwen2ForCausalLM:
-    """A random Qwen2 with tied embeddings, every position of which ends a completion with probability `ends` (None:
-    never).
-
-    EOS gets a row of zeros in the head, so that its logit is a bias alone. The other logits of a random model are
-    nearly alike everywhere, so their sum on a few random tokens tells the bias.
-    """
-    shape = TINY if given.tiny else HALF_BILLION
-    torch.manual_seed(given.seed)
-    config = Qwen2Config(
+def config_of(shape: Shape, max_positions: int) -> Qwen2Config:
+    """The configuration of a shape."""
+    return Qwen2Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -84,14 +86,43 @@ def model_of(given: Namespace, *, max_positions: int, ends: float | None) -> Qwe
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_key_heads,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.is_tied,
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
-    with torch.device(given.device):
-        module: Any = Qwen2ForCausalLM(config)
-    module = module.to(DTYPES[given.dtype]).eval()
+
+
+def shape_of(name: str, *, layers: int | None = None) -> Shape:
+    """A shape of SHAPES; layers: as many of its layers, for what does not fit whole."""
+    return SHAPES[name] if layers is None else replace(SHAPES[name], num_layers=layers)
+
+
+def plain_model(given: Namespace, shape: Shape, max_positions: int, dtype: torch.dtype) -> Qwen2ForCausalLM:
+    """A random Qwen2, made on the device in its dtype: nothing larger is there for a moment."""
+    torch.manual_seed(given.seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(given.device):
+            module: Any = Qwen2ForCausalLM(config_of(shape, max_positions))
+    finally:
+        torch.set_default_dtype(before)
+    return module.eval()
+
+
+def model_of(
+    given: Namespace, *, max_positions: int, ends: float | None, shape: Shape | None = None
+) -> Qwen2ForCausalLM:
+    """A random Qwen2, every position of which ends a completion with probability `ends` (None: never).
+
+    shape: None is that of 0.5B; if tiny, the smallest whatever is asked for.
+
+    EOS gets a row of zeros in the head, so that its logit is a bias alone. The other logits of a random model are
+    nearly alike everywhere, so their sum on a few random tokens tells the bias.
+    """
+    shape = TINY if given.tiny else shape or SHAPES["0.5B"]
+    module: Any = plain_model(given, shape, max_positions, DTYPES[given.dtype])
     bias = torch.zeros(shape.vocab_size, device=given.device, dtype=module.dtype)
     with torch.no_grad():
         module.lm_head.weight[EOS_ID] = 0
@@ -144,6 +175,14 @@ def captured(function: Callable[[], Any], device: str) -> Callable[[], Any]:
     return graph.replay
 
 
+def copy_bandwidth(given: Namespace) -> float:
+    """Bytes read and written per second by a plain copy of 1 GiB of random bytes on the device."""
+    size = 1 << (16 if given.tiny else 30)
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=given.device)
+    target = torch.empty_like(source)
+    return 2 * size / median(seconds_each(lambda: target.copy_(source), given))
+
+
 def peaks(device: str) -> tuple[float | None, float | None]:
     """Peak bf16 FLOP/s and bytes/s of the device; None where it is not in the table."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
@@ -158,6 +197,30 @@ def hardware(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
     return found
+
+
+def print_line(
+    given: Namespace,
+    name: str,
+    *,
+    ours: float | None,
+    peer: float | None,
+    ratio: float | None,
+    unit: str,
+    details: dict[str, Any],
+    **more: Any,
+) -> None:
+    """The line of JSON of one measurement. more: settings besides the command line."""
+    report.print_line(
+        name,
+        ours=ours,
+        peer=peer,
+        ratio=ratio,
+        unit=unit,
+        hardware=hardware(given.device),
+        settings=report.settings(given, **more),
+        details=details,
+    )
 
 
 def peak_memory_bytes(device: str) -> int | None:

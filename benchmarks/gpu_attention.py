@@ -54,7 +54,7 @@ def main() -> None:
     given = arguments()
     for name, lengths_of in (TINY_LENGTHS if given.tiny else LENGTHS).items():
         measure_training(given, name, lengths_of(torch.Generator().manual_seed(given.seed)))
-    copied = copy_bandwidth(given)
+    copied = device.copy_bandwidth(given)
     for name, (count, tokens) in (TINY_DECODES if given.tiny else DECODES).items():
         measure_decode(given, name, count, tokens, copied)
 
@@ -135,13 +135,6 @@ def contexts(given: Namespace, lengths: list[int], dtype: torch.dtype) -> dict[s
 
 
 # ---------------------------------------------------------------------------------------------------------- decode
-
-
-def copy_bandwidth(given: Namespace) -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
-    source = torch.zeros(1 << (16 if given.tiny else 30), dtype=torch.uint8, device=given.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median(device.seconds_each(lambda: target.copy_(source), given))
 
 
 def measure_decode(given: Namespace, name: str, count: int, tokens: int, copied: float) -> None:

@@ -1,9 +1,9 @@
 """Weights from a trainer in float32 into vLLM in bfloat16, in one process on one GPU, for the largest model that fits.
 
-Two lines of JSON. `handoff`: seconds of `update_weights` by the traced write; `peer` casts every tensor and gives it to
-vLLM's own loader, one at a time, which is the least that a library without a plan can do (in the details: the same from
-a full state in bfloat16). `bandwidth`: bytes read and written per second while a plan is carried out, with and without
-the content hash; `peer` is what a plain copy on the device reads and writes.
+Two lines of JSON. `handoff`: seconds of `update_weights` by the traced write; `peer` is what vLLM's own weight transfer
+does once the tensors have arrived on this GPU, cast to the engine's dtype: its layer by layer reload (in the details:
+its loader alone, one tensor after another, and from a full state in bfloat16). `bandwidth`: bytes read and written per
+second while a plan is carried out, with and without the content hash; `peer` is what a plain copy reads and writes.
 """
 
 from __future__ import annotations
@@ -11,28 +11,20 @@ from __future__ import annotations
 import importlib.util
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
-from benchmarks.device import Shape  # noqa: E402
+from benchmarks.device import SHAPES, Shape  # noqa: E402
 
-# Qwen2.5's; the largest comes first. Only the 7B has a head of its own.
-SHAPES = {
-    "7B": Shape(3584, 18944, 28, 28, 4, 152064),
-    "3B": Shape(2048, 11008, 36, 16, 2, 151936),
-    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936),
-    "0.5B": device.HALF_BILLION,
-}
-TINY = Shape(128, 256, 2, 4, 2, 128)
 MAX_LENGTH = 64
 # Trainer, engine, a full state; and room for what vLLM and CUDA take besides.
 BYTES_PER_PARAMETER, ROOM_BYTES = 4 + 2 + 2, 6 << 30
@@ -47,10 +39,12 @@ def main() -> None:
         given.repeats = 1
     if importlib.util.find_spec("vllm") is None:
         for name in ("handoff", "bandwidth"):
-            line(given, name, None, None, None, "", {"left_out": "vllm is not installed"})
+            left_out = {"left_out": "vllm is not installed"}
+            device.print_line(given, f"gpu_handoff {name}", ours=None, peer=None, ratio=None, unit="", details=left_out)
         return
     given.shape = "tiny" if given.tiny else given.shape or largest(given)
-    measure(given, trainer_of(TINY if given.tiny else SHAPES[given.shape], given))
+    shape = device.TINY_FOR_VLLM if given.tiny else SHAPES[given.shape]
+    measure(given, device.plain_model(given, shape, MAX_LENGTH, torch.float32))
 
 
 def largest(given: Namespace) -> str:
@@ -63,30 +57,10 @@ def largest(given: Namespace) -> str:
 
 
 def num_parameters(shape: Shape) -> int:
-    """Of a Qwen2 with one table of embeddings."""
+    """Parameters of a shape."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Qwen2ForCausalLM(config_of(shape)).parameters())
-
-
-def config_of(shape: Shape) -> Qwen2Config:
-    """The configuration of a shape."""
-    return Qwen2Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_key_heads,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=shape is not SHAPES["7B"],
-    )
-
-
-def trainer_of(shape: Shape, given: Namespace) -> Qwen2ForCausalLM:
-    """A model with random weights in float32."""
-    torch.manual_seed(given.seed)
-    with torch.device(given.device):
-        return Qwen2ForCausalLM(config_of(shape))
+        module = Qwen2ForCausalLM(device.config_of(shape, MAX_LENGTH))
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def measure(given: Namespace, module: Any) -> None:
@@ -111,7 +85,9 @@ def measure(given: Namespace, module: Any) -> None:
     extra = extra_bytes(given, lambda: engine.update_weights(source, len(reports) + 1))
     weights = engine.weights
     verified = Verifier(weights.trace, source.layout()).verify(source, weights.destinations, version=len(reports) + 1)
-    peers = {name: timed(given, lambda load=load: load(module, weights.model)) for name, load in PEERS.items()}
+    measure_bandwidth(given, source, weights)
+    # Last: what vLLM's reload leaves behind need not be where the plan writes.
+    peers = {name: timed(given, lambda load=load: load(module, engine)) for name, load in PEERS.items()}
     details = {
         "seconds": report.spread(seconds),
         "first_seconds": reports[0].seconds,  # makes the plan
@@ -125,9 +101,9 @@ def measure(given: Namespace, module: Any) -> None:
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "peers": peers,
     }
-    ours, peer = median(seconds), peers["one_by_one"]["seconds"]
-    line(given, "handoff", ours, peer, peer / ours, "s", details)
-    measure_bandwidth(given, source, weights)
+    ours, peer = median(seconds), peers["weight_transfer"]["seconds"]
+    name = f"gpu_handoff handoff {given.shape}"
+    device.print_line(given, name, ours=ours, peer=peer, ratio=peer / ours, unit="s", details=details)
     engine.close()
 
 
@@ -154,7 +130,7 @@ def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
             lambda: source.deliver(plan, weights.destinations, hashes=sums, seeds=seeds), given, calls=3
         )
     )
-    copied = copy_bandwidth(given)
+    copied = device.copy_bandwidth(given)
     details = {
         "seconds": plain,
         "hashed_seconds": hashed,
@@ -163,23 +139,41 @@ def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
         "num_buckets": len(plan.buckets),
         "peak_share": None if (peak := device.peaks(given.device)[1]) is None else num_bytes / plain / peak,
     }
-    line(given, "bandwidth", num_bytes / plain, copied, num_bytes / plain / copied, "bytes/s", details)
+    rate, name = num_bytes / plain, f"gpu_handoff bandwidth {given.shape}"
+    device.print_line(given, name, ours=rate, peer=copied, ratio=rate / copied, unit="bytes/s", details=details)
 
 
-def one_by_one(module: Any, model: Any) -> None:
+def cast(module: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The trainer's tensors in the engine's dtype, each made when it is asked for."""
+    dtype = next(model.parameters()).dtype
+    return ((name, parameter.detach().to(dtype)) for name, parameter in module.named_parameters())
+
+
+def one_by_one(module: Any, engine: Any) -> None:
     """Cast a tensor, let vLLM's loader copy it, go on to the next."""
-    dtype = next(model.parameters()).dtype
-    model.load_weights((name, parameter.detach().to(dtype)) for name, parameter in module.named_parameters())
+    engine.weights.model.load_weights(cast(module, engine.weights.model))
 
 
-def full_state(module: Any, model: Any) -> None:
+def full_state(module: Any, engine: Any) -> None:
     """Cast everything, then let vLLM's loader copy it."""
-    dtype = next(model.parameters()).dtype
-    state = {name: parameter.detach().to(dtype) for name, parameter in module.named_parameters()}
-    model.load_weights(iter(state.items()))
+    engine.weights.model.load_weights(iter([*cast(module, engine.weights.model)]))
 
 
-PEERS: dict[str, Callable[[Any, Any], None]] = {"one_by_one": one_by_one, "full_state": full_state}
+def weight_transfer(module: Any, engine: Any) -> None:
+    """vLLM's reload of live weights, as its weight transfer engines begin and end an update."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = engine.weights.model
+    initialize_layerwise_reload(model)
+    model.load_weights(cast(module, model))
+    finalize_layerwise_reload(model, engine._llm.vllm_config.model_config)
+
+
+PEERS: dict[str, Callable[[Any, Any], None]] = {
+    "one_by_one": one_by_one,
+    "full_state": full_state,
+    "weight_transfer": weight_transfer,
+}
 
 
 def timed(given: Namespace, call: Callable[[], Any]) -> dict[str, Any]:
@@ -199,36 +193,6 @@ def extra_bytes(given: Namespace, call: Callable[[], Any]) -> int | None:
     call()
     device.synchronize(given.device)
     return torch.cuda.max_memory_allocated() - before
-
-
-def copy_bandwidth(given: Namespace) -> float:
-    """Bytes that a plain copy reads and writes per second."""
-    elements = 1 << (10 if given.tiny else 29)
-    source = torch.zeros(elements, dtype=torch.bfloat16, device=given.device)
-    target: Tensor = torch.empty_like(source)
-    return 2 * source.nbytes / median(device.seconds_each(lambda: target.copy_(source), given))
-
-
-def line(
-    given: Namespace,
-    name: str,
-    ours: float | None,
-    peer: float | None,
-    ratio: float | None,
-    unit: str,
-    details: dict[str, Any],
-) -> None:
-    """Print the line of one measurement."""
-    report.print_line(
-        f"gpu_handoff {name}",
-        ours=ours,
-        peer=peer,
-        ratio=ratio,
-        unit=unit,
-        hardware=device.hardware(given.device),
-        settings=report.settings(given),
-        details=details,
-    )
 
 
 if __name__ == "__main__":

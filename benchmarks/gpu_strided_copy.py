@@ -35,17 +35,10 @@ def main() -> None:
     given = device.parse(parser)
     if given.tiny:
         given.layers, given.repeats = 1, 1
-    copied = copy_bandwidth(given)
+    copied = device.copy_bandwidth(given)
     for name in PAIRS:
         for hashed in (False, True):
             measure(given, name, hashed, copied)
-
-
-def copy_bandwidth(given: Namespace) -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
-    source = torch.zeros(1 << (16 if given.tiny else 30), dtype=torch.uint8, device=given.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median(device.seconds_each(lambda: target.copy_(source), given))
 
 
 def measure(given: Namespace, name: str, hashed: bool, copied: float) -> None:

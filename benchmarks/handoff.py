@@ -89,9 +89,7 @@ def print_result(arguments: Namespace, threads: int, tensor_parallel: int, trans
     with tempfile.TemporaryDirectory() as folder:
         receiving, sending = spawn.Pipe(duplex=False)
         ranks = [
-            spawn.Process(
-                target=run_rank, args=(rank, folder, sending, arguments, threads, tensor_parallel, transport)
-            )
+            spawn.Process(target=run_rank, args=(rank, folder, sending, arguments, threads, tensor_parallel, transport))
             for rank in range(NUM_RANKS)
         ]
         for process in ranks:

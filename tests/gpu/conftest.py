@@ -6,26 +6,33 @@ What only CUDA has is then skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.device import CHOSEN, DEVICE
-from tests.unit.conftest import make_trainer, records  # noqa: F401  fixtures
+from tests.unit.conftest import make_trainer, model_folder, records  # noqa: F401  fixtures
 
 HERE = Path(__file__).parent
-ANYWHERE = ("test_run.py", "test_benchmarks.py")  # these need no device
 if not torch.cuda.is_available() and not CHOSEN:
-    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name not in ANYWHERE]
+    collect_ignore = [path.name for path in HERE.glob("test_*.py")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what needs the device."""
     for item in items:
-        if item.path.parent == HERE and item.path.name not in ANYWHERE and DEVICE == "cuda":
+        if item.path.parent == HERE and DEVICE == "cuda":
             item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def peak_memory(record_testsuite_property: Callable[[str, object], None]) -> Iterator[None]:
+    """The most bytes that tensors of this process held, into the JUnit report that tests/gpu/run.py reads."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        record_testsuite_property("peak_tensor_bytes", torch.cuda.max_memory_allocated())
 
 
 @pytest.fixture(autouse=True)

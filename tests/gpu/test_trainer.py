@@ -64,6 +64,18 @@ def test_a_run_goes_on_from_its_checkpoint(make_trainer, records) -> None:
 
 
 @cuda_only
+def test_a_model_by_name_goes_to_the_device(make_trainer, records, model_folder) -> None:
+    """Without a key that says so: in bfloat16, its optimizer in fp32."""
+    trainer = make_trainer(str(model_folder), max_steps=2)
+    trainer.fit()
+    module = trainer.policy._backend._worker._actor.model.module
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("cuda", torch.bfloat16)}
+    lines = [line for line in records(trainer) if line["step"]]
+    assert [line["skipped_updates"] for line in lines] == [0, 0]
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+@cuda_only
 def test_the_cache_is_asleep_while_the_actor_trains(make_trainer) -> None:
     trainer = make_trainer(build_model().to(DEVICE), kv_cache_memory_bytes=256 << 20)
     seen: list[int] = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu import run
+from tests.gpu import machine, run
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = sorted((run.ROOT / "benchmarks").glob("gpu_*.py"))
@@ -16,22 +17,33 @@ KEYS = {"benchmark", "ours", "peer", "ratio", "unit", "hardware", "settings"}
 # What a smoke test must have measured, whatever else is there.
 EXPECTED = {
     "gpu_rollout": {"gpu_rollout heavy-tail 2x2", "gpu_rollout equal 2x2"},
-    "gpu_step": {"gpu_step heavy-tail", "gpu_step shared-prompt"},
+    "gpu_step": {"gpu_step 0.5B heavy-tail", "gpu_step 0.5B shared-prompt"},
     "gpu_attention": {"gpu_attention training heavy-tail sdpa", "gpu_attention decode ragged"},
     "gpu_logprobs": {"gpu_logprobs 0.5B"},
     "gpu_handoff": {"gpu_handoff handoff", "gpu_handoff bandwidth"},
     "gpu_strided_copy": {"gpu_strided_copy "},
+    "gpu_limits": {"gpu_limits device copy", "gpu_limits pinned to device", "gpu_limits bf16 product"},
+    "gpu_sleep": {"gpu_sleep"},
+    "gpu_decode": {"gpu_decode"},
+    "gpu_cycles": {"gpu_cycles vllm"},
+    "gpu_quickstart": {"gpu_quickstart accuracy"},
 }
+STARTS_VLLM = ("gpu_handoff", "gpu_sleep", "gpu_decode", "gpu_cycles")  # some 20 s each
 
 
 def test_there_is_one_for_each_thing_that_is_measured() -> None:
     assert {path.stem for path in BENCHMARKS} == EXPECTED.keys()
 
 
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def cases() -> list[Any]:
+    marks = {path: [pytest.mark.sweep] if path.stem in STARTS_VLLM else [] for path in BENCHMARKS}
+    return [pytest.param(path, id=path.stem, marks=marks[path]) for path in BENCHMARKS]
+
+
+@pytest.mark.parametrize("path", cases())
 def test_benchmark_runs_through(path: Path) -> None:
     command = [sys.executable, str(path), "--device", "cpu", "--tiny"]
-    outcome = run.run_limited(command, run.ROOT, 240, run.child_environment(run.ROOT))
+    outcome = machine.run_limited(command, run.ROOT, 240, machine.child_environment(run.ROOT))
     assert outcome.status == "passed", outcome.output
     lines = run.benchmark_lines(outcome.output)
     assert outcome.output.strip().splitlines()[-1].startswith("{")  # the last line is one of them

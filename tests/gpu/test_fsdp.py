@@ -1,0 +1,65 @@
+"""FSDP2 over NCCL with one rank: shards, hooks and collectives on the device, against one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_rl.controller.ranks import join_ranks
+from hybrid_rl.models import CausalLM
+from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.workers.scoring import batch_logprobs
+from tests.distributed.test_fsdp import EXACT, grpo_backward
+from tests.gpu.device import DEVICE
+from tests.reference import grpo_case
+from tests.unit.workers.grpo_step import case_batch
+
+ROWS = [list(range(9)), [9], [10, 11, 12, 13, 14, 15]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A process group of one rank, as a rank of the library makes it."""
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+    join_ranks(dist.HashStore(), 0, 1, device, timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(dtype: torch.dtype, **settings: bool) -> ShardedCausalLM:
+    options = ShardOptions(1, 1, dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), **settings)
+    module = grpo_case.build_model(dtype).to(DEVICE)
+    return ShardedCausalLM(shard(module, device_mesh(options, DEVICE), options))
+
+
+@pytest.mark.parametrize("sync_every_micro_batch", [False, True])
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_one_rank_has_the_gradients_of_a_plain_model(dtype: torch.dtype, sync_every_micro_batch: bool) -> None:
+    plain = CausalLM(grpo_case.build_model(dtype).to(DEVICE))
+    expected_loss = grpo_backward(plain, [list(range(16))])
+    expected = {name: p.grad for name, p in plain.module.named_parameters()}
+    scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+    model = sharded(dtype, sync_every_micro_batch=sync_every_micro_batch)
+    model.verify()
+    assert grpo_backward(model, ROWS) == pytest.approx(expected_loss, rel=10 * EXACT[dtype], abs=1e-7)
+    for name, parameter in model.module.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert gradient.device.type == DEVICE
+        # Sums of CUDA kernels run in another order for rows of another length.
+        assert float((gradient - expected[name]).abs().max()) <= 10 * EXACT[dtype] * scale, name
+
+
+def test_one_rank_computes_in_bfloat16_on_fp32_shards() -> None:
+    model = sharded(torch.bfloat16)
+    grpo_backward(model, ROWS)
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.module.parameters()} == {torch.float32}
+    with model.twin.bound():
+        assert {p.dtype for p in model.twin.module.parameters()} == {torch.bfloat16}
+        twin = batch_logprobs(CausalLM(model.twin.module), case_batch(), ROWS, 1.0)
+    mine = batch_logprobs(model, case_batch(), ROWS, 1.0)
+    torch.testing.assert_close(mine.values, twin.values, rtol=0, atol=0.05)  # bfloat16 has 8 bits
