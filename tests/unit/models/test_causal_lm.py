@@ -1,5 +1,7 @@
 """Real architectures under packed attention: the same numbers as their own forward, and the user's model untouched."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -170,8 +172,12 @@ def test_weights_are_neither_copied_nor_changed():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the compiler takes its time, on a busy machine many times longer
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(name):
+def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(name, backend, monkeypatch):
+    """aot_eager is all of it but the last part, which writes and compiles C++ and takes nine tenths of the time."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
     plain, compiled = CausalLM(build(name)), CausalLM(build(name), compile=True)
     prompt = torch.arange(5)[None]
     own = plain.module(input_ids=prompt).logits
