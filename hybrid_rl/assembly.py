@@ -101,8 +101,9 @@ def record_arguments(
     return load_config(config, found)[0]
 
 
-def find_hardware(config: TrainerConfig) -> Hardware:
+def find_hardware(config: TrainerConfig, module_device: Device | None = None) -> Hardware:
     """The GPUs that ranks of this config can have: of the Ray cluster that they join, or of this process.
+    module_device: where a module that was passed lies.
 
     Raises ConfigError if the cluster cannot be reached.
     """
@@ -121,6 +122,8 @@ def find_hardware(config: TrainerConfig) -> Hardware:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
         return Hardware(missing=f"torch {torch.__version__} finds none{hidden}; see what nvidia-smi says")
+    if module_device == "cpu" and not isinstance(config.controller, RayControllerConfig):
+        return Hardware(torch.cuda.device_count())  # nothing runs on them: CUDA is left alone
     return Hardware(
         torch.cuda.device_count(),
         torch.cuda.get_device_name(),
@@ -137,16 +140,13 @@ def device_of(model: Any) -> Device | None:
     return "cuda" if model.device.type == "cuda" else "cpu"
 
 
-def tell_devices(
-    config: TrainerConfig, given: frozenset[str], hardware: Hardware, module_device: Device | None
-) -> None:
+def tell_devices(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> None:
     """Log what a user with a GPU may not expect."""
     is_local = not isinstance(config.controller, RayControllerConfig)
-    if module_device == "cpu" and is_local and hardware.num_gpus and "model.device" not in given:
+    if module_device == "cpu" and is_local and hardware.num_gpus:
         logger.warning(
-            'the module is on the CPU and is trained there, although there is a GPU (%s); pass module.to("cuda") to '
-            "use it, or device=cpu if this is meant",
-            hardware.name,
+            'the module is on the CPU and is trained there, although there is a GPU; pass module.to("cuda") to use it, '
+            "or device=cpu if this is meant"
         )
     if module_device is None and config.model.device == "cuda" and not hardware.has_bfloat16:
         logger.warning("dtype=%s: %s has no bfloat16 in hardware", config.model.dtype, hardware.name)
@@ -339,10 +339,11 @@ def prepare(
     """Check what the user gave, cheapest first. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
-    hardware, module_device = find_hardware(loaded), device_of(model)
+    module_device = device_of(model)
+    hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
-    tell_devices(resolved, given, hardware, module_device)
+    tell_devices(resolved, hardware, module_device)
     check_trackers(resolved.report_to)
     if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
         raise ConfigError(

@@ -15,6 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
+from hybrid_rl.assembly import find_hardware
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config, num_training_steps, resolve
 from hybrid_rl.config.presets import PRESETS
@@ -85,7 +86,8 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
     config, given = load_config(settings, arguments=arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
-    num_training_steps(resolve(config, given), len(task.train))  # what cannot be is refused before the warm start
+    # What cannot be is refused before the warm start.
+    num_training_steps(resolve(config, given, hardware=find_hardware(config)), len(task.train))
     model, warm = warm_started(task, tokenizer, config.seed)
     supervised = [copy.deepcopy(model) for _ in range(2 if compares else 0)]
     outcome = improve(model, tokenizer, task, config)

@@ -12,8 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
+from hybrid_rl.assembly import find_hardware
 from hybrid_rl.callbacks import Callback
-from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.models.load import DTYPES
 from recipes.quickstart.task import Row, Task, exact_answer
 from recipes.quickstart.warm_start import train_on_answers
 
@@ -49,9 +51,14 @@ class Curve(Callback):
 
 
 def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> Outcome:
-    """Train a warm-started model in place, to the end of the config's steps."""
+    """Train a warm-started model in place, to the end of the config's steps; on the GPU, in bfloat16, if there is one
+    and the config does not say otherwise."""
     curve = Curve()
     with teacher(model, tokenizer, task, config) as settings:
+        where = resolve(settings, hardware=find_hardware(settings))
+        if where.controller.backend == "local":  # ranks on Ray copy it onto their own devices
+            model.to(where.model.device)
+        model.to(DTYPES[where.model.dtype])
         started = time.perf_counter()
         with Trainer(
             model,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from vllm import EngineArgs, envs
 from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybrid_rl.config.schema import VLLMConfig
@@ -37,6 +38,15 @@ def require_none_live() -> None:
         raise ConfigError(
             "another Trainer of this process has a vLLM engine, and vLLM can live once in a process; close() that one "
             "first"
+        )
+
+
+def check_platform(device: torch.device) -> None:
+    """Raise ConfigError unless this vLLM computes where the model lies: one build of vLLM is for one kind of device."""
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"rollout.engine=vllm: this vLLM computes on {current_platform.device_type}, and the model is on "
+            f"{device.type}; load the model there (device=auto, or module.to(...)), or install vLLM for {device.type}"
         )
 
 
@@ -83,6 +93,7 @@ def build(
     arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
     """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
+    check_platform(device)
     compile_alone()
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config()

@@ -20,7 +20,6 @@ from hybrid_rl.config import (
 from hybrid_rl.config.hardware import NO_GPU, Hardware
 from hybrid_rl.errors import ConfigError
 
-
 GPUS = Hardware(8, "H100")
 
 

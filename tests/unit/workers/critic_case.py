@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.models.value_head import value_model_of
 from hybrid_rl.workers.critic import Critic
 from tests.float64 import KeepFloat64
@@ -23,7 +23,7 @@ from tests.unit.workers.grpo_step import case_batch
 
 def config_of(**keys: Any) -> TrainerConfig:
     """The defaults, with keys by leaf name; nothing of it is checked."""
-    config = TrainerConfig()
+    config = load_config({"dtype": "float32"})[0]
     for section in ("model", "optimizer", "algorithm", "fsdp"):
         names = {field.name for field in dataclasses.fields(getattr(config, section))}
         chosen = {name: keys.pop(name) for name in list(keys) if name in names}
