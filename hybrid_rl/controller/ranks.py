@@ -155,25 +155,36 @@ def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[An
     return gather
 
 
-def block_gather(size: int) -> Callable[[Any], list[Any]]:
+class BlockGather:
     """As `RankContext.gather`, among each `size` consecutive ranks (a tensor-parallel replica, say): the objects of the
     block that this rank is in. Making it is collective over all ranks.
 
     Raises ConfigError where the ranks cannot be cut into such blocks.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if num_ranks % size:
-        raise ConfigError(f"{num_ranks} ranks cannot be cut into blocks of {size}; use a divisor of num_ranks")
-    if size == 1:
-        return _alone
-    group, _ = dist.new_subgroups(size, backend="gloo")
 
-    def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, value, group=group)
+    def __init__(self, size: int) -> None:
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks % size:
+            raise ConfigError(f"{num_ranks} ranks cannot be cut into blocks of {size}; use a divisor of num_ranks")
+        self._size = size
+        self._group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The objects of the block, in rank order."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, value, group=self._group)
         return found
 
-    return gather
+    def numbers(self, values: Sequence[int]) -> list[list[int]]:
+        """As for objects, for as many integers of 64 bits on every rank: one message, and nothing pickled."""
+        if self._group is None:
+            return [list(values)]
+        found = torch.empty(self._size * len(values), dtype=torch.int64)
+        dist.all_gather_into_tensor(found, torch.tensor(values, dtype=torch.int64), group=self._group)
+        rows: list[list[int]] = found.view(self._size, -1).tolist()
+        return rows
 
 
 def leave_ranks() -> None:

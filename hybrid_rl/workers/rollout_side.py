@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
-from hybrid_rl.controller.ranks import block_gather
+from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -92,7 +92,7 @@ class VLLMSide(RolloutSide):
         assert isinstance(config, VLLMRolloutConfig)
         self._config, self._model, self._context = config, model, context
         size = config.vllm.tensor_parallel_size
-        gather = block_gather(size)
+        gather = BlockGather(size)
         self._vllm = VLLMEngine(
             model.module,
             config.vllm,
@@ -112,6 +112,7 @@ class VLLMSide(RolloutSide):
                 rank=context.rank % size,
                 num_ranks=size,
                 gather=gather,
+                gather_numbers=gather.numbers,
                 fingerprint=lambda: self._vllm.fingerprint,
             )
         self.engine = ThreadedEngine(engine)

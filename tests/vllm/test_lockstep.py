@@ -12,7 +12,7 @@ def share(rank, num_ranks):
     import torch
     import torch.distributed as dist
 
-    from hybrid_rl.controller.ranks import block_gather
+    from hybrid_rl.controller.ranks import BlockGather
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.rollout.base import KV_CACHE, TAGS
@@ -27,11 +27,9 @@ def share(rank, num_ranks):
         **{**vars(CONFIG), "tensor_parallel_size": num_ranks, "per_request_seeds": False, "max_num_seqs": 8}
     )
     live = make_engine(module, config, seed=7)
-    engine = ThreadedEngine(
-        SharedEngine(
-            live, rank=rank, num_ranks=num_ranks, gather=block_gather(num_ranks), fingerprint=lambda: live.fingerprint
-        )
-    )
+    gather = BlockGather(num_ranks)
+    own = {"gather": gather, "gather_numbers": gather.numbers, "fingerprint": lambda: live.fingerprint}
+    engine = ThreadedEngine(SharedEngine(live, rank=rank, num_ranks=num_ranks, **own))
     client = EngineClient(engine)
     engine.wake(TAGS)
     engine.update_weights(TensorSource.of(module), 1)

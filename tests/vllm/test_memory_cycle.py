@@ -13,13 +13,15 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS
 from hybrid_rl.rollout.vllm import engine as engine_module
 from hybrid_rl.rollout.vllm.weights import WeightWriter
 from hybrid_rl.workers import HybridWorker, WorkerSetup
 from hybrid_rl.workers.hybrid import PUBLISHING
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS
 from tests.tiny import build_model
+from tests.unit.rollout.engines import finish, forward_logprobs, request
 from tests.unit.workers.conftest import Bench
 from tests.vllm.ledger import KV_BYTES, Ledger, LedgerLLM
 
@@ -179,3 +181,29 @@ def test_nothing_of_the_engine_is_held_when_its_memory_goes(watch: Callable[...,
     second = watch()
     second.train(1)
     assert second.ledger.log[-6:] == CYCLE
+
+
+def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Callable[..., Watched]) -> None:
+    """A scheduler that works ahead has a token of the old weights on its way when new ones come."""
+    bench = watch()
+    engine = bench.worker._side.engine
+    sent = request(7, 4, 6, temperature=0.0)
+    engine.submit([sent], 0)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.pause("keep")
+    with torch.no_grad():
+        for parameter in bench.module.parameters():
+            parameter.mul_(1.3)
+    engine.update_weights(TensorSource.of(bench.module), 1)
+    engine.sleep(TAGS)
+    engine.wake(TAGS)
+    with pytest.raises(EngineStateError, match="publish them before generating"):
+        engine.step()
+    engine.update_weights(TensorSource.of(bench.module), 1)
+    engine.resume()
+    [sample] = finish(engine)
+    assert sample.versions == [0, 0, 1, 1, 1, 1]
+    expected = forward_logprobs(bench.module, sent, sample)
+    torch.testing.assert_close(torch.tensor(sample.logprobs)[2:], expected[2:], rtol=1e-5, atol=1e-5)
+    assert (torch.tensor(sample.logprobs)[:2] - expected[:2]).abs().max() > 1e-3

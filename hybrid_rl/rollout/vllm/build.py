@@ -82,9 +82,9 @@ def variables(device: torch.device, run: str) -> dict[str, str]:
 
 
 def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools, which
-    cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given: the
-    environment; of its two names PyTorch prefers the newer."""
+    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools,
+    which cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given:
+    the environment; of its two names PyTorch prefers the newer."""
     newer = given.get("PYTORCH_ALLOC_CONF")
     return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 

@@ -32,7 +32,9 @@ def compile_alone() -> None:
 
 
 def _precision() -> Callable[[], None]:
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    cuda: Any = torch.backends.cuda
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (cuda.matmul, mkldnn.matmul)
     name, each = _named_precision(), [backend.fp32_precision for backend in backends]
 
     def put_back() -> None:

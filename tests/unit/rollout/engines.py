@@ -96,7 +96,8 @@ def threaded(**settings: Any) -> Rig:
 def shared(**settings: Any) -> Rig:
     """The contract engine as one that ranks share, of which there is one."""
     rig = contract(**settings)
-    engine = SharedEngine(rig.engine, rank=0, num_ranks=1, gather=lambda value: [value], fingerprint=lambda: 0)
+    alone = {"gather": lambda value: [value], "gather_numbers": lambda numbers: [numbers], "fingerprint": lambda: 0}
+    engine = SharedEngine(rig.engine, rank=0, num_ranks=1, **alone)
     return Rig(engine, rig.module)
 
 

@@ -17,10 +17,10 @@ DEADLINE_SECONDS = 30.0
 
 
 class Meeting:
-    """`gather` between threads: waits for all, then gives everybody everything."""
+    """`gather` between threads: waits for all, then gives everybody everything. exchanged: what rank 0 has said."""
 
     def __init__(self, num_ranks):
-        self.said = [None] * num_ranks
+        self.said, self.exchanged = [None] * num_ranks, []
         self.barrier = threading.Barrier(num_ranks)
 
     def of(self, rank):
@@ -28,6 +28,8 @@ class Meeting:
             self.said[rank] = value
             self.barrier.wait(DEADLINE_SECONDS)
             everybody = list(self.said)
+            if rank == 0:
+                self.exchanged.append(value)
             self.barrier.wait(DEADLINE_SECONDS)
             return everybody
 
@@ -43,10 +45,10 @@ def on_ranks(num_ranks, function, *, fingerprints=None, **settings):
     def main(rank):
         rig = rigs[rank]
         seen = fingerprints[rank] if fingerprints else 0
-        engine = SharedEngine(
-            rig.engine, rank=rank, num_ranks=num_ranks, gather=meeting.of(rank), fingerprint=lambda: seen
-        )
-        engine.module = rig.module
+        gather = meeting.of(rank)
+        own = {"gather": gather, "gather_numbers": gather, "fingerprint": lambda: seen}
+        engine = SharedEngine(rig.engine, rank=rank, num_ranks=num_ranks, **own)
+        engine.module, engine.exchanged = rig.module, meeting.exchanged
         try:
             results[rank] = function(engine, rank)
         except Exception as error:
@@ -103,6 +105,20 @@ def test_all_ranks_take_the_same_number_of_steps():
         return engine.stats().num_steps, engine.stats().num_generated_tokens
 
     assert len(set(on_ranks(3, count))) == 1
+
+
+def test_a_step_without_wishes_exchanges_numbers_only():
+    """Requests travel at the first boundary; from then on every rank says four numbers a step."""
+
+    def exchanged(engine, rank):
+        stream(engine, MINE[rank])
+        return engine.stats().num_steps, list(engine.exchanged)
+
+    num_steps, said = on_ranks(2, exchanged)[0]
+    assert num_steps == 9
+    objects = [number for number, value in enumerate(said) if not isinstance(value, list)]
+    assert objects == [1]
+    assert all(len(value) == 4 for number, value in enumerate(said) if number != 1)
 
 
 def test_requests_are_fed_in_waves_and_a_rank_that_is_done_waits_for_the_rest():
