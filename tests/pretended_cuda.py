@@ -53,9 +53,13 @@ class PretendedCuda(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator: on real tensors as it is, on tensors of the device without numbers."""
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         kwargs = dict(kwargs or {})
+        if _is(kwargs.get("device"), "meta"):  # what autograd takes the device for
+            kwargs["device"] = CUDA
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        goes_there = _is_cuda(kwargs.get("device"))
+        goes_there = _is(kwargs.get("device"), "cuda")
         if not goes_there and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._on_host(func, args, kwargs)
         on_device = [tensor for tensor in tensors if tensor.device.type == "cuda"]
@@ -99,6 +103,12 @@ class PretendedCuda(FakeTensorMode):
     def _is_pinned(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and tensor.untyped_storage().data_ptr() in self._pinned
 
+    def forget(self) -> None:
+        """Count from zero."""
+        for counter in (self.reads, self.uploads, self.pageable):
+            counter.clear()
+        self.launches = 0
+
     def synchronize(self) -> None:
         """Stands for `torch.cuda.Stream.synchronize`."""
         self._count(self.reads, True)
@@ -130,8 +140,8 @@ def _asynchronous(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 
-def _is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+def _is(device: Any, kind: str) -> bool:
+    return device is not None and torch.device(device).type == kind
 
 
 def _line() -> str:
@@ -204,7 +214,8 @@ def _call(node: Any, given: Mapping[int, Tensor]) -> tuple[list[Any], list[Any]]
 
 def _fitting(grad: Tensor, wanted: Any) -> Tensor:
     """A gradient in the shape and dtype of what it belongs to; the engine, too, takes none of another device."""
-    assert grad.device == wanted.device, f"a gradient on {grad.device} for what lies on {wanted.device}"
+    where = CUDA if wanted.device.type == "meta" else wanted.device
+    assert grad.device == where, f"a gradient on {grad.device} for what lies on {where}"
     shape = tuple(wanted.shape)
     return (grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)).to(wanted.dtype)
 

@@ -84,7 +84,7 @@ class Kernel(Protocol):
 
 
 class TorchKernel:
-    """What torch.nn.attention.varlen calls."""
+    """What torch.nn.attention.varlen calls: FlashAttention 2, or 3 after PyTorch's switch (see backends.py)."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: AttentionOptions
