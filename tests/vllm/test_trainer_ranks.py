@@ -12,7 +12,7 @@ from tests.vllm.test_trainer import KEYS, SHAPE
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {
-    "tensor parallel": {"tensor_parallel_size": 2, "transport": "ipc"},
+    "tensor parallel": {"tensor_parallel_size": 2, "transport": "auto"},
     "two replicas": {"tensor_parallel_size": 1, "transport": "distributed"},
 }
 
@@ -37,6 +37,7 @@ def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, caplog
         # The slowest rank's: of two replicas each takes the whole model, of two halves each a half and what both hold.
         share = line["handoff/bytes"] / num_bytes
         assert share == 1.0 if layout == "two replicas" else 0.5 < share < 0.6
+        assert line["handoff/minimum_bytes"] == line["handoff/bytes"] and line["handoff/host_bytes"] > 0
         assert "handoff/reloaded_bytes" not in line
     assert [("timing/verify" in line) for line in lines] == [line["step"] % 5 == 0 for line in lines]
     assert not [record for record in caplog.records if "loaded anew" in record.message]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.handoff import ipc, links
+from hybrid_rl.resharding.handoff import gpu_memory, ipc, links
 from hybrid_rl.resharding.handoff.base import PeerError, Source, local_parts, pull
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import MixedSource, connect
@@ -132,6 +134,15 @@ def test_shards_on_the_gpu_of_another_process_are_local(monkeypatch, sent):
     for _, source, delivered, plan in handed_over(node):
         assert type(source) is IpcSource
         assert delivered.link_bytes == {"local": plan.report.total.read_bytes}
+
+
+def test_the_arguments_that_are_changed_are_those_of_pytorch():
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert names[gpu_memory._DEVICE] == "storage_device"
+    assert names[gpu_memory._COUNTER] == "ref_counter_handle"
+    assert names[gpu_memory._COUNTER_OFFSET] == "ref_counter_offset"
+    assert names[gpu_memory._WAITS_FOR_EVENT] == "event_sync_required"
+    assert callable(torch.UntypedStorage._release_ipc_counter_cuda)
 
 
 def test_handles_are_made_and_opened_once_for_many_handoffs_and_given_back(monkeypatch, sent):
