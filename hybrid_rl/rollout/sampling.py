@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -76,18 +78,79 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
 
 def sample_torch(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
     """`sample` in operations of PyTorch, for every device and with truncation; the oracle of the compiled operator."""
-    tempered = torch.where(params.temperature > 0, params.temperature, 1.0)
-    logprobs = torch.log_softmax(logits / tempered[:, None], dim=1)
+    return choose_torch(logits, params, uniform_numbers(params.seed, positions))
+
+
+def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
+    """The number in (0, 1) that picks a token, float64 [B], a pure function of int64 seeds [B] and positions [B].
+
+    On a GPU it would cost far more launches than a layer: make it on the host and upload it.
+    """
+    # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
+    words = keyed_uniform(seeds, positions, 2).to(torch.float64)
+    return words[:, 0] + (words[:, 1] - 0.5) * 2.0**-23
+
+
+def choose(logits: Tensor, params: SamplingTensors, uniform: Tensor) -> Tensor:
+    """`sample` with given uniform numbers, float64 [B], for devices that are no CPU.
+
+    Returns int32 [B, 2], to be read by `chosen_on_host` in one transfer: the token and the bits of its float32 logprob.
+    """
+    if params.truncates:
+        return in_one(*choose_torch(logits, params, uniform))
+    return choose_plain(logits, params.temperature, uniform)
+
+
+def choose_plain(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
+    """`choose` without truncation. out: int32 [B, 2] to write into; None = a new tensor.
+
+    On CUDA these are two launches, in PyTorch about twenty. Nothing depends on values that the host would have to know:
+    it can be captured in a CUDA graph.
+    """
+    if draws_in_triton(logits.device):
+        from hybrid_rl.rollout import triton_sampling  # imports Triton, which a CPU may lack
+
+        return triton_sampling.choose(logits, temperature, uniform, out)
+    chosen = in_one(*_draw(logits, _tempered(logits, temperature), temperature, uniform))
+    return chosen if out is None else out.copy_(chosen)
+
+
+def draws_in_triton(device: torch.device) -> bool:
+    """Whether the sampling kernels run there."""
+    return device.type == "cuda"
+
+
+def in_one(tokens: Tensor, logprobs: Tensor) -> Tensor:
+    """Tokens [B] and float32 logprobs [B] as int32 [B, 2]."""
+    return torch.stack((tokens.int(), logprobs.float().view(torch.int32)), 1)
+
+
+def chosen_on_host(chosen: Tensor) -> tuple[npt.NDArray[np.int64], list[float]]:
+    """The tokens and logprobs in int32 [B, 2] of any device: the one time in a step that the host waits."""
+    read = chosen.cpu().numpy()
+    return read[:, 0].astype(np.int64), np.ascontiguousarray(read[:, 1]).view(np.float32).tolist()
+
+
+def choose_torch(logits: Tensor, params: SamplingTensors, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample` with given uniform numbers, float64 [B], in PyTorch; the oracle of `triton_sampling.py`."""
+    logprobs = _tempered(logits, params.temperature)
     if params.truncates:
         logprobs = truncate(logprobs, params)
+    return _draw(logits, logprobs, params.temperature if params.greedy else None, uniform)
+
+
+def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(logits / torch.where(temperature > 0, temperature, 1.0)[:, None], dim=1)
+
+
+def _draw(logits: Tensor, logprobs: Tensor, temperature: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """temperature: None = no row is greedy."""
     cumulative = logprobs.exp().to(torch.float64).cumsum(1)
-    # Two words make one fine-grained number: 23 bits alone would never draw a token below p = 1e-7.
-    words = keyed_uniform(params.seed, positions, 2).to(torch.float64)
-    uniform = words[:, :1] + (words[:, 1:] - 0.5) * 2.0**-23
     # Scaled by the total, so that rounding in the sum cannot push the draw behind the last token; NaN would.
-    tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0].clamp(max=logits.shape[1] - 1)
-    if params.greedy:
-        tokens = torch.where(params.temperature > 0, tokens, logits.argmax(1))
+    target = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target)[:, 0].clamp(max=logits.shape[1] - 1)
+    if temperature is not None:
+        tokens = torch.where(temperature > 0, tokens, logits.argmax(1))
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 

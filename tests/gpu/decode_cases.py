@@ -1,7 +1,8 @@
 """Cases and a plain PyTorch reference for paged decode attention, on any device.
 
 As a script it runs the cases on the CPU through Triton's interpreter, which must be chosen before Triton is imported
-(TRITON_INTERPRET=1), and prints one JSON object: case -> largest gap to the reference, relative to the largest value.
+(TRITON_INTERPRET=1), and prints one JSON object: gaps, by case the largest gap to the reference, relative to the
+largest value; plans, what is wrong with the plan of each of PLANS, null if nothing is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Case:
     softcap: float | None = None
     scale: float | None = None
     spare_table: int = 0  # entries of the block table behind the longest sequence
+    table_by_block: bool = False  # the entries of all sequences for one block lie side by side
     strided: bool = False  # caches and queries are views of larger tensors
 
 
@@ -52,6 +54,18 @@ CASES = [
     Case("scale", scale=0.7),
     Case("wide table", RAGGED, spare_table=300),
     Case("strided", RAGGED, strided=True),
+    Case("table by block", RAGGED, block_size=4, table_by_block=True),
+    Case("one long among short", lengths=(3, 1900, 0, 40, 129), num_heads=2, num_key_heads=1, dim=16),
+]
+# (lengths, key heads, window, programs wanted) -> tokens of a part, worked out by hand.
+PLANS = [
+    ((128,), 2, None, 64, 128),  # nothing to cut
+    ((4096,), 2, None, 64, 128),  # 64 programs / 2 key heads = 32 parts of 128
+    ((4096,), 2, None, 16, 512),  # 8 parts
+    ((32768,), 1, None, 4096, 256),  # 128 parts at most
+    ((1000, 1000, 0, 50), 1, None, 8, 384),  # 2050 tokens / 8 = 257, rounded up to whole 128
+    ((1000, 1000, 0, 50), 1, 200, 8, 128),  # 450 tokens are seen
+    ((300,) * 260, 4, None, 16, 19584),  # 78,000 / 4: the batch alone fills the device, and has two tiles
 ]
 
 
@@ -83,7 +97,7 @@ def build(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
         "query": _moved(query, device, dtype),
         "key_cache": key_cache,
         "value_cache": value_cache,
-        "block_table": table.to(device),
+        "block_table": table.t().contiguous().to(device).t() if case.table_by_block else table.to(device),
         "context_length": lengths.to(device),
         "scale": case.scale,
         "window": case.window,
@@ -157,6 +171,25 @@ def gap(case: Case, device: str, dtype: torch.dtype) -> float:
     return float((out.double().cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
+def plan_problem(lengths: tuple[int, ...], heads: int, window: int | None, programs: int, size: int) -> str | None:
+    """What is wrong with the plan of a batch: its parts must tile what every sequence sees, in pieces of `size`."""
+    from hybrid_rl.rollout.inplace.triton_decode import plan_parts  # Triton, which not everybody has
+
+    lengths_there = torch.tensor(lengths, dtype=torch.int32)
+    plan = plan_parts(lengths_there, num_key_heads=heads, window=window, num_programs=programs)
+    if len(plan.parts) != len(lengths) + programs // heads:
+        return f"room for {len(plan.parts)} parts"
+    expected: list[list[int]] = []
+    first = [0]
+    for row, end in enumerate(lengths):
+        begin = 0 if window is None else max(0, end - window)
+        expected += [[row, at, min(at + size, end)] for at in range(begin, end, size)]
+        first.append(len(expected))
+    if plan.first.tolist() != first or plan.parts[: len(expected)].tolist() != expected:
+        return f"first {plan.first.tolist()}, parts {plan.parts[: plan.first[-1]].tolist()}"
+    return None
+
+
 def main() -> None:
     """Run all cases in float32, a few in the narrow types."""
     import triton
@@ -165,8 +198,9 @@ def main() -> None:
         raise ConfigError("set TRITON_INTERPRET=1: the kernel is to run in Triton's interpreter")
     torch.set_num_threads(1)
     gaps = {case.name: gap(case, "cpu", torch.float32) for case in CASES}
+    problems = [plan_problem(*plan) for plan in PLANS]
     gaps |= {"bfloat16": gap(CASES[0], "cpu", torch.bfloat16), "float16": gap(CASES[0], "cpu", torch.float16)}
-    print(json.dumps(gaps))
+    print(json.dumps({"gaps": gaps, "plans": problems}))
 
 
 if __name__ == "__main__":

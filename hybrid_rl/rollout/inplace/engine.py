@@ -36,6 +36,7 @@ from hybrid_rl.rollout.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.rollout.inplace.seats import SeatTable
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
+SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays
 
 
 class InPlaceEngine(GuardedEngine):
@@ -77,6 +78,8 @@ class InPlaceEngine(GuardedEngine):
             remember_prefixes=config.enable_prefix_caching,
         )
         self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
+        self._keeps_cache = config.keep_kv_cache
+        self._has_slept = self._has_stayed = self._cache_is_awake = False
         self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
 
@@ -89,6 +92,7 @@ class InPlaceEngine(GuardedEngine):
             # What is found in the cache must not depend on what was generated before: a resumed run repeats its rollout
             # to the bit, whatever was evaluated between.
             self._scheduler.pool.forget()
+            self._runner.expect_moves()
         self._ids.update(request.id for request in requests)
         lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
         self._scheduler.seats.widen(self._scheduler.blocks_for(max(lengths, default=0)))
@@ -190,6 +194,7 @@ class InPlaceEngine(GuardedEngine):
             raise HandoffError("modules of the model were replaced since the engine was made; make a new engine")
         num_tensors = check_shared(source, current)
         self._drop_cache()
+        self._runner.expect_moves()
         self.policy_version = version
         return HandoffReport(version, 0, num_tensors, time.perf_counter() - start)
 
@@ -198,19 +203,39 @@ class InPlaceEngine(GuardedEngine):
         return WeightLayout.of(self._weights.items())
 
     def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. The weights are the actor's: its own resident decides about their memory."""
+        """See RolloutEngine. The weights are the actor's: its own resident decides about their memory. The cache
+        gives its memory back, or keeps it with the graphs over it; what it held is lost."""
         tags = self.require_sleep(tags)
         self._drop_cache()
-        self._runner.drop_graphs()
-        self._cache.free()
+        if self._cache.is_allocated and not self._stays():
+            self._runner.drop_graphs("the memory of the cache is given back")
+            self._cache.free()
+        self._cache_is_awake = False
         self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
+
+    def _stays(self) -> bool:
+        """Whether the cache stays in memory while others work, as keep_kv_cache says."""
+        device = self._model.device
+        if self._keeps_cache is not None or device.type != "cuda":
+            return bool(self._keeps_cache)
+        first, self._has_slept = not self._has_slept, True
+        if first:
+            return False  # what training takes has not been seen yet
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        missing = 0 if self._has_stayed else self._cache.num_bytes  # in the peak, that is
+        self._has_stayed = cache_fits(total, others, torch.cuda.max_memory_allocated(device), missing)
+        return self._has_stayed
 
     def wake(self, tags: Iterable[str]) -> None:
         """See RolloutEngine."""
         tags = self.require_wake(tags)
-        if KV_CACHE in tags and not self._cache.is_allocated:
-            self._cache.allocate()
-        self.state = EngineState.READY if self._cache.is_allocated else EngineState.WEIGHTS
+        if KV_CACHE in tags:
+            if not self._cache.is_allocated:
+                self._cache.allocate()
+            self._cache_is_awake = True
+        self._runner.expect_moves()
+        self.state = EngineState.READY if self._cache_is_awake else EngineState.WEIGHTS
 
     def _drop_cache(self) -> None:
         self._scheduler.requeue_running()
@@ -244,6 +269,17 @@ class InPlaceEngine(GuardedEngine):
             kv_cache_bytes=self._cache.num_bytes if self._cache.is_allocated else 0,
             kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
         )
+
+
+def cache_fits(total_bytes: int, other_bytes: int, peak_bytes: int, cache_bytes: int) -> bool:
+    """Whether a cache can stay on a device beside training.
+
+    total_bytes: of the device; other_bytes: what other processes, contexts and libraries hold; peak_bytes: most that
+    tensors of this process ever held; cache_bytes: what the cache adds to that. The peak may have been reached with the
+    cache in memory, so the answer errs to the side of giving it back. SPARE_MEMORY_SHARE is left for longer batches and
+    for gaps between tensors.
+    """
+    return other_bytes + peak_bytes + cache_bytes <= (1 - SPARE_MEMORY_SHARE) * total_bytes
 
 
 def _num_blocks(

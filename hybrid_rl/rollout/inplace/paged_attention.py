@@ -1,14 +1,15 @@
 """Attention of new tokens against a paged cache: a decode step, chunks of prompts, or both in one pass.
 
-On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and the trainer's
-varlen kernel takes chunks, over keys gathered from their blocks. The form in PyTorch is the oracle of all of them and
-stands in where none of them runs.
+On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
+varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
+gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in where none of them runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +19,16 @@ from hybrid_rl import native
 from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
 from hybrid_rl.models.varlen import Kernel, Runs
 from hybrid_rl.rollout.inplace.kv_cache import LANES, PagedCache
-from hybrid_rl.rollout.inplace.upload import upload
+from hybrid_rl.rollout.inplace.paged_kernel import PagedKernel, Pages
+from hybrid_rl.rollout.inplace.upload import Tables
 
 
 @dataclass(frozen=True)
 class PagedBatch:
     """Which tokens of a pass belong to which sequence, and where their caches lie.
 
-    block_table: int32 [B, M], blocks of each sequence in order; num_queries: new tokens of each sequence, at least 1,
-    one sequence after the other in the pass; context_lengths: tokens of each, the new ones included.
+    block_table: int32 [B, M] on the host, blocks of each sequence in order; num_queries: new tokens of each sequence,
+    at least 1, one sequence after the other in the pass; context_lengths: tokens of each, the new ones included.
     """
 
     block_table: Tensor
@@ -39,15 +41,35 @@ class PagedBatch:
         return all(count == 1 for count in self.num_queries)
 
 
-def paged_attention(cache: PagedCache, batch: PagedBatch, kernel: Kernel | None = None) -> AttentionContext:
-    """The attention context of one pass, in the fastest form that runs here. kernel: varlen attention, where the model
-    has it."""
+def paged_attention(
+    cache: PagedCache,
+    batch: PagedBatch,
+    kernel: Kernel | None = None,
+    *,
+    pages: PagedKernel | None = None,
+    tables: Tables | None = None,
+) -> AttentionContext:
+    """The attention context of one pass, in the fastest form that runs here.
+
+    kernel: varlen attention, if the model has it; pages: varlen attention that reads the cache where it lies. tables:
+    where the form adds what it needs on the device, to be sent before the pass; None = it is sent here.
+    """
     operator = _operator(cache)
     if operator is not None:
         return _CompiledForm(cache, batch, operator)
-    if batch.is_decode and decodes_in_triton(cache):
-        return TritonDecode(cache, batch.block_table, upload(batch.context_lengths, cache.device, np.int32))
-    return _VarlenForm(cache, batch, kernel) if kernel is not None else _TorchForm(cache, batch)
+    sent = tables if tables is not None else Tables(cache.device)
+    form: AttentionContext
+    if pages is not None:
+        form = _PagedForm(cache, batch, pages, sent)
+    elif batch.is_decode and decodes_in_triton(cache):
+        sent.add("block_table", batch.block_table.numpy(), np.int32)
+        sent.add("context_length", batch.context_lengths, np.int32)
+        form = TritonDecode(cache, sent)
+    else:
+        form = _TorchForm(cache, batch, sent) if kernel is None else _VarlenForm(cache, batch, kernel, sent)
+    if tables is None:
+        sent.send()
+    return form
 
 
 def decodes_in_triton(cache: PagedCache) -> bool:
@@ -90,78 +112,124 @@ class _CompiledForm:
 
 
 class TritonDecode:
-    """One new token per sequence, on CUDA. Reads its tensors anew in every pass, so that it can be captured.
+    """One new token per sequence, on CUDA. Nothing of its tables is known to the host, so that it can be captured. Each
+    pass and each capture needs its own: the first layer of a kind plans how contexts are cut for those after it.
 
-    block_table: int32 [B, M]; context_length: int32 [B], the new token included; 0 = a row that is not there.
+    tables: block_table, int32 [B, M], and context_length, int32 [B], the new token included; 0 = a row that is not
+    there.
     """
 
-    def __init__(self, cache: PagedCache, block_table: Tensor, context_length: Tensor) -> None:
-        from hybrid_rl.rollout.inplace import triton_decode  # imports Triton, which a CPU may lack
-
+    def __init__(self, cache: PagedCache, tables: Mapping[str, Tensor] | Tables) -> None:
         self._cache = cache
-        self._block_table = block_table
-        self._context_length = context_length
-        self._kernels = triton_decode
+        self._tables = tables
+        self._kernels = triton_kernels()
+        self._plans: dict[tuple[int, int | None], Any] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext. The new keys and values are stored in the cache."""
-        place = (*self._cache.views(layer), self._block_table, self._context_length)
+        lengths = self._tables["context_length"]
+        place = (*self._cache.views(layer), self._tables["block_table"], lengths)
         self._kernels.paged_store(key, value, *place)
+        kind = (key.shape[1], options.window)
+        if kind not in self._plans:
+            self._plans[kind] = self._kernels.plan_parts(lengths, num_key_heads=kind[0], window=kind[1])
         return self._kernels.paged_decode(
-            query, *place, scale=options.scale, window=options.window, softcap=options.softcap
+            query,
+            *place,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            plan=self._plans[kind],
         )
+
+
+def triton_kernels() -> Any:
+    """The module of the decode kernels; it imports Triton, which a CPU may lack."""
+    from hybrid_rl.rollout.inplace import triton_decode
+
+    return triton_decode
 
 
 class _Writer:
     """Stores the new tokens of a pass."""
 
-    def __init__(self, cache: PagedCache, batch: PagedBatch) -> None:
+    def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
+        self._tables = tables
         counts = np.asarray(batch.num_queries)
         lengths = np.asarray(batch.context_lengths)
         self.starts = np.cumsum(counts) - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = np.arange(len(sequence)) - np.repeat(self.starts - (lengths - counts), counts)
-        rows, columns = (upload(index, cache.device) for index in (sequence, self.position // cache.block_size))
-        self._block = batch.block_table[rows, columns].long()
-        self._offset = upload(self.position % cache.block_size, cache.device)
+        tables.add("write_block", batch.block_table.numpy()[sequence, self.position // cache.block_size])
+        tables.add("write_offset", self.position % cache.block_size)
 
     def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-        keys[self._block, self._offset] = key
-        values[self._block, self._offset] = value
+        block, offset = self._tables["write_block"], self._tables["write_offset"]
+        keys[block, offset] = key
+        values[block, offset] = value
 
 
-class _VarlenForm:
-    """Chunks through the trainer's varlen kernel, over the keys of each sequence gathered into a row."""
+class _PagedForm:
+    """Sequences of any number of new tokens through a varlen kernel that reads the cache where it lies."""
 
-    def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: Kernel) -> None:
+    def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: PagedKernel, tables: Tables) -> None:
         self._cache = cache
         self._kernel = kernel
-        self._writer = _Writer(cache, batch)
-        lengths = np.asarray(batch.context_lengths)
-        starts = np.cumsum(lengths) - lengths
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        position = np.arange(len(sequence)) - np.repeat(starts, lengths)
-        rows, columns = (upload(index, cache.device) for index in (sequence, position // cache.block_size))
-        self._block = batch.block_table[rows, columns].long()
-        self._offset = upload(position % cache.block_size, cache.device)
-        self._runs = Runs.of(batch.num_queries, batch.context_lengths, cache.device, causal=True)
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        self._longest = max(batch.num_queries), max(batch.context_lengths)
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
+        for name, lengths in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
+            tables.add(name, np.concatenate(([0], np.cumsum(lengths))), np.int32)
+        tables.add("context_length", batch.context_lengths, np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext. The new keys and values are stored in the cache."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
-        context, weighed = (memory[self._block, self._offset] for memory in (keys, values))
-        return self._kernel.forward(query, context, weighed, self._runs, options)[0]
+        names = ("block_table", "queries", "keys", "context_length")
+        pages = Pages(*(self._tables[name] for name in names), *self._longest)
+        return self._kernel.forward(query, keys, values, pages, options)
+
+
+class _VarlenForm:
+    """Chunks through the trainer's varlen kernel, over the keys of each sequence gathered into a row."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: Kernel, tables: Tables) -> None:
+        self._cache = cache
+        self._kernel = kernel
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        lengths = np.asarray(batch.context_lengths)
+        starts = np.cumsum(lengths) - lengths
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        position = np.arange(len(sequence)) - np.repeat(starts, lengths)
+        tables.add("read_block", batch.block_table.numpy()[sequence, position // cache.block_size])
+        tables.add("read_offset", position % cache.block_size)
+        self._longest = max(batch.num_queries), max(batch.context_lengths)
+        for name, counts in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
+            tables.add(name, np.concatenate(([0], np.cumsum(counts))), np.int32)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        keys, values = self._cache.views(layer)
+        self._writer.write(keys, values, key, value)
+        block, offset = self._tables["read_block"], self._tables["read_offset"]
+        context, weighed = (memory[block, offset] for memory in (keys, values))
+        runs = Runs(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
+        return self._kernel.forward(query, context, weighed, runs, options)[0]
 
 
 class _TorchForm:
     """The same in PyTorch: gathers the keys and values of every sequence."""
 
-    def __init__(self, cache: PagedCache, batch: PagedBatch) -> None:
+    def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
         self._cache = cache
         self._batch = batch
-        self._writer = _Writer(cache, batch)
-        self._position = upload(self._writer.position, cache.device)
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        tables.add("position", self._writer.position)
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
         self._visible: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -173,7 +241,7 @@ class _TorchForm:
         parts = []
         for row, (count, length) in enumerate(zip(self._batch.num_queries, self._batch.context_lengths, strict=True)):
             num_blocks = -(-length // self._cache.block_size)
-            blocks = self._batch.block_table[row : row + 1, :num_blocks].long()
+            blocks = self._tables["block_table"][row : row + 1, :num_blocks].long()
             place = torch.arange(length, device=query.device)
             visible = _visible(place, place[length - count :], options.window)
             start = self._writer.starts[row]
@@ -184,10 +252,10 @@ class _TorchForm:
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
         num_blocks = -(-max(self._batch.context_lengths) // self._cache.block_size)
-        blocks = self._batch.block_table[:, :num_blocks].long()
+        blocks = self._tables["block_table"][:, :num_blocks].long()
         if options.window not in self._visible:
             place = torch.arange(num_blocks * self._cache.block_size, device=query.device)
-            visible = _visible(place, self._position, options.window)
+            visible = _visible(place, self._tables["position"], options.window)
             self._visible[options.window] = visible[:, None, None, :]
         num_sequences, num_heads, dim = query.shape
         # The query heads that share a key head become its rows: grouped attention without repeating keys.

@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout.inplace.cuda_graphs import DecodeGraphs
+from hybrid_rl.models import AttentionContext, CausalLM
+from hybrid_rl.rollout.inplace.cuda_graphs import DecodeGraphs, DecodePass
 from hybrid_rl.rollout.inplace.kv_cache import PagedCache
 from hybrid_rl.rollout.inplace.paged_attention import PagedBatch, decodes_in_triton, paged_attention
+from hybrid_rl.rollout.inplace.paged_kernel import paged_kernel
 from hybrid_rl.rollout.inplace.scheduler import Chunk, Sequence
-from hybrid_rl.rollout.inplace.seats import SeatTable
-from hybrid_rl.rollout.inplace.upload import upload
-from hybrid_rl.rollout.sampling import check_finite, penalise, sample
+from hybrid_rl.rollout.inplace.seats import SeatSampling, SeatTable
+from hybrid_rl.rollout.inplace.upload import Tables, reads_host_memory
+from hybrid_rl.rollout.sampling import check_finite, choose, chosen_on_host, in_one, penalise, sample
 
 # Multiplications of a pass in the model's largest matrix below which a second thread costs more than it brings.
 SMALLEST_PARALLEL_PRODUCT = 1 << 22
@@ -33,7 +35,12 @@ class Sampled:
 
 
 class Runner:
-    """Runs passes over the cache of one model. cuda_graphs: replay decode passes where the device can."""
+    """Runs passes over the cache of one model.
+
+    cuda_graphs: replay decode passes if the device can. What decodes is then replayed in a mixed pass too, before the
+    chunks of prompts run eagerly. No key is read before it is written: what ran before reads only what earlier passes
+    wrote, and its own; what is new, or has more than a token to go, may read all that this pass writes.
+    """
 
     def __init__(self, model: CausalLM, cache: PagedCache, seats: SeatTable, *, cuda_graphs: bool) -> None:
         self._model = model
@@ -41,16 +48,22 @@ class Runner:
         self._seats = seats
         captures = cuda_graphs and decodes_in_triton(cache)
         self._graphs = DecodeGraphs(model, cache, seats.num_seats) if captures else None
+        self._is_prepared = False
+        self._pages = paged_kernel(cache, model.attention.name)
         # The head runs on few rows only, and the embedding is no product.
         module = model.module
         ends = {id(end.weight) for end in (module.get_input_embeddings(), module.get_output_embeddings())}
         matrices = [p.numel() for p in module.parameters() if p.dim() == 2 and id(p) not in ends]
         self._largest_matrix = max(matrices, default=SMALLEST_PARALLEL_PRODUCT)
 
-    def drop_graphs(self) -> None:
+    def drop_graphs(self, reason: str) -> None:
         """To be called before the memory of the cache goes away."""
         if self._graphs is not None:
-            self._graphs.drop()
+            self._graphs.drop(reason)
+
+    def expect_moves(self) -> None:
+        """Weights or cache may lie elsewhere from now on, or sequences may be longer: look before the next pass."""
+        self._is_prepared = False
 
     def run(self, chunks: list[Chunk]) -> Sampled:
         """Compute the chunks; sample for every sequence whose last chunk it was and for its followers.
@@ -75,51 +88,108 @@ class Runner:
             torch.set_num_threads(before)
 
     def _run(self, chunks: list[Chunk]) -> Sampled:
-        hidden = self._forward(chunks)
-        self._copy_tails(chunks)
-        sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
+        decoding: list[Chunk] = []
+        if self._graphs is not None:
+            if not self._is_prepared:
+                self._graphs.prepare(self._seats.blocks.shape[1])
+                self._is_prepared = True
+            decoding = [chunk for chunk in chunks if chunk.continues]
+            chunks = [chunk for chunk in chunks if not chunk.continues]
+        parts = [self._replay(decoding)] if decoding else []
+        if chunks:
+            parts += self._eager(chunks)
+            self._copy_tails(chunks)
+        sequences = [chunk.sequence for chunk in decoding]
+        sequences += [sequence for chunk in chunks for sequence in chunk.sampled]
         if not sequences:
             return Sampled([], [], [])
+        tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
+        check_finite(logprobs)
+        self._seats.advance(_seats_of(sequences), tokens)
+        return Sampled(sequences, tokens.tolist(), logprobs)
+
+    def _replay(self, chunks: list[Chunk]) -> Tensor:
+        """One token of every sequence by a graph; see `choose` for what comes back."""
+        assert self._graphs is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        seats = _seats_of(sequences)
+        sampling = self._seats.sampling(seats)
+        lengths = self._seats.length[seats]
+        step = DecodePass(
+            self._seats.last[seats],
+            lengths - 1,
+            sampling.columns["temperature"],
+            sampling.uniform(),
+            self._table(seats, int(lengths.max())),
+        )
+        hidden, chosen = self._graphs.run(step)
+        if sampling.is_plain:
+            return chosen
+        # The graph has drawn from the whole distribution, which is not what was asked for.
+        tables = Tables(self._model.device)
+        self._add_sampling(tables, sequences, sampling)
+        tables.send()
+        return self._choose(hidden, tables, sampling)
+
+    def _eager(self, chunks: list[Chunk]) -> list[Tensor]:
+        """Compute chunks; what was chosen for those that get a token, if there are any."""
+        device = self._model.device
+        tables = Tables(device)
+        sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
         index = np.repeat(ends, [len(chunk.sampled) for chunk in chunks])
-        if len(index) != hidden.shape[0] or (index[1:] <= index[:-1]).any():
-            hidden = hidden[upload(index, hidden.device)]
-        tokens, logprobs = self._sample(hidden, sequences)
-        check_finite(logprobs)
-        return Sampled(sequences, tokens, logprobs)
+        picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
+        if picks:
+            tables.add("index", index)
+        sampling = self._seats.sampling(_seats_of(sequences))
+        if sequences:
+            self._add_sampling(tables, sequences, sampling)
+        attention = self._add_pass(tables, chunks)
+        tables.send()
+        hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
+        if not sequences:
+            return []
+        return [self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling)]
 
-    def _sample(self, hidden: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-        device = hidden.device
-        seats = np.array([sequence.seat for sequence in sequences])
-        params = self._seats.sampling(seats, device)
-        logits = self._model.logits(hidden)
-        if params.penalises:
-            logits = penalise(logits, params.repetition_penalty, _histories(sequences, device))
-        tokens, logprobs = sample(logits, params, upload(self._seats.generated[seats], device))
-        # One transfer, in a dtype that holds both exactly.
-        both = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
-        chosen = both[0].astype(np.int64)
-        self._seats.advance(seats, chosen)
-        return chosen.tolist(), both[1].tolist()
-
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Last hidden states [T, H] of the chunks, one after the other."""
-        device = self._model.device
-        seats = np.array([chunk.sequence.seat for chunk in chunks])
+    def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
+        """Add what the layers need of the chunks, one after the other."""
+        seats = _seats_of([chunk.sequence for chunk in chunks])
         counts = [chunk.count for chunk in chunks]
         lengths = [chunk.start + chunk.count for chunk in chunks]
-        table = self._seats.blocks[seats, : -(-max(lengths) // self._cache.block_size)]
         if all(chunk.is_decode for chunk in chunks):
             token_ids, positions = self._seats.last[seats], self._seats.length[seats] - 1
-            if self._graphs is not None:
-                return self._graphs.run(token_ids, positions, table, self._seats.blocks.shape[1])
         else:
             parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
             token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
             positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks])
-        batch = PagedBatch(upload(table, device, np.int32), counts, lengths)
-        attention = paged_attention(self._cache, batch, self._model.attention.kernel)
-        return self._model.hidden_states(upload(token_ids, device), upload(positions, device), attention)
+        tables.add("token_ids", token_ids)
+        tables.add("positions", positions)
+        table = np.ascontiguousarray(self._table(seats, max(lengths)))
+        batch = PagedBatch(torch.from_numpy(table), counts, lengths)
+        kernel = self._model.attention.kernel
+        return paged_attention(self._cache, batch, kernel, pages=self._pages, tables=tables)
+
+    def _table(self, seats: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
+        return self._seats.blocks[seats, : -(-longest // self._cache.block_size)]
+
+    def _add_sampling(self, tables: Tables, sequences: list[Sequence], sampling: SeatSampling) -> None:
+        sampling.add_to(tables)
+        if sampling.penalises:
+            tables.add("history", _histories(sequences))
+        if reads_host_memory(self._model.device):
+            tables.add("generated", sampling.generated)
+        else:
+            tables.add("uniform", sampling.uniform(), np.float64)
+
+    def _choose(self, hidden: Tensor, tables: Tables, sampling: SeatSampling) -> Tensor:
+        """int32 [B, 2], see `choose` of sampling.py, for hidden states [B, H]."""
+        params = sampling.tensors(tables)
+        logits = self._model.logits(hidden)
+        if params.penalises:
+            logits = penalise(logits, params.repetition_penalty, tables["history"])
+        if reads_host_memory(hidden.device):
+            return in_one(*sample(logits, params, tables["generated"]))
+        return choose(logits, params, tables["uniform"])
 
     def _copy_tails(self, chunks: list[Chunk]) -> None:
         """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
@@ -131,12 +201,20 @@ class Runner:
                 source += [chunk.sequence.blocks[full]] * len(chunk.followers)
                 destination += [follower.blocks[full] for follower in chunk.followers]
         if source:
-            self._cache.copy_blocks(*(upload(blocks, self._model.device) for blocks in (source, destination)))
+            tables = Tables(self._model.device)
+            tables.add("source", source)
+            tables.add("destination", destination)
+            tables.send()
+            self._cache.copy_blocks(tables["source"], tables["destination"])
 
 
-def _histories(sequences: list[Sequence], device: torch.device) -> Tensor:
-    """Tokens of prompt and completion, int64 [B, longest], -1 behind the end."""
+def _seats_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    return np.array([sequence.seat for sequence in sequences], np.int64)
+
+
+def _histories(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    """Tokens of prompt and completion, [B, longest], -1 behind the end."""
     rows = np.full((len(sequences), max(sequence.num_tokens for sequence in sequences)), -1)
     for row, sequence in zip(rows, sequences, strict=True):
         row[: sequence.num_tokens] = sequence.context(0, sequence.num_tokens)
-    return upload(rows, device)
+    return rows

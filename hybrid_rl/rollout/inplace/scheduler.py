@@ -57,12 +57,14 @@ class Sequence:
 @dataclass
 class Chunk:
     """Tokens start .. start + count of a sequence, to be computed in a pass. Where they are its last ones, the sequence
-    and its followers (samples of the same prompt that share its blocks) each get a token from them."""
+    and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
+    not in the pass before; what it found in the cache may be written by this very pass."""
 
     sequence: Sequence
     start: int
     count: int
     followers: list[Sequence] = field(default_factory=list)
+    is_new: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -73,6 +75,11 @@ class Chunk:
     def is_decode(self) -> bool:
         """Whether it is the newest token of a sequence and nothing else."""
         return self.count == 1 and bool(self.sequence.tokens) and self.is_last
+
+    @property
+    def continues(self) -> bool:
+        """Whether it decodes and reads nothing but its own key that this pass writes."""
+        return self.is_decode and not self.is_new
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -197,7 +204,7 @@ class Scheduler:
         sequence.num_cached = num_cached + count
         self._start(sequence, [*shared, *self.pool.take(needed)])
         self._remember(sequence)
-        return Chunk(sequence, num_cached, count)
+        return Chunk(sequence, num_cached, count, is_new=True)
 
     def _fork(self, chunk: Chunk) -> None:
         """Let those that wait for the same prompt share its blocks. The last one, where it is not full, is written by

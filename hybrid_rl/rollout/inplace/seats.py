@@ -3,14 +3,17 @@ sequences run and whichever came or went."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid_rl.rollout.base import SamplingParams
-from hybrid_rl.rollout.inplace.upload import upload
-from hybrid_rl.rollout.sampling import SamplingTensors
+from hybrid_rl.rollout.inplace.upload import Tables
+from hybrid_rl.rollout.sampling import SamplingTensors, uniform_numbers
 
 _SAMPLING = {
     "temperature": np.float32,
@@ -67,14 +70,46 @@ class SeatTable:
         self.length[seats] += 1
         self.generated[seats] += 1
 
-    def sampling(self, seats: npt.NDArray[np.int64], device: torch.device) -> SamplingTensors:
+    def sampling(self, seats: npt.NDArray[np.int64]) -> SeatSampling:
         """How the next tokens of these sequences are chosen."""
-        rows = {name: column[seats] for name, column in self._sampling.items()}
-        truncates = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
-        tensors: dict[str, Tensor] = {name: upload(row, device, row.dtype) for name, row in rows.items()}
-        return SamplingTensors(
-            **tensors,
+        columns = {name: column[seats] for name, column in self._sampling.items()}
+        truncates = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
+        return SeatSampling(
+            columns,
+            self.generated[seats],
             truncates=bool(truncates.any()),
-            greedy=bool((rows["temperature"] == 0).any()),
-            penalises=bool((rows["repetition_penalty"] != 1).any()),
+            greedy=bool((columns["temperature"] == 0).any()),
+            penalises=bool((columns["repetition_penalty"] != 1).any()),
         )
+
+
+@dataclass(frozen=True)
+class SeatSampling:
+    """The columns of SamplingTensors on the host, by name, and the place of each token within its completion."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    generated: npt.NDArray[np.int64]
+    truncates: bool
+    greedy: bool
+    penalises: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are used as they are, but for a temperature."""
+        return not self.truncates and not self.penalises
+
+    def uniform(self) -> npt.NDArray[np.float64]:
+        """The number that picks each token, [B]."""
+        uniform = uniform_numbers(torch.from_numpy(self.columns["seed"]), torch.from_numpy(self.generated))
+        return uniform.numpy()
+
+    def add_to(self, tables: Tables) -> None:
+        """Add the columns to what is sent to a device."""
+        for name, column in self.columns.items():
+            tables.add(name, column, column.dtype)
+
+    def tensors(self, tables: Tables) -> SamplingTensors:
+        """The columns that were sent."""
+        columns: dict[str, Tensor] = {name: tables[name] for name in self.columns}
+        flags = {"truncates": self.truncates, "greedy": self.greedy, "penalises": self.penalises}
+        return SamplingTensors(**columns, **flags)

@@ -1,11 +1,17 @@
-"""Paged decode attention as a Triton kernel: one query token per sequence against keys and values that lie in blocks.
+"""Paged decode attention as Triton kernels: one query token per sequence against keys and values that lie in blocks.
 
-The context of a sequence is cut into parts that run side by side and are joined by a second kernel (flash-decoding,
+The contexts of a batch are cut into parts that run side by side and are joined by another kernel (flash-decoding,
 Dao et al. 2023), so that a few long sequences fill a GPU; within a part the softmax is taken online (Milakov and
 Gimelshein, arXiv:1805.02867). The query heads that share a key head are the rows of one tile, so a key is read once for
-all of them. Nothing here waits for the device and the grids depend on shapes only: the call can be captured in a CUDA
-graph whose block tables and lengths change between replays. `paged_store` puts the newest keys and values into their
-blocks, in one launch.
+all of them. `paged_store` puts the newest keys and values into their blocks, in one launch.
+
+How contexts are cut is decided on the device in every pass, by `plan_parts`, from the lengths that the pass has: all
+parts of a batch are equally long, just long enough that the device has work for every processor, and a short sequence
+has one part however long its neighbours or its block table are. Grids depend on shapes only: there are as many programs
+as there can be parts (one per sequence, and PROGRAMS_PER_PROCESSOR per processor beyond that), and those beyond the
+parts that there are end at once. So calls can be captured in a CUDA graph whose tables and lengths change between
+replays, nothing waits for the device, and no constant of a kernel follows from the batch: each is compiled once per
+shape of a model's heads. A plan serves all layers of a pass that have the same window.
 
 Importing this file imports Triton, which only its callers on CUDA need.
 """
@@ -14,20 +20,73 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from hybrid_rl.rollout.inplace import decode_kernels as kernels
 
 MAX_HEAD_DIM = 256
 MAX_ROWS = 128  # query heads of one key head
-MIN_PART_TOKENS = 128  # a shorter part costs more to join than it gains
-MAX_PARTS = 64
+MIN_PART_TOKENS = 128  # a shorter part costs more to join than it gains; a multiple of every tile
+MAX_PARTS = 128  # of one sequence: the join reads them all
 PROGRAMS_PER_PROCESSOR = 4
 LOG2_E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAN_TILE = 256  # sequences that the plan looks at together
+_JOIN_TILE = 8  # parts that the join reads together
+
+
+class Plan(NamedTuple):
+    """How the contexts of a batch are cut, for one number of key heads and one window.
+
+    parts: int32 [most parts, 3], the sequence of each part and its first and last token + 1; first: int32 [B + 1], the
+    parts of sequence b are first[b] .. first[b + 1], none where it has no context.
+    """
+
+    parts: Tensor
+    first: Tensor
+
+
+class Specialisation(NamedTuple):
+    """One compiled form of a kernel. signature: type of each argument that is no constant, as Triton names it;
+    constants: the values of the others; num_warps, num_stages: how it is launched."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+def plan_parts(
+    context_length: Tensor, *, num_key_heads: int, window: int | None = None, num_programs: int | None = None
+) -> Plan:
+    """Cut the contexts of a batch, in one launch and without waiting for the device.
+
+    Args:
+        context_length: int32 [B], tokens of each sequence; 0 = a row that is not there.
+        num_key_heads: programs that each part becomes.
+        window: tokens that are seen; None = all.
+        num_programs: programs that the device is to have at least; None = PROGRAMS_PER_PROCESSOR per processor.
+
+    Returns:
+        Parts of MIN_PART_TOKENS tokens at least, of a multiple of that many, and at most MAX_PARTS per sequence.
+    """
+    batch = len(context_length)
+    if num_programs is None:
+        num_programs = PROGRAMS_PER_PROCESSOR * _num_processors(context_length.device)
+    spare = max(1, num_programs // num_key_heads)
+    parts = context_length.new_empty(batch + spare, 3)
+    first = context_length.new_empty(batch + 1)
+    if batch:
+        constants, launch = _plan_constants()
+        kernels.plan[(batch,)](context_length, parts, first, batch, spare, window or 0, **constants, **launch)
+    return Plan(parts, first)
 
 
 def paged_decode(
@@ -40,6 +99,7 @@ def paged_decode(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Attention of the newest token of each sequence over its cached context.
 
@@ -47,13 +107,15 @@ def paged_decode(
         query: float32, bfloat16 or float16 [B, H, D].
         key_cache, value_cache: [blocks, block_size, H_kv, D] and [blocks, block_size, H_kv, D_v] of the query's dtype;
             any strides but the last, which is 1. H is a multiple of H_kv: query head h reads key head h // (H / H_kv).
-        block_table: int32 [B, M]; token t of sequence b lies in block block_table[b, t // block_size]. Entries behind
-            the context are not read.
+        block_table: int32 [B, M] of any strides; token t of sequence b lies in block block_table[b, t // block_size].
+            Entries behind the context are not read.
         context_length: int32 [B], at most M * block_size, tokens in the cache, the query's own included. Rows of length
             0 (padding of a batch of fixed size) give zeros.
         scale: factor of q k; None = 1 / sqrt(D).
         window: tokens that are seen, the own one included; None = all.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118); None = off.
+        plan: how the contexts are cut, from `plan_parts` with these lengths, key heads and this window; None = made
+            here.
 
     Returns:
         [B, H, D_v] of the query's dtype; sums are taken in float32.
@@ -63,53 +125,39 @@ def paged_decode(
     """
     _check(query, key_cache, value_cache, block_table, context_length, window, softcap)
     batch, num_heads, dim = query.shape
-    num_blocks, block_size, num_key_heads, value_dim = value_cache.shape
+    block_size, num_key_heads, value_dim = value_cache.shape[1:]
     output = query.new_empty(batch, num_heads, value_dim)
     if batch == 0:
         return output
-    num_parts = _num_parts(batch * num_key_heads, block_table.shape[1] * block_size, _num_processors(query.device))
-    # With one part there is nothing to join: the first kernel writes the result itself.
-    partial = output if num_parts == 1 else query.new_empty(batch, num_heads, num_parts, value_dim, dtype=torch.float32)
-    weight = query.new_empty(batch, num_heads, num_parts, dtype=torch.float32)
-    dim_tile, value_tile = (max(16, triton.next_power_of_2(d)) for d in (dim, value_dim))
-    _attend[(batch, num_key_heads, num_parts)](
+    if plan is None:
+        plan = plan_parts(context_length, num_key_heads=num_key_heads, window=window)
+    most_parts = len(plan.parts)
+    partial = query.new_empty(most_parts, num_heads, value_dim, dtype=torch.float32)
+    weight = query.new_empty(most_parts, num_heads, dtype=torch.float32)
+    heads = _Heads(num_heads, num_key_heads, dim, value_dim, block_size, query.element_size(), softcap is not None)
+    constants, launch = _attend_constants(heads)
+    kernels.attend[(most_parts, num_key_heads)](
         query,
         key_cache,
         value_cache,
         block_table,
-        context_length,
+        plan.parts,
+        plan.first,
+        output,
         partial,
         weight,
-        (dim**-0.5 if scale is None else scale),
-        softcap or 0.0,
-        query.stride(0),
-        query.stride(1),
+        batch,
+        float(dim**-0.5 if scale is None else scale),
+        float(softcap or 0),
+        *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table.stride(0),
-        BLOCK_SIZE=block_size,
-        GROUP=num_heads // num_key_heads,
-        ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),
-        DIM=dim,
-        DIM_TILE=dim_tile,
-        VALUE_DIM=value_dim,
-        VALUE_TILE=value_tile,
-        NUM_PARTS=num_parts,
-        WINDOW=window or 0,
-        HAS_SOFTCAP=softcap is not None,
-        LOG2_E=LOG2_E,
-        **_tile(max(dim_tile, value_tile) * query.element_size()),
+        *block_table.stride(),
+        **constants,
+        **launch,
     )
-    if num_parts > 1:
-        _join[(batch, num_heads)](
-            partial,
-            weight,
-            output,
-            VALUE_DIM=value_dim,
-            VALUE_TILE=value_tile,
-            NUM_PARTS=num_parts,
-            PARTS_TILE=triton.next_power_of_2(num_parts),
-        )
+    constants, launch = _join_constants(heads)
+    kernels.join[(batch, num_heads)](partial, weight, plan.first, output, **constants, **launch)
     return output
 
 
@@ -139,7 +187,10 @@ def paged_store(
         )
     if batch == 0:
         return
-    _store[(batch, num_key_heads)](
+    constants, launch = _store_constants(
+        _Heads(num_key_heads, num_key_heads, dim, value_dim, block_size, key.element_size(), False)
+    )
+    kernels.store[(batch, num_key_heads)](
         key,
         value,
         key_cache,
@@ -150,21 +201,94 @@ def paged_store(
         *value.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        block_table.stride(0),
-        BLOCK_SIZE=block_size,
-        DIM=dim,
-        DIM_TILE=triton.next_power_of_2(dim),
-        VALUE_DIM=value_dim,
-        VALUE_TILE=triton.next_power_of_2(value_dim),
-        num_warps=1,
+        *block_table.stride(),
+        **constants,
+        **launch,
     )
 
 
-def _num_parts(num_tiles: int, max_tokens: int, num_processors: int) -> int:
-    """Parts of a context so that num_tiles * parts programs fill the processors, none below MIN_PART_TOKENS at full
-    length."""
-    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_tiles)
-    return max(1, min(wanted, -(-max_tokens // MIN_PART_TOKENS), MAX_PARTS))
+class _Heads(NamedTuple):
+    """What the constants of the kernels follow from."""
+
+    num_heads: int
+    num_key_heads: int
+    dim: int
+    value_dim: int
+    block_size: int
+    itemsize: int
+    has_softcap: bool
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """Dims of a head, rounded up to what a matrix product takes."""
+        tiles = [max(16, triton.next_power_of_2(dim)) for dim in (self.dim, self.value_dim)]
+        return {"DIM": self.dim, "DIM_TILE": tiles[0], "VALUE_DIM": self.value_dim, "VALUE_TILE": tiles[1]}
+
+
+_Constants = tuple[dict[str, Any], dict[str, int]]  # of a kernel; how it is launched
+
+
+def _plan_constants() -> _Constants:
+    constants = {"MIN_PART": MIN_PART_TOKENS, "MOST_PARTS": MAX_PARTS, "TILE": _PLAN_TILE}
+    return constants, {"num_warps": 4, "num_stages": 1}
+
+
+def _attend_constants(heads: _Heads) -> _Constants:
+    tiles = heads.tiles
+    # Tokens of a tile by the bytes of one key: larger ones spill registers on Hopper.
+    row_bytes = max(tiles["DIM_TILE"], tiles["VALUE_TILE"]) * heads.itemsize
+    group = heads.num_heads // heads.num_key_heads
+    constants = {
+        "BLOCK_SIZE": heads.block_size,
+        "GROUP": group,
+        "ROWS": max(16, triton.next_power_of_2(group)),
+        **tiles,
+        "HAS_SOFTCAP": heads.has_softcap,
+        "LOG2_E": LOG2_E,
+        "TOKENS": 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16,
+    }
+    return constants, {"num_warps": 4, "num_stages": 3 if row_bytes <= 256 else 2}
+
+
+def _join_constants(heads: _Heads) -> _Constants:
+    tiles = heads.tiles
+    constants = {name: tiles[name] for name in ("VALUE_DIM", "VALUE_TILE")}
+    return {**constants, "MOST_PARTS": MAX_PARTS, "TILE": _JOIN_TILE}, {"num_warps": 4, "num_stages": 1}
+
+
+def _store_constants(heads: _Heads) -> _Constants:
+    return {"BLOCK_SIZE": heads.block_size, **heads.tiles}, {"num_warps": 1, "num_stages": 1}
+
+
+# Query heads, key heads and dims of the models that the kernels are mostly run on: Qwen2.5 0.5B, 1.5B, 3B and 7B,
+# Qwen3 4B to 32B, Llama 3, Gemma 2 2B (soft-capped).
+MODEL_HEADS = ((14, 2, 64), (12, 2, 128), (16, 2, 128), (28, 4, 128), (64, 8, 128), (32, 8, 128), (8, 4, 256))
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every kernel of this file in the forms that are compiled for the heads of common models, in blocks of 16 tokens,
+    in bfloat16 and float32. Made by the functions that a launch takes its constants from."""
+    yield _specialisation("plan", kernels.plan, _plan_constants(), {"window": "i32"})
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        for num_heads, num_key_heads, dim in MODEL_HEADS:
+            heads = _Heads(num_heads, num_key_heads, dim, dim, 16, itemsize, dim == 256)
+            name = f"{dtype}-{num_heads}x{num_key_heads}x{dim}"
+            tensors = dict.fromkeys(("query", "key_cache", "value_cache", "output", "key", "value"), f"*{dtype}")
+            for what, kernel, constants in (
+                ("attend", kernels.attend, _attend_constants(heads)),
+                ("join", kernels.join, _join_constants(heads)),
+                ("store", kernels.store, _store_constants(heads)),
+            ):
+                yield _specialisation(f"{what}-{name}", kernel, constants, tensors)
+
+
+def _specialisation(name: str, kernel: Any, constants: _Constants, types: dict[str, str]) -> Specialisation:
+    """The types of arguments by their names: what is not among `types` is a tensor of numbers, or an integer."""
+    known = {"partial": "*fp32", "weight": "*fp32", "scale": "fp32", "softcap": "fp32"} | types
+    known |= dict.fromkeys(("block_table", "context_length", "parts", "first"), "*i32")
+    values, launch = constants
+    signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names if argument not in values}
+    return Specialisation(name, kernel, signature, values, launch["num_warps"], launch["num_stages"])
 
 
 @functools.cache
@@ -172,12 +296,6 @@ def _num_processors(device: torch.device) -> int:
     """Multiprocessors of a device. The CPU, where Triton's interpreter runs the kernels, counts as 16: small contexts
     are cut there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-
-
-def _tile(row_bytes: int) -> dict[str, Any]:
-    """Tokens of a tile and how it is run, by the bytes of one key: larger ones spill registers on Hopper."""
-    tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    return {"TOKENS": tokens, "num_warps": 4, "num_stages": 3 if row_bytes <= 256 else 2}
 
 
 def _check(
@@ -220,170 +338,9 @@ def _check(
     for name, tensor in everything.items():
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, query on {query.device}; give both on one device")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        if tensor is not block_table and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"the last dim of {name} has stride {tensor.stride(-1)}; make it contiguous")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be above 0, or None")
-
-
-@triton.jit
-def _attend(
-    query,
-    key_cache,
-    value_cache,
-    block_table,
-    context_length,
-    partial,  # [B, H, NUM_PARTS, VALUE_DIM]: the softmax-weighted mean of values over one part
-    weight,  # float32 [B, H, NUM_PARTS]: log2 of the sum of exp of the part's scores, -inf for an empty part
-    scale,
-    softcap,
-    query_stride_b,
-    query_stride_h,
-    key_stride_block,
-    key_stride_token,
-    key_stride_h,
-    value_stride_block,
-    value_stride_token,
-    value_stride_h,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    LOG2_E: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One part of the context of one sequence and one key head, for all its query heads."""
-    sequence = tl.program_id(0)
-    key_head = tl.program_id(1)
-    part = tl.program_id(2)
-    end = tl.load(context_length + sequence)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
-    # The length is divided, not the table: every part of a short sequence has something to do, in whole tiles.
-    part_tokens = tl.cdiv(tl.cdiv(end - begin, NUM_PARTS), TOKENS) * TOKENS
-    first = begin + part * part_tokens
-    last = tl.minimum(first + part_tokens, end)
-
-    row = tl.arange(0, ROWS)
-    head = key_head * GROUP + row
-    dim = tl.arange(0, DIM_TILE)
-    value_dim = tl.arange(0, VALUE_TILE)
-    q_at = query + sequence.to(tl.int64) * query_stride_b + head[:, None] * query_stride_h + dim[None, :]
-    q = tl.load(q_at, mask=(row[:, None] < GROUP) & (dim[None, :] < DIM), other=0.0)
-
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, VALUE_TILE], tl.float32)
-    for start in range(first, last, TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        real = token < last
-        block = tl.load(block_table + sequence.to(tl.int64) * table_stride + token // BLOCK_SIZE, mask=real, other=0)
-        # A cache has more than 2^31 elements.
-        block = block.to(tl.int64)
-        place = token % BLOCK_SIZE
-        k_at = key_cache + block * key_stride_block + place * key_stride_token + key_head * key_stride_h
-        k = tl.load(k_at[None, :] + dim[:, None], mask=real[None, :] & (dim[:, None] < DIM), other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite where e^2x does not.
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        scores = tl.where(real[None, :], scores * LOG2_E, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - new_best)
-        p = tl.exp2(scores - new_best[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        v_at = value_cache + block * value_stride_block + place * value_stride_token + key_head * value_stride_h
-        v = tl.load(
-            v_at[:, None] + value_dim[None, :], mask=real[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0
-        )
-        mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        best = new_best
-
-    # An empty part has a total of 0: zeros of weight -inf. Where the model has diverged the total is NaN and stays so.
-    mixed = mixed / tl.where(total == 0, 1.0, total)[:, None]
-    at = (sequence.to(tl.int64) * tl.num_programs(1) * GROUP + head) * NUM_PARTS + part
-    tl.store(weight + at, best + tl.log2(total), mask=row < GROUP)
-    tl.store(
-        partial + at[:, None] * VALUE_DIM + value_dim[None, :],
-        mixed.to(partial.dtype.element_ty),
-        mask=(row[:, None] < GROUP) & (value_dim[None, :] < VALUE_DIM),
-    )
-
-
-@triton.jit
-def _join(
-    partial,
-    weight,
-    output,
-    VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PARTS_TILE: tl.constexpr,
-):
-    """The mean of the parts of one sequence and query head, weighted by their sums of exp."""
-    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    part = tl.arange(0, PARTS_TILE)
-    value_dim = tl.arange(0, VALUE_TILE)
-    w = tl.load(weight + at * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf"))
-    best = tl.max(w, 0)
-    share = tl.exp2(w - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(share, 0)
-    parts = tl.load(
-        partial + (at * NUM_PARTS + part)[:, None] * VALUE_DIM + value_dim[None, :],
-        mask=(part[:, None] < NUM_PARTS) & (value_dim[None, :] < VALUE_DIM),
-        other=0.0,
-    )
-    mixed = tl.sum(parts * share[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(output + at * VALUE_DIM + value_dim, mixed.to(output.dtype.element_ty), mask=value_dim < VALUE_DIM)
-
-
-@triton.jit
-def _store(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    block_table,
-    context_length,
-    key_from_b,
-    key_from_h,
-    value_from_b,
-    value_from_h,
-    key_stride_block,
-    key_stride_token,
-    key_stride_h,
-    value_stride_block,
-    value_stride_token,
-    value_stride_h,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-):
-    """The newest key and value of one sequence and key head."""
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    token = tl.load(context_length + sequence) - 1
-    if token >= 0:
-        block = tl.load(block_table + sequence * table_stride + token // BLOCK_SIZE).to(tl.int64)
-        place = token % BLOCK_SIZE
-        dim = tl.arange(0, DIM_TILE)
-        k = tl.load(key + sequence * key_from_b + head * key_from_h + dim, mask=dim < DIM)
-        k_at = key_cache + block * key_stride_block + place * key_stride_token + head * key_stride_h
-        tl.store(k_at + dim, k, mask=dim < DIM)
-        dim = tl.arange(0, VALUE_TILE)
-        v = tl.load(value + sequence * value_from_b + head * value_from_h + dim, mask=dim < VALUE_DIM)
-        v_at = value_cache + block * value_stride_block + place * value_stride_token + head * value_stride_h
-        tl.store(v_at + dim, v, mask=dim < VALUE_DIM)

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.gpu.decode_cases import CASES, build, reference
+from tests.gpu.decode_cases import CASES, PLANS, build, reference
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
@@ -34,8 +35,8 @@ def path() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def gaps() -> dict[str, float]:
-    """All cases in a process of their own: whether Triton interprets is decided when it is imported."""
+def found() -> dict[str, Any]:
+    """What all cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
     command = [sys.executable, "-m", "tests.gpu.decode_cases"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -44,9 +45,14 @@ def gaps() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", [*(case.name for case in CASES), "float16"])
-def test_the_kernel_gives_what_attention_over_the_gathered_context_gives(gaps: dict[str, float], name: str) -> None:
+def test_the_kernel_gives_what_attention_over_the_gathered_context_gives(found: dict[str, Any], name: str) -> None:
     # float16 keeps 11 bits, float32 24; sums are taken in float32 in both.
-    assert gaps[name] < (2e-3 if name == "float16" else 2e-6)
+    assert found["gaps"][name] < (2e-3 if name == "float16" else 2e-6)
+
+
+def test_parts_tile_what_every_sequence_sees(found: dict[str, Any]) -> None:
+    """As worked out by hand in PLANS: long sequences in many parts, short ones in one, none for what is not there."""
+    assert found["plans"] == [None] * len(PLANS)
 
 
 def test_the_reference_on_a_case_worked_by_hand() -> None:
@@ -109,17 +115,16 @@ def test_keys_and_values_that_do_not_fit_the_caches_are_refused() -> None:
         paged_store(key, value.half(), *caches)
 
 
-@pytest.mark.parametrize(
-    ("num_tiles", "max_tokens", "expected"),
-    [
-        (8, 128, 1),  # nothing to cut
-        (8, 4096, 32),  # 528 programs wanted of 8 tiles are 66 parts, but none below 128 tokens
-        (8, 32768, 64),  # no more than the join reads at once
-        (264, 32768, 2),
-        (1024, 32768, 1),  # the batch alone fills the device
-    ],
-)
-def test_contexts_are_cut_where_the_batch_does_not_fill_the_device(num_tiles, max_tokens, expected) -> None:
-    from hybrid_rl.rollout.inplace.triton_decode import _num_parts
+SHAPE_ONLY = ("BLOCK_SIZE", "GROUP", "ROWS", "DIM", "DIM_TILE", "VALUE_DIM", "VALUE_TILE", "HAS_SOFTCAP", "LOG2_E")
+FIXED = ("TOKENS", "MIN_PART", "MOST_PARTS", "TILE")
 
-    assert _num_parts(num_tiles, max_tokens, num_processors=132) == expected
+
+def test_what_is_compiled_depends_on_the_heads_of_a_model_and_not_on_the_batch() -> None:
+    from hybrid_rl.rollout.inplace.triton_decode import MODEL_HEADS, specialisations
+
+    forms = list(specialisations())
+    assert len(forms) == len({form.name for form in forms}) == 1 + 2 * 3 * len(MODEL_HEADS)
+    for form in forms:
+        assert {*form.constants} <= {*SHAPE_ONLY, *FIXED}
+        assert {*form.signature} | {*form.constants} == {*form.kernel.arg_names}
+        assert not {*form.signature} & {*form.constants}

@@ -93,8 +93,10 @@ def test_a_seat_holds_its_sequence_until_it_is_released():
     seats.release(taken[1])
     again = seats.take(SamplingParams(9, temperature=0.5, seed=-3), length=1, generated=0, last=2)
     assert again == taken[1]
-    rows = seats.sampling(np.array([again, taken[2]]), torch.device("cpu"))
-    assert (rows.seed.tolist(), rows.top_k.tolist(), rows.temperature.tolist()) == ([-3, 2], [0, 2], [0.5, 1.0])
+    rows = seats.sampling(np.array([again, taken[2]]))
+    columns = {name: rows.columns[name].tolist() for name in ("seed", "top_k", "temperature")}
+    assert columns == {"seed": [-3, 2], "top_k": [0, 2], "temperature": [0.5, 1.0]}
+    assert rows.generated.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_what_no_row_asks_for_is_switched_off(params, flags):
     plain = seats.take(SamplingParams(1), length=1, generated=0, last=0)
     special = seats.take(SamplingParams(1, **params), length=1, generated=0, last=0)
     for chosen, expected in (([plain], (False,) * 3), ([plain, special], flags)):
-        rows = seats.sampling(np.array(chosen), torch.device("cpu"))
+        rows = seats.sampling(np.array(chosen))
         assert (rows.truncates, rows.greedy, rows.penalises) == expected
 
 

@@ -15,6 +15,7 @@ from hybrid_rl import native
 from hybrid_rl.models import AttentionOptions
 from hybrid_rl.rollout.inplace.kv_cache import LayerShape, PagedCache
 from hybrid_rl.rollout.inplace.paged_attention import PagedBatch, _TorchForm, paged_attention
+from hybrid_rl.rollout.inplace.upload import Tables
 
 CPU = torch.device("cpu")
 # (new tokens, tokens with the new ones) of each sequence: decode rows and chunks, around every edge of a block.
@@ -130,6 +131,10 @@ def compiled(made: Case):
     return form
 
 
+def torch_form(made: Case) -> _TorchForm:
+    return _TorchForm(made.cache, made.batch, Tables(CPU))  # on a CPU nothing need be sent
+
+
 def close(mine: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """float32: sums of products of size 1 in another order. bfloat16: half a unit in the last place of the output."""
     rounding = 2e-6 if dtype == torch.float32 else 2.0**-8
@@ -159,7 +164,7 @@ def test_both_forms_take_every_option(options, block_size):
     made = case(block_size=block_size, fill=0.0, dim=24, ratio=3)
     expected = made.expected(options)
     close(made.attend(compiled(made), options), expected, torch.float32)
-    close(made.attend(_TorchForm(made.cache, made.batch), options), expected, torch.float32)
+    close(made.attend(torch_form(made), options), expected, torch.float32)
 
 
 class PlainKernel:
@@ -208,7 +213,7 @@ def test_values_may_have_dims_of_their_own(dim, value_dim):
 def test_the_new_tokens_lie_in_the_cache_and_nothing_else_moved(form):
     made = case(fill=0.0, value_dim=10)
     places = sum(made.batch.context_lengths)
-    made.attend(compiled(made) if form == "compiled" else _TorchForm(made.cache, made.batch), AttentionOptions())
+    made.attend(compiled(made) if form == "compiled" else torch_form(made), AttentionOptions())
     for row in range(len(made.key)):
         for found, own in zip(made.cached(row), (made.key[row], made.value[row]), strict=True):
             assert torch.equal(found, own)
@@ -223,7 +228,7 @@ def test_sequences_may_share_blocks(form, num_old):
     lengths = [(40 - num_old, 40), (8, 40), (1, 33)]
     made = case(lengths, fill=0.0, shared=[(1, 0, 2), (2, 0, 2)])
     assert torch.equal(made.batch.block_table[1, :2], made.batch.block_table[0, :2])
-    chosen = compiled(made) if form == "compiled" else _TorchForm(made.cache, made.batch)
+    chosen = compiled(made) if form == "compiled" else torch_form(made)
     close(made.attend(chosen, AttentionOptions()), made.expected(AttentionOptions()), torch.float32)
 
 
