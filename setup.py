@@ -1,8 +1,9 @@
 """Builds csrc/ as optional shared libraries; everything else is in pyproject.toml.
 
 They stand on LibTorch's stable ABI and are loaded with `torch.ops.load_library`: they need torch's headers and a C++
-compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. Where one of them is missing
-the installation goes on without (see hybrid_rl/native.py).
+compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. If one of them is missing, the
+installation goes on without and says so (see hybrid_rl/native.py). If all are there for CUDA and its kernels do not
+compile, the installation fails; HYBRID_RL_BUILD_CUDA=0 leaves them out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from setuptools.command.build_ext import build_ext
 LIBRARY, CUDA_LIBRARY = "hybrid_rl._native", "hybrid_rl._native_cuda"
 SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
-HEADERS = sorted(str(path) for path in Path("csrc").glob("*.h*"))
+HEADERS = sorted(str(path) for pattern in ("*.h", "*.cuh") for path in Path("csrc").glob(pattern))
+SWITCH = "HYBRID_RL_BUILD_CUDA"
 # The oldest torch whose stable ABI is used: a library built against a newer torch still loads there.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 # Where no GPU says what it is: code for two generations, and what a driver can make code of for later ones.
@@ -39,25 +41,43 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds, or says in one line why not; never an error."""
+        """Builds, or says in one line why not. Raises SystemExit if the kernels for CUDA do not compile."""
         target = Path(self.get_ext_fullpath(ext.name))
         # A library of an earlier build must not outlive a failing one.
         target.unlink(missing_ok=True)
         spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            if ext.name == LIBRARY:
-                _without("the compiled extension", "torch is not visible to the build; use --no-build-isolation")
-            return
-        torch_root = Path(spec.origin).parent
         if ext.name == LIBRARY:
-            problem = _build(cpp_command(torch_root, ext.sources, target), target)
-            _without("the compiled extension", problem)
-        elif (torch_root / "lib" / "libtorch_cuda.so").exists():
-            nvcc = find_nvcc(torch_root)
-            if nvcc is None:
-                _without("the kernels for CUDA", "no nvcc; set CUDA_HOME")
+            if spec is None or spec.origin is None:
+                problem: str | None = "torch is not visible to the build; use --no-build-isolation"
             else:
-                _without("the kernels for CUDA", _build(cuda_command(nvcc, torch_root, ext.sources, target), target))
+                problem = _build(cpp_command(Path(spec.origin).parent, ext.sources, target), target)
+                problem = _first_error(problem) if problem else None
+            if problem:
+                print(
+                    f"hybrid_rl: built without the compiled extension ({problem}); PyTorch stands in", file=sys.stderr
+                )
+        elif spec is not None and spec.origin is not None:
+            self.build_cuda(Path(spec.origin).parent, ext.sources, target)
+
+    def build_cuda(self, torch_root: Path, sources: list[str], target: Path) -> None:
+        """Builds the kernels for CUDA for a CUDA build of torch."""
+        switch = os.environ.get(SWITCH, "1")
+        if switch not in ("0", "1"):
+            raise SystemExit(f"{SWITCH}={switch!r}; set 0 (no kernels for CUDA) or 1 (those that nvcc can build)")
+        nvcc = find_nvcc(torch_root)
+        if not (torch_root / "lib" / "libtorch_cuda.so").exists():
+            return
+        if switch == "0" or nvcc is None:
+            reason = f"{SWITCH}=0" if switch == "0" else "no nvcc; set CUDA_HOME"
+            print(f"hybrid_rl: built without the kernels for CUDA ({reason}); PyTorch stands in", file=sys.stderr)
+            return
+        problem = _build(cuda_command(nvcc, torch_root, sources, target), target)
+        if problem:
+            raise SystemExit(  # setuptools forgives an optional extension every other error
+                f"hybrid_rl: {nvcc} cannot compile the kernels for CUDA against the torch in {torch_root}. Name a "
+                f"toolkit of torch's CUDA version in CUDA_HOME, or set {SWITCH}=0 to install without these kernels "
+                f"(PyTorch's slower forms stand in then).\n{problem}"
+            )
 
 
 def cpp_command(torch_root: Path, sources: list[str], target: Path) -> list[str]:
@@ -84,6 +104,7 @@ def cuda_command(
     link = ["-shared", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"]
     return [
         *(str(nvcc), "-O3", "-std=c++20", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", STABLE_ABI),
+        *([] if is_object else ["--threads", "0"]),
         *architectures,
         *(f"-I{torch_root / 'include'}", f"-L{nvcc.parents[1] / 'lib'}"),  # pip's nvcc has no lib64
         *(["-c"] if is_object else link),
@@ -116,13 +137,13 @@ def _build(command: list[str], target: Path) -> str | None:
     if result.returncode == 0:
         return None
     target.unlink(missing_ok=True)
-    errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()[-1:]
-    return f"{Path(command[0]).name} failed: {errors[0].strip() if errors else f'exit status {result.returncode}'}"
+    said = (result.stderr.strip() or result.stdout.strip())[-4000:]
+    return f"{Path(command[0]).name} failed with exit status {result.returncode}:\n{said}"
 
 
-def _without(what: str, problem: str | None) -> None:
-    if problem:
-        print(f"hybrid_rl: built without {what} ({problem}); PyTorch stands in", file=sys.stderr)
+def _first_error(problem: str) -> str:
+    head, *lines = problem.splitlines()
+    return " ".join([head, *[line.strip() for line in lines if "error" in line][:1]])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,18 @@ def is_available() -> bool:
 
     Raises `ConfigError` where the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    return _is_loaded()
+    return why_missing() is None
+
+
+def why_missing(device_type: str = "cpu") -> str | None:
+    """Why the compiled operators for a device are not there; None if they are loaded (on the first question).
+
+    The reason is logged once, with what stands in.
+
+    Raises:
+        ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
+    """
+    return _why_missing(device_type)
 
 
 @functools.cache
@@ -47,7 +58,7 @@ def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
     Raises:
         ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    if not _is_loaded() or (device_type != "cpu" and not _has_kernels(device_type)):
+    if why_missing(device_type) is not None:
         return None
     packet = getattr(torch.ops.hybrid_rl, name, None)
     if packet is None:
@@ -132,48 +143,50 @@ def _check(seeds: Tensor, positions: Tensor, num_columns: int) -> None:
 
 
 @functools.cache
-def _has_kernels(device_type: str) -> bool:
-    """Whether the extension has kernels for a device other than the CPU; loads them."""
-    if device_type != "cuda" or not _CUDA_LIBRARY_PATH.exists():
-        _logger.warning(
-            "the compiled extension has no kernels for %s: %s; install nvcc, set CUDA_HOME and reinstall with "
-            "--no-build-isolation to have those for cuda",
-            device_type,
-            _STAND_IN,
-        )
-        return False
-    return _load(_CUDA_LIBRARY_PATH)
+def _why_missing(device_type: str) -> str | None:
+    if device_type == "cpu":
+        level, reason = _load_extension()
+    else:
+        reason = _why_missing("cpu")
+        if reason is not None:  # said already
+            return reason
+        level, reason = _load_kernels(device_type)
+    if reason is not None:
+        _logger.log(level, "%s: %s", reason, _STAND_IN)
+    return reason
 
 
-@functools.cache
-def _is_loaded() -> bool:
+def _load_extension() -> tuple[int, str | None]:
+    """The level at which it is logged, and why the extension is not there."""
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
         raise ConfigError(f"{_SWITCH}={switch!r}; set 0 (PyTorch only) or 1 (the extension where it was built)")
     if switch == "0":
-        _logger.info("%s=0: %s", _SWITCH, _STAND_IN)
-        return False
+        return logging.INFO, f"{_SWITCH}=0"
     if not _LIBRARY_PATH.exists():
-        _logger.info(
-            "the compiled extension was not built (no %s): %s; install a C++ compiler and reinstall with "
-            "--no-build-isolation to have it",
-            _LIBRARY_PATH.name,
-            _STAND_IN,
+        return logging.INFO, (
+            f"the compiled extension was not built (no {_LIBRARY_PATH.name}; install a C++ compiler and reinstall with "
+            f"--no-build-isolation to have it)"
         )
-        return False
-    return _load(_LIBRARY_PATH)
+    return logging.WARNING, _load(_LIBRARY_PATH)
 
 
-def _load(path: Path) -> bool:
+def _load_kernels(device_type: str) -> tuple[int, str | None]:
+    """The same for the kernels of a device other than the CPU."""
+    if device_type != "cuda" or not _CUDA_LIBRARY_PATH.exists():
+        return logging.WARNING, (
+            f"the compiled extension has no kernels for {device_type} (install nvcc, set CUDA_HOME and reinstall with "
+            f"--no-build-isolation to have those for cuda)"
+        )
+    return logging.WARNING, _load(_CUDA_LIBRARY_PATH)
+
+
+def _load(path: Path) -> str | None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        _logger.warning(
-            "the compiled extension cannot be loaded (%s): %s; reinstall with --no-build-isolation to build it "
-            "against torch %s",
-            error,
-            _STAND_IN,
-            torch.__version__,
+        return (
+            f"{path.name} of the compiled extension cannot be loaded ({error}; reinstall with --no-build-isolation to "
+            f"build it against torch {torch.__version__})"
         )
-        return False
-    return True
+    return None

@@ -34,7 +34,7 @@ def fresh_choice() -> Iterator[None]:
 
 
 def forget() -> None:
-    native._is_loaded.cache_clear()
+    native._why_missing.cache_clear()
     native.operator.cache_clear()
 
 
@@ -169,6 +169,27 @@ def test_missing_and_broken_libraries_are_said(
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "was not built" in caplog.records[0].getMessage()
     assert "cannot be loaded" in caplog.records[1].getMessage()
+    assert "cannot be loaded" in (native.why_missing() or "")
+
+
+def test_what_is_missing_for_a_gpu_is_the_extension_or_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path
+) -> None:
+    monkeypatch.setenv("HYBRID_RL_NATIVE", "0")
+    with caplog.at_level(logging.INFO, logger="hybrid_rl"):
+        assert native.why_missing("cuda") == native.why_missing() == "HYBRID_RL_NATIVE=0"
+    assert len(caplog.records) == 1
+    forget()
+    monkeypatch.setenv("HYBRID_RL_NATIVE", "1")
+    if not native.is_available():
+        pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
+    assert native.why_missing() is None
+    monkeypatch.setattr(native, "_CUDA_LIBRARY_PATH", tmp_path / "_native_cuda.so")
+    assert "no kernels for cuda (install nvcc" in (native.why_missing("cuda") or "")
+    forget()
+    (tmp_path / "_native_cuda.so").write_bytes(b"not a library")
+    assert "_native_cuda.so of the compiled extension cannot be loaded" in (native.why_missing("cuda") or "")
+    assert native.operator("strided_copy", "cuda") is None
 
 
 def test_an_operator_of_newer_sources_is_said_to_be_missing(caplog: pytest.LogCaptureFixture) -> None:
