@@ -7,7 +7,9 @@
 
 // The compiler makes one copy of a function per instruction set and the loader picks one, so that a wheel runs on any
 // x86-64 and is fast on the newer ones. What such a function calls must be inlined into it: HYBRID_RL_INLINE.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+// -DHYBRID_RL_TARGETS= makes one copy, for the processor of -march: how the copies for others are tested.
+#if defined(HYBRID_RL_TARGETS)
+#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define HYBRID_RL_TARGETS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define HYBRID_RL_TARGETS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ import pytest
 
 from hybrid_rl.controller import RankMesh, WorkerGroup
 from hybrid_rl.controller.placement import RayOptions
+from tests.distributed.forks import Forks
 
 ROOT = Path(__file__).parents[2]
+SETUP_WORKER = Path(__file__).with_name("setup_worker.py")
 DEADLINE_SECONDS = 240.0
 SCRIPT_START = """
 import json, os, sys, time
@@ -29,7 +32,7 @@ from tests.distributed.workers import Probe, sample_batch, split_whole_groups
 
 FOLDER = Path(sys.argv[1])
 
-def make(cluster, num_ranks=2, role="policy", **options):
+def make(cluster, num_ranks=1, role="policy", **options):
     backend = RayBackend(role, Probe, mesh=RankMesh({"dp_shard": num_ranks}), splitter=split_whole_groups,
                          cluster=cluster, options=RayOptions(**options), log_folder=FOLDER)
     return WorkerGroup(Probe, backend)
@@ -43,12 +46,33 @@ def descendants():
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
+def forks() -> Iterator[Forks]:
+    with tempfile.TemporaryDirectory(prefix="hrl-forks-") as folder:
+        forks = Forks(Path(folder))
+        yield forks
+        forks.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(forks: Forks) -> Iterator[Any]:
+    import ray._private.ray_constants
+
     from hybrid_rl.controller.ray_backend import RayCluster
 
-    cluster = RayCluster(object_store_memory_bytes=150 * 2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", str(SETUP_WORKER))
+        for name, value in forks.environment().items():
+            patch.setenv(name, value)
+        cluster = RayCluster(object_store_memory_bytes=150 * 2**20)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def forked_ranks(cluster: Any, forks: Forks) -> Iterator[Any]:
+    """The cluster, whose ranks are forks while the test runs: they have imported all already."""
+    with forks.used():
+        yield cluster
 
 
 @pytest.fixture

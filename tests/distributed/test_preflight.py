@@ -40,7 +40,7 @@ class Odd(WorkerBase):
 
 
 @pytest.fixture
-def start(cluster: Any, tmp_path: Path) -> Any:
+def start(forked_ranks: Any, tmp_path: Path) -> Any:
     from hybrid_rl.controller.ray_backend import RayBackend
 
     made: list[WorkerGroup] = []
@@ -51,7 +51,7 @@ def start(cluster: Any, tmp_path: Path) -> Any:
             make_worker,
             mesh=RankMesh({"dp_shard": 2}),
             splitter=split_whole_groups,
-            cluster=cluster,
+            cluster=forked_ranks,
             options=RayOptions(),
             log_folder=tmp_path,
         )

@@ -36,7 +36,7 @@ def pids() -> list[int]:
 
 
 @pytest.fixture
-def group(make_group: Callable[..., WorkerGroup], pids: list[int]) -> Iterator[WorkerGroup]:
+def group(forked_ranks: Any, make_group: Callable[..., WorkerGroup], pids: list[int]) -> Iterator[WorkerGroup]:
     group = make_group(2, grace_seconds=2.0)
     group.label = "training step 7"
     pids += [about["pid"] for about in group.about()]
@@ -143,6 +143,7 @@ def test_a_rank_that_died_between_calls(group: WorkerGroup, pids: list[int]) -> 
 
 
 @pytest.mark.parametrize(("fault", "told"), [("hang", "time.sleep(3600)"), ("stop", "on this machine is stopped")])
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs(make_group: Callable[..., WorkerGroup], pids: list[int], fault: str, told: str) -> None:
     group = make_group(2, watchdog_seconds=3.0, grace_seconds=60.0)
     pids += [about["pid"] for about in group.about()]
@@ -156,12 +157,14 @@ def test_a_rank_that_hangs(make_group: Callable[..., WorkerGroup], pids: list[in
     assert_unusable(group)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_long_work_that_gets_on_is_no_hang(make_group: Callable[..., WorkerGroup]) -> None:
     """Rank 0 waits for rank 1 in a collective for longer than the watchdog's patience."""
     group = make_group(2, watchdog_seconds=1.0)
     assert group.waiting_for(1, 4.0) == [3.0, 3.0]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_worker_that_cannot_be_made(make_group: Callable[..., WorkerGroup]) -> None:
     with pytest.raises(WorkerError, match=r"policy rank [01] of 2 failed in the start of its worker: .*not for me"):
         make_group(2, make_worker=_refuse)
@@ -171,7 +174,9 @@ def _refuse(context: Any) -> Any:
     raise RuntimeError("not for me")
 
 
-def test_children_of_a_killed_rank_end_too(group: WorkerGroup) -> None:
+def test_children_of_a_killed_rank_end_too(make_group: Callable[..., WorkerGroup]) -> None:
+    """Ray's raylet ends them, those of the process that it has started itself."""
+    group = make_group(2)
     children = group.start_child()
     with pytest.raises(WorkerError):
         group.collective(1, "kill")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def make(tmp_path: Path, cluster, monkeypatch):
+def make(tmp_path: Path, forked_ranks, monkeypatch):
     monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
     made = []
 
@@ -39,7 +39,7 @@ def rank_pids() -> list[int]:
     return [
         p.pid
         for p in psutil.Process().children(recursive=True)
-        if is_running(p.pid) and any("RankActor" in part for part in p.cmdline()[:1])
+        if is_running(p.pid) and any("RankServer" in part for part in p.cmdline()[:1])
     ]
 
 
@@ -86,6 +86,7 @@ def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str,
     with pytest.raises(WorkerError) as raised:
         for _ in trainer.steps():
             begin = time.monotonic()
+            assert len(rank_pids()) == 2
     assert time.monotonic() - begin < DEADLINE_SECONDS
     message = str(raised.value)
     for part in ("policy rank 1 of 2", "update()", "training step 2", "policy-rank1.log", *says):

@@ -29,7 +29,7 @@ NUM_STEPS = 10
 
 
 @pytest.fixture
-def train(tmp_path: Path, cluster, monkeypatch):
+def train(tmp_path: Path, forked_ranks, monkeypatch):
     """A Trainer of so many ranks over a model of random weights, always the same."""
     monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
     made = []
