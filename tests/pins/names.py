@@ -338,13 +338,14 @@ def defined_in_sources(names: set[str], modules: Iterable[str]) -> set[str]:
         if not left:
             break
         left.discard(path.stem)
-        text = path.read_text(errors="replace")
-        # Splitting a text into words costs as much as looking for some dozens of them.
-        there = {name for name in left if name in text} if len(left) < 40 else left & set(re.findall(r"\w+", text))
+        data = path.read_bytes()
+        # Splitting a file into words costs as much as looking for some dozens of them.
+        words = None if len(left) < 40 else set(re.findall(rb"\w+", data))
+        there = {name for name in left if name.encode() in (data if words is None else words)}
         if there:
             choice = "|".join(sorted(there))
             pattern = rf"(?:\bdef |\bclass |\bself\.|^[ \t]+)({choice})\b(?=[ \t]*(?:\(|:|=[^=]|,\s))"
-            left.difference_update(re.findall(pattern, text, re.MULTILINE))
+            left.difference_update(re.findall(pattern, data.decode(errors="replace"), re.MULTILINE))
     return names - left
 
 
