@@ -19,7 +19,7 @@ import torch
 from vllm import EngineArgs
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.rollout.vllm.arguments import engine_arguments
-from hybrid_rl.rollout.vllm.build import variables
+from hybrid_rl.rollout.vllm.build import give_cache, variables
 from hybrid_rl.rollout.vllm.config_folder import config_folder
 from hybrid_rl.rollout.vllm.environment import process_kept
 from tests.vllm.rigs import tiny
@@ -31,7 +31,7 @@ with process_kept(variables(torch.device("cpu"), sys.argv[1])):
     settings = {"dtype": torch.float32, "max_length": 64, "seed": 0, "trust_remote_code": False, "can_sleep": False}
     arguments = engine_arguments(VLLMConfig(enforce_eager=False), folder, device=torch.device("cpu"), **settings)
     config = EngineArgs(**arguments | {"load_format": "dummy"}).create_engine_config()
-    config.cache_config.kv_cache_memory_bytes = int(sys.argv[2])
+    give_cache(config.cache_config, int(sys.argv[2]))
 print(folder, config.compute_hash())
 """
 

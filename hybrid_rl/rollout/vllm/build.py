@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from vllm import EngineArgs, envs
+from vllm.config import CacheConfig
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -98,12 +99,31 @@ def build(
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config()
         num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
-        vllm_config.cache_config.kv_cache_memory_bytes = num_bytes
+        give_cache(vllm_config.cache_config, num_bytes)
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {reason(error)}") from error
+
+
+class SizedCache(CacheConfig):
+    """A CacheConfig whose bytes are no part of the hash by which vLLM finds what it has compiled: they depend on what
+    is free at the start, and what is compiled does not depend on them. vLLM 0.25.1 has them in."""
+
+    def compute_hash(self) -> str:
+        """See CacheConfig."""
+        num_bytes, self.kv_cache_memory_bytes = self.kv_cache_memory_bytes, None
+        try:
+            return super().compute_hash()
+        finally:
+            self.kv_cache_memory_bytes = num_bytes
+
+
+def give_cache(config: CacheConfig, num_bytes: int) -> None:
+    """Say how large the cache is to be."""
+    config.__class__ = SizedCache
+    config.kv_cache_memory_bytes = num_bytes
 
 
 def reason(error: ValueError) -> str:
