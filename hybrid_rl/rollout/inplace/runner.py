@@ -95,12 +95,13 @@ class Runner:
                 self._is_prepared = True
             decoding = [chunk for chunk in chunks if chunk.continues]
             chunks = [chunk for chunk in chunks if not chunk.continues]
-        parts = [self._replay(decoding)] if decoding else []
-        if chunks:
-            parts += self._eager(chunks)
-            self._copy_tails(chunks)
         sequences = [chunk.sequence for chunk in decoding]
-        sequences += [sequence for chunk in chunks for sequence in chunk.sampled]
+        parts = [self._replay(sequences)] if decoding else []
+        if chunks:
+            sampled = [chunk.sampled for chunk in chunks]
+            sequences += [sequence for some in sampled for sequence in some]
+            parts += self._eager(chunks, sampled)
+            self._copy_tails(chunks)
         if not sequences:
             return Sampled([], [], [])
         tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -108,10 +109,9 @@ class Runner:
         self._seats.advance(_seats_of(sequences), tokens)
         return Sampled(sequences, tokens.tolist(), logprobs)
 
-    def _replay(self, chunks: list[Chunk]) -> Tensor:
+    def _replay(self, sequences: list[Sequence]) -> Tensor:
         """One token of every sequence by a graph; see `choose` for what comes back."""
         assert self._graphs is not None
-        sequences = [chunk.sequence for chunk in chunks]
         seats = _seats_of(sequences)
         sampling = self._seats.sampling(seats)
         lengths = self._seats.length[seats]
@@ -131,13 +131,12 @@ class Runner:
         tables.send()
         return self._choose(hidden, tables, sampling)
 
-    def _eager(self, chunks: list[Chunk]) -> list[Tensor]:
-        """Compute chunks; what was chosen for those that get a token, if there are any."""
-        device = self._model.device
-        tables = Tables(device)
-        sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
+    def _eager(self, chunks: list[Chunk], sampled: list[list[Sequence]]) -> list[Tensor]:
+        """Compute chunks; what was chosen for those who get a token after each of them, if there are any."""
+        tables = Tables(self._model.device)
+        sequences = [sequence for some in sampled for sequence in some]
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
-        index = np.repeat(ends, [len(chunk.sampled) for chunk in chunks])
+        index = np.repeat(ends, [len(some) for some in sampled])
         picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
         if picks:
             tables.add("index", index)
