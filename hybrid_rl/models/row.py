@@ -127,7 +127,8 @@ class PackedRow:
             completions.values,
             _sources(layout, shared, single, sizes, completions),
         )
-        return cls(*upload(columns, device), layout)
+        token_ids, positions, labels, places = upload(columns, device)
+        return cls(token_ids, positions, labels, places, layout)
 
 
 def _filler(num_tokens: int) -> int:
