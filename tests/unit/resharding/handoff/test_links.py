@@ -175,6 +175,36 @@ def test_nobody_reads_before_all_have_written_and_nobody_writes_before_all_have_
         assert version + 1 == num_handoffs or all(read < at[rank][version + 1][0] for rank in at)
 
 
+def test_shards_in_host_memory_reach_a_gpu_bucket_by_bucket(monkeypatch):
+    """No kernel of a GPU reads them where they lie."""
+    node = Node(monkeypatch, all_visible(2), GPUS[:2])
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda t, d, *more: on_gpu(t, d.index) if "cuda" in str(d) else to(t, d, *more)
+    )
+    tensors = globals_of()
+    layout = layout_of(tensors, 2)
+
+    def work(rank, gather, leave):
+        device = node.enter(rank)
+        source = connect(layout, rank, shards_of(layout, tensors, rank), device=device, gather=gather)
+        trace = engine_trace(tensors, 0, 1, torch.bfloat16)
+        plan, engine = make_plan(trace, layout, rank, bucket_bytes=64), empty_engine(trace)
+        with source.opened(1):
+            delivered = source.deliver(plan, [on_gpu(tensor, device.index) for tensor in engine])
+        assert is_equal(engine, expected(tensors, 0, 1, torch.bfloat16))
+        return delivered, plan
+
+    found = run_threads(work, 2)
+    for delivered, plan in found:
+        # Every bucket once on either side, each of its pieces filled up to 16 bytes.
+        assert 0 < delivered.staging_bytes <= 2 * max(64 + 16 * len(bucket.pieces) for bucket in plan.buckets)
+        assert delivered.num_buckets == len(plan.buckets) > 2
+        assert delivered.link_bytes == {"local": plan.report.local.read_bytes, "host": plan.report.host.read_bytes}
+    assert node.count("launch") == 0
+    assert node.count("stage") == sum(len(plan.buckets) for _, plan in found)  # unpacked on the GPU
+
+
 PAIR = frozenset(("GPU-a", "GPU-d"))
 CASES = {
     # what is in the way, who is then sent whose weights, what is said
