@@ -14,7 +14,8 @@ from tests.gpu.device import DEVICE, cuda_only
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(a, b) for a in CASTS for b in CASTS] + [(d, d) for d in (torch.float64, torch.int32, torch.int8, torch.bool)]
-# Rows of 16 bytes on both sides; odd rows; a single odd row; few and long rows; three dims; the first two turned.
+# Rows of 16 bytes on both sides; odd rows; a single odd row; few and long rows; three dims; two dims turned, of odd
+# extents and of whole tiles; the same in each of three experts.
 SHAPES = {
     "aligned": ((300, 1024), (1040, 1), (1024, 1)),
     "odd": ((77, 301), (301, 1), (303, 1)),
@@ -22,6 +23,8 @@ SHAPES = {
     "long": ((2, 100_000), (100_016, 1), (100_000, 1)),
     "three": ((9, 17, 64), (4096, 64, 1), (64, 640, 1)),
     "turned": ((130, 190), (190, 1), (1, 130)),
+    "tiles": ((192, 256), (256, 1), (1, 192)),
+    "experts": ((3, 130, 96), (12_480, 96, 1), (12_480, 1, 130)),
     "gaps": ((50, 60), (120, 2), (180, 3)),
 }
 
@@ -67,8 +70,9 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @cuda_only
 def test_the_kernel_was_built() -> None:
-    if native.operator("strided_copy", DEVICE) is None:
-        pytest.skip("built without the kernels for CUDA (no nvcc); the tests of this file then show PyTorch's form")
+    """Without it all else here would show PyTorch's form."""
+    assert native.why_missing(DEVICE) is None
+    assert native.operator("strided_copy", DEVICE) is not None
 
 
 @pytest.mark.parametrize("offset", [0, 1, 8])

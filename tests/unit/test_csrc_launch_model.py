@@ -51,7 +51,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compile_model(folder: Path, csrc: Path) -> Path:
-    """The program of the sources in `csrc`; skips where there is no compiler with sanitizers."""
+    """The program of the sources in `csrc`; skips if there is no compiler with sanitizers."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
@@ -301,12 +301,22 @@ def test_every_kernel_copies_and_hashes_as_the_cpu_does(program: Path, tmp_path:
 
 @pytest.mark.slow
 def test_random_strides_dtypes_and_alignments(program: Path, tmp_path: Path) -> None:
-    draw = np.random.default_rng(11)
+    run(program, random_cases(len(PAIRS), 11), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_many_random_strides_dtypes_and_alignments(program: Path, tmp_path: Path) -> None:
+    run(program, random_cases(200, 12), tmp_path)
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    draw = np.random.default_rng(seed)
     cases = []
-    for seed in range(40):
+    for number in range(count):
         boxes = [random_box(draw) for _ in range(draw.integers(1, 5))]
-        cases += list(copies(boxes, PAIRS[seed % len(PAIRS)], seed))
-    run(program, cases, tmp_path)
+        cases += list(copies(boxes, PAIRS[number % len(PAIRS)], number))
+    return cases
 
 
 @pytest.mark.slow
@@ -317,11 +327,8 @@ def test_pieces_of_several_blocks_and_pieces_that_are_cut(program: Path, tmp_pat
         Box((200, 260), Side((1, 200)), Side((260, 1))),
         Box((20_000,), Side((3,)), Side((2,))),
     ]
-    pairs = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
-    whole = [case for pair in pairs for case in copies(boxes, pair, 1)]
-    run(program, whole, tmp_path)
-    cut = [case for pair in pairs for case in copies(boxes, pair, 1, 9000)]
-    run(program, cut, tmp_path)
+    run(program, list(copies(boxes, (torch.float32, torch.bfloat16), 1)), tmp_path)
+    run(program, list(copies(boxes, (torch.bfloat16, torch.bfloat16), 1, 9000)), tmp_path)
 
 
 @pytest.mark.slow
@@ -348,17 +355,97 @@ def test_hash_of_what_is_only_read(program: Path, tmp_path: Path) -> None:
     run(program, cases, tmp_path)
 
 
-MODELS = [("qwen2.5-7b-tp2-rank1", 7), ("qwen3-30b-a3b-tp4-rank3", 12)]
+@pytest.mark.slow
+def test_pieces_of_real_models(program: Path, tmp_path: Path) -> None:
+    check_real(
+        program, tmp_path, [LAYOUTS / f"{name}.npz" for name in ("qwen2.5-7b-tp2-rank1", "qwen3-30b-a3b-tp1-rank0")]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_ranks"), MODELS)
-def test_pieces_of_real_models(program: Path, tmp_path: Path, name: str, num_ranks: int) -> None:
-    check_real(program, tmp_path, name, num_ranks)
+@pytest.mark.sweep
+def test_pieces_of_all_real_models(program: Path, tmp_path: Path) -> None:
+    paths = sorted(LAYOUTS.glob("*.npz"))
+    assert len(paths) > 20
+    check_real(program, tmp_path, paths)
 
 
-def check_real(program: Path, folder: Path, name: str, num_ranks: int) -> None:
-    boxes = real(LAYOUTS / f"{name}.npz", num_ranks, 12, np.random.default_rng(num_ranks))
-    assert boxes
-    cases = [case for i, pair in enumerate([CASTS[1], CASTS[4]]) for case in copies(boxes, pair, i)]
-    run(program, cases, folder)
+def check_real(program: Path, folder: Path, paths: Sequence[Path]) -> None:
+    cases = []
+    for number, path in enumerate(paths):
+        size = int(path.stem.split("-tp")[1].split("-")[0])
+        boxes = real(path, max(7, size) // size * size, 12, np.random.default_rng(number))
+        for pair in (CASTS[1], (torch.int16, torch.int16)):  # a cast, and bfloat16's bits
+            cases += list(copies(boxes, pair, number))
+    counts = run(program, cases, folder)
+    assert counts.sum() >= 30 * len(paths) and (counts[:, :2].sum(axis=(0, 2)) > 0).all()
+
+
+# file, what stands there, what a slip would have made of it
+SLIPS = {
+    "a word of the source past the row": (
+        "strided_copy_kernels.cu",
+        " && words + span <= row + int64_t{length} * W::kFrom",
+        "",
+    ),
+    "a word of the source before the row": ("strided_copy_kernels.cu", "words >= row && ", ""),
+    "elements past the end of a row": (
+        "strided_copy_kernels.cu",
+        "min((slot + 1) * kCount - offset, length)",
+        "(slot + 1) * kCount - offset",
+    ),
+    "a row that ends in one word more": (
+        "strided_copy_kernels.cu",
+        "(length + 2 * (count - 1)) / count",
+        "length / count",
+    ),
+    "bytes that are shifted by twos": ("strided_copy_group.cuh", "(shift & 3u) * 8", "(shift & 2u) * 8"),
+    "hash: the upper half of numbers": (
+        "strided_copy_group.cuh",
+        "if (upper == static_cast<uint32_t>((number + (kCount - 1) * stride) >> 32))",
+        "if (true)",
+    ),
+    "hash: the blocks of a piece": (
+        "strided_copy_kernels.cu",
+        "if (threadIdx.x == 0) {\n      unsigned",
+        "if (threadIdx.x == 0 && blockIdx.x == 0) {\n      unsigned",
+    ),
+    "tile: read before it is full": (
+        "strided_copy_kernels.cu",
+        "    __syncthreads();\n    if (e.wide_target",
+        "    if (e.wide_target",
+    ),
+    "tile: filled before it is read": (
+        "strided_copy_kernels.cu",
+        "    __syncthreads(); // the next tile takes its place\n",
+        "",
+    ),
+    "tile: ragged lines by words": (
+        "strided_copy_kernels.cu",
+        "e.wide_target && width % kWideTo == 0",
+        "e.wide_target",
+    ),
+    "words of 16 bytes at multiples of 8": (
+        "strided_copy_kernels.cu",
+        "return rest % 16 == 0;",
+        "return rest % 8 == 0;",
+    ),
+    "a NaN that keeps its bits": ("strided_copy_group.cuh", "return is_nan ? 0x7FC0u :", "return false ? 0x7FC0u :"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_in_the_kernels_is_found(tmp_path: Path, slip: str) -> None:
+    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    file, right, wrong = SLIPS[slip]
+    text = (csrc / file).read_text()
+    assert text.count(right) == 1
+    (csrc / file).write_text(text.replace(right, wrong))
+    program = compile_model(tmp_path, csrc)
+    pairs = [CASTS[1], *((dtype, dtype) for dtype in (torch.uint8, torch.int16))]
+    boxes = [*directed(), Box((200, 260), Side((1, 200)), Side((260, 1)))]
+    cases = [case for i, pair in enumerate(pairs) for case in copies(boxes, pair, i)]
+    with pytest.raises(AssertionError):
+        run(program, cases, tmp_path)
