@@ -114,6 +114,7 @@ def compiled_on_ranks(rank: int, num_ranks: int) -> list[dict[bool, dict[str, to
     return results
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_compiled_blocks_give_the_same_gradients() -> None:
     """Compilation takes half a minute, and much longer on a busy machine."""

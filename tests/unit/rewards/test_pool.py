@@ -246,7 +246,8 @@ def start_script(tmp_path, body, end):
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(SCRIPT).format(body=body, end=end))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    script = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=env)
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    script = subprocess.Popen([sys.executable, str(path)], **streams, text=True, env=env)
     return script, int(script.stdout.readline())
 
 
@@ -254,14 +255,15 @@ def start_script(tmp_path, body, end):
 def test_processes_do_not_outlive_a_killed_trainer(tmp_path, body):
     script, pid = start_script(tmp_path, body, "time.sleep(3600)")
     script.kill()
-    script.wait()
-    script.stdout.close()
+    script.communicate()
     wait_until(lambda: not is_alive(pid))
 
 
 def test_processes_end_with_a_script_that_forgets_close(tmp_path):
-    script, pid = start_script(tmp_path, "time.sleep(3600)", "time.sleep(0.5)")
+    """It ends when the function runs, however long that took to start."""
+    script, pid = start_script(tmp_path, "time.sleep(3600)", "sys.stdin.read()")
     script.stdout.close()
+    script.stdin.close()
     assert script.wait(20) == 0
     wait_until(lambda: not is_alive(pid))
 

@@ -38,7 +38,9 @@ def batch_and_config(loss_type: str, rewards=REWARDS, **keys):
     return batch, case_config(loss_type=loss_type, beta=0.04, **keys)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.sweep), torch.float64], ids=["fp32", "fp64"]
+)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize(
     ("rewards", "keys"),
@@ -63,7 +65,7 @@ def test_cut_and_order_change_nothing(loss_type: str, rewards, keys, dtype: torc
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("cap", [16, 30, 60, 90])
+@pytest.mark.parametrize("cap", [30, *(pytest.param(cap, marks=pytest.mark.sweep) for cap in (16, 60, 90))])
 def test_token_cap_changes_nothing(loss_type: str, cap: int) -> None:
     batch, config = batch_and_config(loss_type)
     expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
@@ -104,7 +106,7 @@ def test_a_rank_of_empty_micro_batches_gives_every_parameter_a_gradient_of_zero(
     assert Counts.of(batch, config.algorithm) == Counts()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, 6])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_gradients_of_ranks_add_up(loss_type: str, num_ranks: int) -> None:
     """Each rank computes the advantages and micro-batches of its own groups; four groups leave some of six ranks

@@ -23,7 +23,9 @@ def outcome(name: str, micro_batches: list[list[int]], dtype: torch.dtype) -> tu
     return loss, flatten_gradient(model.module), torch.zeros(1) if learned is None else learned
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.sweep), torch.float64], ids=["fp32", "fp64"]
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_cut_and_order_change_nothing(name: str, dtype: torch.dtype) -> None:
     """1, 2, 4, 8 micro-batches, the samples shuffled, and with empty ones between them."""
