@@ -113,11 +113,12 @@ class SizedCache(CacheConfig):
 
     def compute_hash(self) -> str:
         """See CacheConfig."""
-        num_bytes, self.kv_cache_memory_bytes = self.kv_cache_memory_bytes, None
+        own: Any = self  # a dataclass by a decorator that type checkers do not see through
+        num_bytes, own.kv_cache_memory_bytes = own.kv_cache_memory_bytes, None
         try:
             return super().compute_hash()
         finally:
-            self.kv_cache_memory_bytes = num_bytes
+            own.kv_cache_memory_bytes = num_bytes
 
 
 def give_cache(config: CacheConfig, num_bytes: int) -> None:
