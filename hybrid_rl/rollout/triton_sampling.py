@@ -90,7 +90,7 @@ def _check(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | N
             f"logits are {logits.dtype} {list(logits.shape)}; give float32, bfloat16 or float16 [B, V], V from 1 to "
             "2^24, the last dim contiguous"
         )
-    expected = {
+    expected: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
         "temperature": (temperature, torch.float32, (len(logits),)),
         "uniform": (uniform, torch.float64, (len(logits),)),
     }

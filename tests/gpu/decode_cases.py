@@ -171,11 +171,13 @@ def gap(case: Case, device: str, dtype: torch.dtype) -> float:
     return float((out.double().cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def plan_problem(lengths: tuple[int, ...], heads: int, window: int | None, programs: int, size: int) -> str | None:
+def plan_problem(
+    lengths: tuple[int, ...], heads: int, window: int | None, programs: int, size: int, device: str = "cpu"
+) -> str | None:
     """What is wrong with the plan of a batch: its parts must tile what every sequence sees, in pieces of `size`."""
     from hybrid_rl.rollout.inplace.triton_decode import plan_parts  # Triton, which not everybody has
 
-    lengths_there = torch.tensor(lengths, dtype=torch.int32)
+    lengths_there = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan = plan_parts(lengths_there, num_key_heads=heads, window=window, num_programs=programs)
     if len(plan.parts) != len(lengths) + programs // heads:
         return f"room for {len(plan.parts)} parts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.decode_cases import CASES, Case, build, gap, reference
+from tests.gpu.decode_cases import CASES, PLANS, Case, build, gap, plan_problem, reference
 from tests.gpu.device import cuda_only
 
 pytestmark = cuda_only
@@ -22,6 +22,11 @@ def test_the_kernel_agrees_with_float64(case: Case, dtype: torch.dtype) -> None:
 def test_long_contexts_cut_into_many_parts() -> None:
     case = Case("long", lengths=(4097, 3, 0, 2500), num_heads=14, num_key_heads=2, dim=64)
     assert gap(case, "cuda", torch.float32) < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+def test_parts_tile_what_every_sequence_sees(plan) -> None:
+    assert plan_problem(*plan, device="cuda") is None
 
 
 def test_a_captured_call_follows_tables_and_lengths_that_change() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -30,6 +31,60 @@ def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:
         rig.engine.wake({"weights", "kv_cache"})
         rig.publish(2)
     same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_graphs_stay_while_the_memory_of_the_cache_does(keep: bool) -> None:
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keep_kv_cache=keep)
+    graphed.run(mixed_requests())
+    graphs = graphed.engine._runner._graphs
+    assert graphs.num_captures == 5
+    for rig in (eager, graphed):
+        rig.engine.sleep({"kv_cache"})
+        rig.perturb()
+        rig.engine.wake({"weights", "kv_cache"})
+        rig.publish(2)
+    same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
+    assert graphs.num_captures == (5 if keep else 10)
+
+
+def test_weights_that_moved_are_captured_again() -> None:
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keep_kv_cache=True)
+    graphed.run(mixed_requests())
+    old = [parameter.data for parameter in graphed.module.parameters()]  # held, so that no address is used again
+    for parameter in graphed.module.parameters():
+        parameter.data = parameter.data.clone()
+    for rig in (eager, graphed):
+        rig.perturb()
+        rig.publish(2)
+    same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
+    assert len(old) and graphed.engine._runner._graphs.num_captures == 10
+
+
+def test_a_capture_leaves_other_threads_their_device() -> None:
+    """A reward on the device allocates, launches and waits while graphs are captured."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                float((torch.randn(257, 257, device="cuda") @ torch.randn(257, 3, device="cuda")).sum())
+                torch.empty(1 << 20, pin_memory=True)
+        except BaseException as error:
+            failures.append(error)
+
+    expected = rig_of("qwen2", cuda_graphs=False).run(mixed_requests())
+    rig = rig_of("qwen2")
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        found = rig.run(mixed_requests())
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    same_samples(found, expected)
 
 
 def waits_of(rig: Rig, num_steps: int) -> int:

@@ -8,7 +8,8 @@ import torch
 from hybrid_rl.native import keyed_uniform
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.sampling import SamplingTensors, sample
-from tests.gpu.device import DEVICE
+from tests.gpu import sampling_cases
+from tests.gpu.device import DEVICE, cuda_only
 
 PARAMS = {
     "full": {},
@@ -60,3 +61,27 @@ def test_draws_have_the_frequencies_of_the_distribution() -> None:
     tokens, _ = sample(logits, params, torch.zeros(count, dtype=torch.int64, device=DEVICE))
     seen = torch.bincount(tokens.cpu(), minlength=4)
     assert float(((seen - count * p) ** 2 / (count * p)).sum()) < 21.1
+
+
+@cuda_only
+def test_the_kernels_draw_where_the_uniform_numbers_fall() -> None:
+    """All cases of the kernels, within the bounds that triton_sampling.py derives for the device's arithmetic."""
+    problems = sampling_cases.found("cuda")
+    assert problems == dict.fromkeys(problems)
+
+
+@cuda_only
+def test_a_captured_draw_follows_its_numbers() -> None:
+    from hybrid_rl.rollout.triton_sampling import choose  # Triton is there only with CUDA
+
+    logits = torch.zeros(4, 5000, device=DEVICE)
+    temperature = torch.ones(4, device=DEVICE)
+    uniform = torch.full((4,), 0.5, dtype=torch.float64, device=DEVICE)
+    out = choose(logits, temperature, uniform).clone()  # compiled outside of the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        choose(logits, temperature, uniform, out)
+    uniform.copy_(torch.tensor([0.00001, 0.25005, 0.50005, 0.99999]))
+    graph.replay()
+    assert out[:, 0].tolist() == [0, 1250, 2500, 4999]

@@ -187,8 +187,10 @@ class _PagedForm:
         """See AttentionContext. The new keys and values are stored in the cache."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
-        names = ("block_table", "queries", "keys", "context_length")
-        pages = Pages(*(self._tables[name] for name in names), *self._longest)
+        table, queries, offsets, lengths = (
+            self._tables[name] for name in ("block_table", "queries", "keys", "context_length")
+        )
+        pages = Pages(table, queries, offsets, lengths, *self._longest)
         return self._kernel.forward(query, keys, values, pages, options)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from hybrid_rl.rollout.base import SamplingParams
 from hybrid_rl.rollout.inplace.upload import Tables
@@ -110,6 +109,5 @@ class SeatSampling:
 
     def tensors(self, tables: Tables) -> SamplingTensors:
         """The columns that were sent."""
-        columns: dict[str, Tensor] = {name: tables[name] for name in self.columns}
-        flags = {"truncates": self.truncates, "greedy": self.greedy, "penalises": self.penalises}
-        return SamplingTensors(**columns, **flags)
+        columns: dict[str, Any] = {name: tables[name] for name in self.columns}
+        return SamplingTensors(**columns, truncates=self.truncates, greedy=self.greedy, penalises=self.penalises)

@@ -28,14 +28,6 @@ def staging(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def upload(array: Numbers, device: torch.device, dtype: npt.DTypeLike = np.int64) -> Tensor:
-    """These numbers as a tensor: on a CPU the array's own memory, elsewhere a copy that nobody waits for."""
-    tables = Tables(device)
-    tables.add("array", array, dtype)
-    tables.send()
-    return tables["array"]
-
-
 class Tables:
     """Arrays that go to a device in one copy of pinned memory. On a CPU each is a tensor over its own memory at once.
 
