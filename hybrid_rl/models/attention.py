@@ -233,18 +233,18 @@ _TENSORS = ("gather", "real", "places", "tokens")
 
 def sent(
     buckets: Sequence[Sequence[Bucket]], others: Sequence[Tensor | None], device: torch.device
-) -> tuple[list[list[Bucket]], list[Tensor | None]]:
-    """Lists of buckets, and other tensors or None, on a device, in one copy."""
+) -> tuple[list[list[Bucket]], list[Any]]:
+    """Lists of buckets, and other tensors or None (it stays None), on a device, in one copy."""
     own = [getattr(bucket, name) for several in buckets for bucket in several for name in _TENSORS]
     arrived = iter(upload([tensor for tensor in (*own, *others) if tensor is not None], device))
-    moved = [
-        [
-            replace(bucket, **{name: next(arrived) for name in _TENSORS if getattr(bucket, name) is not None})
-            for bucket in several
-        ]
-        for several in buckets
+
+    def moved(bucket: Bucket) -> Bucket:
+        there: dict[str, Any] = {name: next(arrived) for name in _TENSORS if getattr(bucket, name) is not None}
+        return replace(bucket, **there)
+
+    return [[moved(bucket) for bucket in several] for several in buckets], [
+        None if tensor is None else next(arrived) for tensor in others
     ]
-    return moved, [None if tensor is None else next(arrived) for tensor in others]
 
 
 def restoring_order(buckets: Sequence[Bucket]) -> Tensor | None:

@@ -88,7 +88,7 @@ class _GatheredPrompts:
         self._first = layout.num_root_tokens
         queries: list[Bucket] = []
         seen: list[Bucket] = []
-        distances: list[Tensor | None] = []
+        distances: list[Tensor] = []
         keys = child_keys(layout)
         totals = [len(places) for places in keys]
         starts = torch.tensor([0, *layout.children]).cumsum(0)[:-1]

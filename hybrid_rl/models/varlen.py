@@ -266,19 +266,19 @@ class VarlenAttention:
         layout = self._layout
         own = (layout.lengths, layout.lengths, True)
         if not layout.children:
-            return Parts(*self._made(own))
+            return Parts(self._made(own)[0])
         prompts = layout.roots[: layout.num_shared]
         own_part, shared = self._made(own, (layout.child_totals(), prompts, False))
         return Parts(own_part, shared, layout.num_root_tokens, sum(prompts))
 
     @cached_property
     def _roots(self) -> Parts:
-        return Parts(*self._made((self._layout.roots, self._layout.roots, True)))
+        return Parts(self._made((self._layout.roots, self._layout.roots, True))[0])
 
     @cached_property
     def _children(self) -> Parts:
         totals = [len(places) for places in child_keys(self._layout)]
-        return Parts(*self._made((self._layout.children, totals, True)))
+        return Parts(self._made((self._layout.children, totals, True))[0])
 
     @cached_property
     def _child_keys(self) -> Tensor:

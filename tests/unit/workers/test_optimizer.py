@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.workers.optimizer import Optimizer
@@ -188,3 +189,47 @@ def test_a_resumed_run_takes_its_moments_and_the_rates_of_its_own_config() -> No
     second = after["exp_avg_sq"]["0.weight"] / (1 - 0.999**5)
     update = before * 0.3 + first / (second.sqrt() + 1e-8)  # its own weight decay
     torch.testing.assert_close(again[0].weight.detach(), before - LR / 10 * 6 / 10 * update)
+
+
+class Operators(TorchDispatchMode):
+    """Names of what runs inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_all_parameters_are_taken_over_in_one_call() -> None:
+    module, optimizer = make(torch.bfloat16)
+    for expected in ("aten::_foreach_copy_", "aten::_foreach_add_.List"):
+        for parameter, gradient in zip(module.parameters(), gradients(module, 1), strict=True):
+            parameter.grad = gradient
+        with Operators() as operators:
+            optimizer.accumulate()
+        assert [name for name in operators.names if "empty" not in name and "detach" not in name] == [expected]
+
+
+def test_an_optimizer_step_reads_one_number() -> None:
+    module, optimizer = make(torch.bfloat16, max_grad_norm=1.0)
+    for parameter, gradient in zip(module.parameters(), gradients(module, 1), strict=True):
+        parameter.grad = gradient
+    optimizer.accumulate()
+    with Operators() as operators:
+        optimizer.step()
+    # PyTorch's fused AdamW looks at its step counters nowhere, and clipping scales by a tensor.
+    assert operators.names.count("aten::_local_scalar_dense") == 1
+
+
+def test_slices_of_gradients_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for size in (1 << 28, 1, 12):
+        monkeypatch.setattr("hybrid_rl.workers.optimizer.SLICE_ELEMENTS", size)
+        module, optimizer = make(torch.bfloat16)
+        take_step(module, optimizer, 1, micro_batches=3)
+        found.append(weights(module))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
