@@ -4,43 +4,62 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 
 class MetricSums:
-    """Weighted means, totals, minima and maxima that join exactly, however the batch was cut."""
+    """Weighted means, totals, minima and maxima that join exactly, however the batch was cut.
+
+    A number may be given as a tensor. It is then read together with all others: when somebody asks for a number, or in
+    a copy of the caller's own from `unread` to `settle`. Until then nobody waits for the device that computes it.
+    """
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
         self._totals: dict[str, float] = {}
         self._lows: dict[str, float] = {}
         self._highs: dict[str, float] = {}
+        self._unread: list[_Unread] = []
 
-    def mean(self, name: str, total: float, count: float) -> None:
-        """Add `total` over `count` items to a mean."""
+    def mean(self, name: str, total: float | Tensor, count: float) -> None:
+        """Add `total` over `count` items to a mean. total: a number, or a tensor of no dimensions."""
+        if isinstance(total, Tensor):
+            self.means((name,), total[None], count)
+            return
         before = self._means.get(name, (0.0, 0.0))
         self._means[name] = (before[0] + total, before[1] + count)
 
+    def means(self, names: Sequence[str], totals: Tensor, count: float) -> None:
+        """Add to several means over the same `count` items. totals: float [len(names)], on any device."""
+        self._unread.append(_Unread("mean", tuple(names), totals.detach(), (count,)))
+
     def parts(self, name: str) -> tuple[float, float]:
         """Sum and count behind a mean; zeros where nothing was added."""
+        self._read()
         return self._means.get(name, (0.0, 0.0))
 
     def total(self, name: str, value: float) -> None:
         """Add to a sum."""
         self._totals[name] = self._totals.get(name, 0.0) + value
 
-    def low(self, name: str, value: float) -> None:
+    def low(self, name: str, value: float | Tensor) -> None:
         """Keep the smallest value; NaN is left out."""
-        if not math.isnan(value):
+        if isinstance(value, Tensor):
+            self._unread.append(_Unread("low", (name,), value.detach()[None]))
+        elif not math.isnan(value):
             self._lows[name] = min(value, self._lows.get(name, math.inf))
 
-    def high(self, name: str, value: float) -> None:
+    def high(self, name: str, value: float | Tensor) -> None:
         """Keep the largest value; NaN is left out."""
-        if not math.isnan(value):
+        if isinstance(value, Tensor):
+            self._unread.append(_Unread("high", (name,), value.detach()[None]))
+        elif not math.isnan(value):
             self._highs[name] = max(value, self._highs.get(name, -math.inf))
 
     def merge(self, other: MetricSums) -> None:
@@ -53,11 +72,43 @@ class MetricSums:
             self.low(name, value)
         for name, value in other._highs.items():
             self.high(name, value)
+        self._unread += other._unread
+
+    def unread(self) -> Tensor:
+        """All numbers that were given as tensors and not read yet, float [K]; empty if there are none."""
+        return torch.cat([part.values for part in self._unread]) if self._unread else torch.zeros(0)
+
+    def settle(self, numbers: Tensor) -> None:
+        """Take what `unread` gave, from the host."""
+        values = iter(numbers.tolist())
+        waiting, self._unread = self._unread, []
+        for part in waiting:
+            for name in part.names:
+                getattr(self, part.kind)(name, next(values), *part.count)
+
+    def _read(self) -> None:
+        if self._unread:
+            self.settle(self.unread())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read()  # what travels are numbers
+        return self.__dict__
 
     def result(self) -> dict[str, float]:
         """All metrics; a mean over nothing is left out."""
+        self._read()
         means = {name: total / count for name, (total, count) in self._means.items() if count}
         return {**means, **self._totals, **self._lows, **self._highs}
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Numbers that still lie on their device, [len(names)]. kind: the method that adds one; count: of a mean."""
+
+    kind: Literal["mean", "low", "high"]
+    names: tuple[str, ...]
+    values: Tensor
+    count: tuple[float, ...] = ()
 
 
 class Timings:

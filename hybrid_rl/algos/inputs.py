@@ -72,11 +72,12 @@ class LossInputs:
     its own the detached logprobs themselves. rollout_logprobs: float [T], of the engine that sampled. advantages: float
     [T]. mask: bool [T], tokens in the loss. rows: int64 [T], the sample of each token, in 0..num_rows-1. entropy: float
     [T], with gradient. token_versions: int64 [T], policy version behind each token, -1 where unknown; version: of the
-    learner at the start of the training step. prepared: [T, ...], what `PolicyObjective.prepare` gave for these tokens.
+    learner at the start of the training step; newest_version: the largest of token_versions, None if it is not known
+    (looking it up would wait for the device). prepared: [T, ...], what `PolicyObjective.prepare` gave for these tokens.
     Where `needs` asks for them: log_probs, float [T, V] with gradient, of the whole vocabulary; old_top_ids int64 and
     old_top_logprobs float [T, K], the K best tokens of the old policy; router_logprobs and old_router_logprobs, float
     [T, L, K], detached, of the K experts that the old policy's router chose in each of L layers; parameters: float64
-    [P], learned beside the model, with gradient.
+    [P], learned beside the model, with gradient. All lie on one device.
     """
 
     logprobs: Tensor
@@ -89,6 +90,7 @@ class LossInputs:
     rollout_logprobs: Tensor
     token_versions: Tensor | None = None
     version: int = 0
+    newest_version: int | None = None
     prepared: Tensor | None = None
     log_probs: Tensor | None = None
     token_ids: Tensor | None = None

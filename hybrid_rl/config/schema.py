@@ -33,10 +33,11 @@ class ModelConfig:
         False, "keep activations in host memory until the backward pass; on CPUs, where they are, only a copy"
     )
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
-    attention: Literal["auto", "varlen", "flash_attn", "compiled", "sdpa"] = key(
+    attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa"] = key(
         "auto",
         "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), "
-        "the compiled extension (CPU, float32), or scaled_dot_product_attention (any machine); auto = the first of "
+        "those kernels on the package flash-attn-3 (Hopper; switches all flash attention of the process), the compiled "
+        "extension (CPU, float32), or scaled_dot_product_attention (any machine); auto = the first of flash_attn_3, "
         "varlen, compiled and sdpa that runs",
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import SMALLEST_ROWS, Linears
+from hybrid_rl.transfer import upload
 
 NAME = "hybrid_rl_packed"
 
@@ -153,8 +154,8 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self._num_tokens = sum(lengths)
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        self._buckets = [Bucket.build(starts, lengths, members, device) for members in length_buckets(lengths)]
-        self._restore = restoring_order(self._buckets)
+        buckets = [Bucket.build(starts, lengths, members) for members in length_buckets(lengths)]
+        (self._buckets,), (self._restore,) = sent([buckets], [restoring_order(buckets)], torch.device(device))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext."""
@@ -170,7 +171,8 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of a packed row that are padded to one length. count: how many; length: of the longest."""
+    """Sequences of a packed row that are padded to one length. count: how many; length: of the longest. Built on the
+    CPU; `sent` brings it to where the row is."""
 
     count: int
     length: int
@@ -182,9 +184,7 @@ class Bucket:
     tokens: Tensor  # int64 [tokens in the bucket]
 
     @classmethod
-    def build(
-        cls, starts: Tensor, lengths: Sequence[int], members: Sequence[int], device: torch.device | str
-    ) -> Bucket:
+    def build(cls, starts: Tensor, lengths: Sequence[int], members: Sequence[int]) -> Bucket:
         """The bucket of the sequences `members`. starts: int64 [N], place of the first token of every sequence."""
         length = max(lengths[i] for i in members)
         own = torch.tensor([lengths[i] for i in members])
@@ -200,10 +200,10 @@ class Bucket:
             length=length,
             first=int(begin[0]),
             contiguous=contiguous,
-            gather=flat.to(device),
-            real=None if full else real.to(device),
-            places=None if full else real.nonzero()[:, 0].to(device),
-            tokens=flat[real].to(device),
+            gather=flat,
+            real=None if full else real,
+            places=None if full else real.nonzero()[:, 0],
+            tokens=flat[real],
         )
 
     def pad(self, tensor: Tensor) -> Tensor:
@@ -228,11 +228,30 @@ class Bucket:
             whole.index_copy_(0, self.tokens, self.unpad(padded))
 
 
+_TENSORS = ("gather", "real", "places", "tokens")
+
+
+def sent(
+    buckets: Sequence[Sequence[Bucket]], others: Sequence[Tensor | None], device: torch.device
+) -> tuple[list[list[Bucket]], list[Tensor | None]]:
+    """Lists of buckets, and other tensors or None, on a device, in one copy."""
+    own = [getattr(bucket, name) for several in buckets for bucket in several for name in _TENSORS]
+    arrived = iter(upload([tensor for tensor in (*own, *others) if tensor is not None], device))
+    moved = [
+        [
+            replace(bucket, **{name: next(arrived) for name in _TENSORS if getattr(bucket, name) is not None})
+            for bucket in several
+        ]
+        for several in buckets
+    ]
+    return moved, [None if tensor is None else next(arrived) for tensor in others]
+
+
 def restoring_order(buckets: Sequence[Bucket]) -> Tensor | None:
-    """Index that brings the concatenated rows of buckets back into the order of the row; None where they are in it, as
-    when samples run from long to short."""
+    """Index, on the CPU, that brings the concatenated rows of buckets back into the order of the row; None where they
+    are in it, as when samples run from long to short."""
     tokens = torch.cat([bucket.tokens for bucket in buckets])
-    order = torch.arange(tokens.numel(), device=tokens.device)
+    order = torch.arange(tokens.numel())
     return None if torch.equal(tokens, order) else torch.empty_like(tokens).scatter_(0, tokens, order)
 
 

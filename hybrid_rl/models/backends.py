@@ -6,18 +6,26 @@
 | compiled | csrc/packed_attention.cpp, one call per layer | a CPU, float32, the compiled extension |
 | varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, torch 2.11, no soft-capping |
 | flash_attn | the flash-attn package | CUDA 8.0 or newer, bfloat16, flash-attn 2.7 |
+| flash_attn_3 | varlen on the kernels of FlashAttention 3 | as varlen, on CUDA 9.0 (Hopper), flash-attn-3 |
 
-Heads of the last two have up to 256 elements, a multiple of 8. auto takes varlen or compiled where one of them runs,
-else sdpa.
+Heads of the last three have up to 256 elements, a multiple of 8. auto takes the first of flash_attn_3, varlen and
+compiled that runs, else sdpa.
+
+flash_attn_3 is PyTorch's own switch, `torch.nn.attention.activate_flash_attention_impl("FA3")`, and it is one for the
+whole process: flash attention of every model in it, the user's included, then runs on FlashAttention 3, which refuses
+dropout. It stays on until somebody calls `torch.nn.attention.restore_flash_attention_impl()`; attention=varlen leaves
+it alone.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, ModelError
@@ -28,11 +36,14 @@ from hybrid_rl.models.row import Layout
 from hybrid_rl.models.shared import SharedAttention
 from hybrid_rl.models.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 
-NAMES = ("sdpa", "compiled", "varlen", "flash_attn")
+NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLASH_ATTN = (2, 7)
 OLDEST_TORCH = (2, 11)
+FLASH_ATTN_3_CAPABILITY = 9  # its kernels are made for this generation alone
+FLASH_ATTN_3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 installs, and PyTorch's switch imports
 LARGEST_HEAD = 256
+_logger = logging.getLogger("hybrid_rl")
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True)
 class Backend:
-    """A chosen attention. kernel: what varlen and flash_attn run on."""
+    """A chosen attention. kernel: what varlen, flash_attn and flash_attn_3 run on."""
 
     name: str
     kernel: Kernel | None = None
@@ -80,14 +91,17 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     Raises ConfigError where this machine, the dtype or the architecture cannot run the one that was asked for.
     """
     if name == "auto":
-        name = next(other for other in ("varlen", "compiled", "sdpa") if not obstacles(other, needs))
+        best = ("flash_attn_3", "varlen", "compiled", "sdpa")
+        name = next(other for other in best if not obstacles(other, needs))
     found = obstacles(name, needs)
     if found:
         runs = ", ".join(other for other in NAMES if not obstacles(other, needs))
         raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(found)}; use auto or one of: {runs}")
     if name == "flash_attn":
         return Backend(name, FlashAttnKernel(import_module("flash_attn.flash_attn_interface")))
-    return Backend(name, TorchKernel() if name == "varlen" else None)
+    if name == "flash_attn_3":
+        _switch_to_flash_attn_3()
+    return Backend(name, TorchKernel() if name in ("varlen", "flash_attn_3") else None)
 
 
 def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
@@ -110,13 +124,15 @@ def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
         found.append("this architecture does not have one head size")
     elif needs.head_dim % 8 or needs.head_dim > LARGEST_HEAD:
         found.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {needs.head_dim} elements")
-    if name == "varlen":
+    if name == "flash_attn":
+        return found + _flash_attn_obstacles()
+    if name == "flash_attn_3" and not found:
+        found += _flash_attn_3_obstacles(needs.device)
+    if name in ("varlen", "flash_attn_3"):
         if needs.softcap is not None:
             found.append(f"it has no soft-capping, and this architecture caps at {needs.softcap:g}")
         if _version(torch.__version__) < OLDEST_TORCH:
             found.append(f"it needs torch 2.11, and this is {torch.__version__}")
-    else:
-        found += _flash_attn_obstacles()
     return found
 
 
@@ -157,6 +173,41 @@ def _flash_attn_obstacles() -> list[str]:
     if _version(version) < OLDEST_FLASH_ATTN:
         return [f"it needs flash-attn 2.7, and this is {version}"]
     return []
+
+
+def _flash_attn_3_obstacles(device: torch.device) -> list[str]:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != FLASH_ATTN_3_CAPABILITY:
+        return [f"it needs compute capability {FLASH_ATTN_3_CAPABILITY}.0, and {device} has {major}.{minor}"]
+    active = current_flash_attention_impl()
+    if active not in (None, "FA3"):
+        return [f"PyTorch's flash attention is switched to {active} already"]
+    try:
+        import_module(FLASH_ATTN_3_MODULE)
+    except ModuleNotFoundError as error:
+        if error.name == FLASH_ATTN_3_MODULE:
+            return ["flash-attn-3 is not installed"]
+        return [f"flash-attn-3 cannot be imported: {error}"]
+    except (ImportError, OSError, RuntimeError) as error:
+        return [f"flash-attn-3 cannot be imported: {error}"]
+    return []
+
+
+def _switch_to_flash_attn_3() -> None:
+    """Let PyTorch's flash attention run on FlashAttention 3, in this whole process."""
+    if current_flash_attention_impl() == "FA3":
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except RuntimeError as error:  # an installation without the kernels of the backward pass
+        raise ConfigError(
+            f"model.attention=flash_attn_3 cannot run here: {error}; install a flash-attn-3 with both passes, or use "
+            f"attention=varlen"
+        ) from error
+    _logger.info(
+        "attention runs on FlashAttention 3, as PyTorch's flash attention now does in this whole process; "
+        "torch.nn.attention.restore_flash_attention_impl() takes that back"
+    )
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, CausalLM
 from hybrid_rl.models.load import first_line
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.transfer import upload
 
 # Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.
 VERIFY_SEQUENCES = (((5, 9, 4), (7, 3)), ((5, 9, 4), (8,)), ((6, 2, 9, 3), ()))
@@ -65,7 +66,7 @@ def last_token_row(sequences: Sequences, pad_token_id: int | None, device: torch
     # The place that would predict one token more is that of the last one.
     completions = Jagged.from_rows([[*completion, 0] for _, completion in stripped], torch.int64)
     row = PackedRow.of(prompts, completions, device)
-    last = (completions.offsets[1:] - 1).to(device)
+    (last,) = upload([completions.offsets[1:] - 1], device)
     return dataclasses.replace(row, labels=row.labels[last], sources=row.sources[last])
 
 

@@ -118,6 +118,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor) -> Tensor:
         ctx.save_for_backward(log_probs)
+        ctx.set_materialize_grads(False)
         parts = [-(log_probs[rows].exp() * log_probs[rows]).sum(1) for rows in _chunks(log_probs.shape)]
         return torch.cat(parts) if parts else log_probs.sum(1)
 
@@ -125,7 +126,7 @@ class _Entropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (log_probs,) = ctx.saved_tensors
-        if not grads[0].any():
+        if grads[0] is None:
             return None
         grad = torch.empty_like(log_probs)
         for rows in _chunks(log_probs.shape):

@@ -104,6 +104,8 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy.append(-(log_p.exp() * log_p).sum(1))
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.temperature, ctx.options = temperature, options
+        # None says that the entropy takes no part in a loss; looking for zeros would wait for the device.
+        ctx.set_materialize_grads(False)
         if not logprobs:
             empty = hidden.new_zeros(0, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
             return empty, empty.clone()
@@ -114,7 +116,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         hidden, weight, bias, labels = ctx.saved_tensors
         options: HeadOptions = ctx.options
-        with_entropy = bool(grad_entropy.any())
+        if grad_logprobs is None:
+            if grad_entropy is None:
+                return (None,) * 6
+            grad_logprobs = torch.zeros_like(grad_entropy)
         grad_hidden = torch.empty_like(hidden)
         # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
         accumulate = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -126,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # d ln p_label / dz = onehot - p; d entropy / dz = -p (ln p + entropy)
             grad = -p * grad_logprobs[rows, None]
             grad.scatter_add_(1, labels[rows, None], grad_logprobs[rows, None])
-            if with_entropy:
+            if grad_entropy is not None:
                 entropy = -(p * log_p).sum(1, keepdim=True)
                 grad -= p * (log_p + entropy) * grad_entropy[rows, None]
             grad = grad / ctx.temperature

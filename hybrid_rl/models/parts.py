@@ -99,7 +99,7 @@ class CausalBuckets:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        self._buckets = [Bucket.build(starts, lengths, members, "cpu") for members in length_buckets(lengths)]
+        self._buckets = [Bucket.build(starts, lengths, members) for members in length_buckets(lengths)]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         """See Part."""

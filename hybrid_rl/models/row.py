@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
 # anew for every number of rows, and memory of ever new sizes is never used again.
@@ -120,13 +121,14 @@ class PackedRow:
         parts += [part for index in single for part in (prompt_rows[index], completion_rows[index])]
         parts += [torch.zeros(filler, dtype=torch.int64)]
         parts += [completion_rows[index] for index in children]
-        return cls(
-            torch.cat(parts).to(device),
-            layout.positions().to(device),
-            completions.values.to(device),
-            _sources(layout, shared, single, sizes, completions).to(device),
-            layout,
+        columns = (
+            torch.cat(parts),
+            layout.positions(),
+            completions.values,
+            _sources(layout, shared, single, sizes, completions),
         )
+        token_ids, positions, labels, places = upload(columns, device)
+        return cls(token_ids, positions, labels, places, layout)
 
 
 def _filler(num_tokens: int) -> int:

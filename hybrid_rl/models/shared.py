@@ -15,6 +15,7 @@ from hybrid_rl.models.attention import (
     length_buckets,
     masked_attention,
     restoring_order,
+    sent,
 )
 from hybrid_rl.models.parts import CausalBuckets, Parts, Rectangles, parted_attention
 from hybrid_rl.models.row import Layout
@@ -85,24 +86,26 @@ class _GatheredPrompts:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._first = layout.num_root_tokens
-        self._buckets: list[tuple[Bucket, Bucket, Tensor]] = []
+        queries: list[Bucket] = []
+        seen: list[Bucket] = []
+        distances: list[Tensor | None] = []
         keys = child_keys(layout)
         totals = [len(places) for places in keys]
         starts = torch.tensor([0, *layout.children]).cumsum(0)[:-1]
         key_starts = torch.tensor([0, *totals]).cumsum(0)[:-1]
         before = torch.tensor([layout.roots[root] for root in layout.parents])
-        self._keys = torch.cat(keys).to(device)
         for members in length_buckets(totals):
-            queries = Bucket.build(starts, layout.children, members, device)
-            seen = Bucket.build(key_starts, totals, members, device)
+            queries.append(Bucket.build(starts, layout.children, members))
+            seen.append(Bucket.build(key_starts, totals, members))
             # Distance of every key behind every query: 0 is the query's own key, a negative one lies ahead. A padded
             # query stands where the one that it repeats does, so that a window leaves it something to see.
             last = torch.tensor([layout.children[index] - 1 for index in members])
-            place = torch.minimum(torch.arange(queries.length), last[:, None])
+            place = torch.minimum(torch.arange(queries[-1].length), last[:, None])
             position = before[list(members), None] + place
-            distance = position[:, None, :, None] - torch.arange(seen.length)
-            self._buckets.append((queries, seen, distance.to(device)))
-        self._restore = restoring_order([queries for queries, _, _ in self._buckets])
+            distances.append(position[:, None, :, None] - torch.arange(seen[-1].length))
+        others = [torch.cat(keys), restoring_order(queries), *distances]
+        (queries, seen), (self._keys, self._restore, *distances) = sent([queries, seen], others, device)
+        self._buckets = list(zip(queries, seen, distances, strict=True))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Rows of the whole packed row in, [T_children, H, D] out."""

@@ -14,6 +14,7 @@ Importing this file imports Triton, which only its callers on CUDA need.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,18 +133,8 @@ def _statistics(
     if num_rows:
         _sum_up[(triton.cdiv(num_rows, tiles["ROWS"]) * num_parts,)](
             *_operands(hidden, weight, bias),
-            labels,
-            best,
-            total,
-            mean,
-            chosen,
-            scale,
-            float(softcap or 0),
-            temperature,
-            num_rows,
-            num_columns,
-            tiles_of_part,
-            num_parts,
+            *(labels, best, total, mean, chosen),
+            *(scale, float(softcap or 0), temperature, num_rows, num_columns, tiles_of_part, num_parts),
             **_constants(hidden, bias, softcap),
             **tiles,
         )
@@ -176,16 +167,8 @@ def _logit_gradients(
     num_tiles = triton.cdiv(width, tiles["COLUMNS"])
     _differentiate[(triton.cdiv(num_rows, tiles["ROWS"]) * num_tiles,)](
         *_operands(hidden, weight, bias),
-        labels,
-        *rows,
-        grad,
-        scale,
-        float(softcap or 0),
-        temperature,
-        num_rows,
-        columns.start,
-        columns.stop,
-        num_tiles,
+        *(labels, *rows, grad),
+        *(scale, float(softcap or 0), temperature, num_rows, columns.start, columns.stop, num_tiles),
         **_constants(hidden, bias, softcap),
         **tiles,
     )
@@ -245,6 +228,29 @@ def _check(
         raise ValueError(f"temperature={temperature} must be above 0")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be above 0, or None")
+
+
+def specialisations() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int, int]]:
+    """Both kernels in the forms that models in use are compiled for: name, kernel, types of the arguments that are no
+    constants, constants, num_warps, num_stages. Constants come from where a launch takes them."""
+    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        kinds = dict.fromkeys(("hidden", "weight", "bias", "grad_out"), f"*{short}") | {"labels": "*i64"}
+        kinds |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
+        for depth, has_bias, softcap in (
+            (896, False, None),
+            (3584, True, None),
+            (2304, False, 30.0),
+            (1000, True, 30.0),
+        ):
+            hidden = torch.empty(1, depth, dtype=dtype, device="meta")
+            tiles = _tiles(hidden)
+            fixed = {name: value for name, value in tiles.items() if name.isupper()}
+            fixed |= _constants(hidden, hidden[0] if has_bias else None, softcap) | {"hidden_step": 1, "weight_step": 1}
+            for kernel in (_sum_up, _differentiate):
+                columns = {name: "*fp32" for name in kernel.arg_names if name.endswith(("_in", "_out"))} | kinds
+                types = {name: columns.get(name, "i32") for name in kernel.arg_names if name not in fixed}
+                form = (f"{kernel.__name__}-{short}-{depth}", kernel, types, fixed)
+                yield (*form, tiles["num_warps"], tiles["num_stages"])
 
 
 @triton.jit

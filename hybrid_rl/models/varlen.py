@@ -21,6 +21,7 @@ from hybrid_rl.models.attention import AttentionOptions
 from hybrid_rl.models.parts import Gradients, Parts, parted_attention
 from hybrid_rl.models.row import Layout
 from hybrid_rl.models.shared import check_num_tokens, child_keys, cuts
+from hybrid_rl.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,18 @@ class Runs:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device, *, causal: bool) -> Runs:
         """From the tokens of every run."""
-        offsets = [lengths_to_offsets(lengths).to(device, torch.int32) for lengths in (queries, keys)]
-        return cls(offsets[0], offsets[1], max(queries), max(keys), causal)
+        (runs,) = cls.several([(queries, keys, causal)], device)
+        return runs
+
+    @classmethod
+    def several(cls, runs: Sequence[tuple[Sequence[int], Sequence[int], bool]], device: torch.device) -> list[Runs]:
+        """From queries, keys and `causal` of each, sent to the device in one copy."""
+        offsets = [lengths_to_offsets(lengths).int() for queries, keys, _ in runs for lengths in (queries, keys)]
+        there = upload(offsets, device)
+        return [
+            cls(there[2 * number], there[2 * number + 1], max(queries), max(keys), causal)
+            for number, (queries, keys, causal) in enumerate(runs)
+        ]
 
     def window(self, options: AttentionOptions) -> tuple[int, int]:
         """Tokens before and behind a query's own place that it sees, -1 for all."""
@@ -73,7 +84,7 @@ class Kernel(Protocol):
 
 
 class TorchKernel:
-    """What torch.nn.attention.varlen calls."""
+    """What torch.nn.attention.varlen calls: FlashAttention 2, or 3 after PyTorch's switch (see backends.py)."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: AttentionOptions
@@ -247,28 +258,29 @@ class VarlenAttention:
         keys, values = (tensor.index_select(0, self._child_keys) for tensor in (key, value))
         return torch.cat([roots, parted_attention(query[first:], keys, values, self._children, options)])
 
-    def _part(self, queries: Sequence[int], keys: Sequence[int], *, causal: bool) -> VarlenPart:
-        return VarlenPart(self._kernel, Runs.of(queries, keys, self._device, causal=causal))
+    def _made(self, *runs: tuple[Sequence[int], Sequence[int], bool]) -> list[VarlenPart]:
+        return [VarlenPart(self._kernel, its) for its in Runs.several(runs, self._device)]
 
     @cached_property
     def _parts(self) -> Parts:
         layout = self._layout
-        own = self._part(layout.lengths, layout.lengths, causal=True)
+        own = (layout.lengths, layout.lengths, True)
         if not layout.children:
-            return Parts(own)
+            return Parts(*self._made(own))
         prompts = layout.roots[: layout.num_shared]
-        shared = self._part(layout.child_totals(), prompts, causal=False)
-        return Parts(own, shared, layout.num_root_tokens, sum(prompts))
+        own_part, shared = self._made(own, (layout.child_totals(), prompts, False))
+        return Parts(own_part, shared, layout.num_root_tokens, sum(prompts))
 
     @cached_property
     def _roots(self) -> Parts:
-        return Parts(self._part(self._layout.roots, self._layout.roots, causal=True))
+        return Parts(*self._made((self._layout.roots, self._layout.roots, True)))
 
     @cached_property
     def _children(self) -> Parts:
         totals = [len(places) for places in child_keys(self._layout)]
-        return Parts(self._part(self._layout.children, totals, causal=True))
+        return Parts(*self._made((self._layout.children, totals, True)))
 
     @cached_property
     def _child_keys(self) -> Tensor:
-        return torch.cat(child_keys(self._layout)).to(self._device)
+        (places,) = upload([torch.cat(child_keys(self._layout))], self._device)
+        return places

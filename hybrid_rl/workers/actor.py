@@ -13,6 +13,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.router import Routers
+from hybrid_rl.transfer import finish_downloads, start_download
 from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
@@ -38,7 +39,7 @@ class Actor(TrainedModel):
         self._reference = reference
         self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
         self.kl_weight = KLWeight(config.kl)
-        self._numbers = LearnedNumbers(config.policy_loss)
+        self._numbers = LearnedNumbers(config.policy_loss, model.device)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """old_logprobs under the present weights or the engine's, as configured, with what the algorithm wants of the
@@ -79,15 +80,21 @@ class Actor(TrainedModel):
         prepared = prepared_column(batch, plan, config, self._context, version)
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
-        terms = Terms(config, self.kl_weight.beta, version, self._numbers.parameters, self._reference, self._routers)
+        terms = Terms(config, self.kl_weight.beta, version, self._numbers.on_device, self._reference, self._routers)
+        first: torch.Tensor | None = None  # logprobs of the first mini-batch, under the weights of the rollout
         for iteration in range(config.algorithm.num_iterations):
             for index, micro_batches in enumerate(plan):
                 step_sums, logprobs = self._optimizer_step(batch, micro_batches, counts[index], terms)
                 sums.merge(step_sums)
-                if iteration == 0 and index == 0 and not recomputed:  # the weights were still those of the rollout
-                    rows = [row for rows in micro_batches for row in rows]
-                    mine = batch.select(torch.tensor(rows, dtype=torch.int64))
-                    sums.merge(rollout_gap(mine, logprobs, config, self._context, version))
+                if iteration == 0 and index == 0 and not recomputed:
+                    first = start_download(logprobs)
+        numbers = start_download(sums.unread())
+        finish_downloads(self.model.device)
+        sums.settle(numbers)
+        if first is not None:
+            rows = [row for micro in plan[0] for row in micro]
+            mine = batch.select(torch.tensor(rows, dtype=torch.int64))
+            sums.merge(rollout_gap(mine, first, config, self._context, version))
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
@@ -104,25 +111,26 @@ class Actor(TrainedModel):
     def _optimizer_step(
         self, batch: Batch, micro_batches: list[list[int]], counts: Counts, terms: Terms
     ) -> tuple[MetricSums, torch.Tensor]:
-        """One update from the samples of one mini-batch, and the logprobs of their tokens before it, float32 [M] on
-        the CPU in the order of the micro-batches."""
+        """One update from the samples of one mini-batch, and the logprobs of their tokens before it, float32 [M] in the
+        order of the micro-batches."""
         sums = MetricSums()
         learning_rate = self.optimizer.learning_rate
-        before = [torch.zeros(0)]
+        before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)
             sums.merge(stats)
+            sums.mean("loss", loss.detach(), 0)
             if rows:
-                before.append(logprobs.float().cpu())
+                before.append(logprobs.float())
             return loss
 
-        total, norm, updated = self._step(micro_batches, loss_of)
+        norm, updated = self._step(micro_batches, loss_of)
         self._numbers.step(self._context, is_valid=updated)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
-        sums.mean("loss", total, once)
+        sums.mean("loss", 0.0, once)
         if once:
             sums.mean("grad_norm", norm, 1)
             sums.mean("learning_rate", learning_rate, 1)

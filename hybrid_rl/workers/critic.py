@@ -18,6 +18,7 @@ from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.transfer import finish_downloads, start_download, upload
 from hybrid_rl.workers.build import build_critic
 from hybrid_rl.workers.optimizer import local_part
 from hybrid_rl.workers.plan import Plan, micro_batch
@@ -86,6 +87,9 @@ class Critic(TrainedModel):
         for _ in range(self._config.algorithm.num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
                 sums.merge(self._optimizer_step(batch, micro_batches, num_tokens))
+        numbers = start_download(sums.unread())
+        finish_downloads(self.model.device)
+        sums.settle(numbers)
         return sums
 
     def _begin_at_the_mean(self, returns: Tensor) -> None:
@@ -108,13 +112,14 @@ class Critic(TrainedModel):
             micro = micro_batch(batch, rows)
             loss, stats = micro_batch_value_loss(self.model, micro, self._mask(micro), self._clip, num_tokens)
             sums.merge(stats)
+            sums.mean("critic/value_loss", loss.detach(), 0)
             return loss
 
         learning_rate = self.optimizer.learning_rate
-        total, norm, updated = self._step(micro_batches, loss_of)
+        norm, updated = self._step(micro_batches, loss_of)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
-        sums.mean("critic/value_loss", total, once)
+        sums.mean("critic/value_loss", 0.0, once)
         if once:
             sums.mean("critic/grad_norm", norm, 1)
             sums.mean("critic/learning_rate", learning_rate, 1)
@@ -144,19 +149,17 @@ def micro_batch_value_loss(
     model: CausalLM, batch: Batch, mask: Tensor, clip: float | None, num_tokens: int
 ) -> tuple[Tensor, MetricSums]:
     """This micro-batch's part of the mini-batch's value loss, a mean over tokens: a scalar to call backward on; the
-    parts add up to the loss. mask: bool [M], tokens with a target; num_tokens: those of the mini-batch on all ranks.
+    parts add up to the loss. mask: bool [M], tokens with a target, on the CPU; num_tokens: those of the mini-batch on
+    all ranks.
     """
     values = micro_batch_values(model, batch)
-    own, mask = values.detach(), mask.to(values.device)
-
+    own, count = values.detach(), int(mask.sum())
+    on, *columns = upload([mask, batch["values"].values, batch["returns"].values], own.device)
     # Without a target a token is its own, of loss 0: a NaN in the column would reach the gradient through any mask.
-    def column(name: str) -> Tensor:
-        return torch.where(mask, batch[name].values.to(own), own)
-
-    old, returns = column("values"), column("returns")
+    old, returns = (torch.where(on, column.to(own.dtype), own) for column in columns)
     losses = clipped_value_loss(values, old, returns, clip)
     sums = MetricSums()
-    sums.mean("critic/clip_ratio", float(value_clipped(values, old, returns, clip).sum()), int(mask.sum()))
+    sums.mean("critic/clip_ratio", value_clipped(values, old, returns, clip).sum(), count)
     return losses.sum() / max(num_tokens, 1), sums
 
 

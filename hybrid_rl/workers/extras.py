@@ -91,29 +91,42 @@ def rollout_gap(
 
 
 class LearnedNumbers:
-    """Numbers that a policy loss learns beside the model: the same on every rank, updated by Adam."""
+    """Numbers that a policy loss learns beside the model: the same on every rank, updated by Adam on the CPU.
 
-    def __init__(self, objective: PolicyObjective) -> None:
+    device: the model's. parameters: float64 [P], None if the loss learns none; on_device: the same numbers there, what
+    losses are given and get their gradient from.
+    """
+
+    def __init__(self, objective: PolicyObjective, device: torch.device | str = "cpu") -> None:
         self.parameters: Tensor | None = None
+        self.on_device: Tensor | None = None
         if objective.initial_parameters:
             self.parameters = torch.tensor(objective.initial_parameters, dtype=torch.float64).requires_grad_()
             self._adam = torch.optim.Adam([self.parameters], lr=objective.parameter_learning_rate)
+            is_here = torch.device(device).type == "cpu"
+            self.on_device = self.parameters if is_here else self.parameters.detach().to(device).requires_grad_()
 
     def clear(self) -> None:
         """Forget gradients: of what an update that was broken off left behind."""
-        if self.parameters is not None:
-            self.parameters.grad = None
+        if self.parameters is not None and self.on_device is not None:
+            self.parameters.grad = self.on_device.grad = None
 
     def step(self, context: RankContext, *, is_valid: bool) -> None:
         """One update from the gradients of all ranks' micro-batches. Collective. is_valid: False drops them."""
-        if self.parameters is None:
+        if self.parameters is None or self.on_device is None:
             return
-        mine = torch.zeros_like(self.parameters) if self.parameters.grad is None else self.parameters.grad
+        mine = torch.zeros_like(self.parameters) if self.on_device.grad is None else self.on_device.grad.cpu()
         total = torch.stack(context.gather(mine)).sum(0)
         if is_valid and bool(total.isfinite().all()):
             self.parameters.grad = total
             self._adam.step()
+            self._send()
         self.clear()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        if self.on_device is not None and self.parameters is not None and self.on_device is not self.parameters:
+            self.on_device.copy_(self.parameters)
 
     def metrics(self) -> MetricSums:
         """Their present values."""
@@ -139,3 +152,4 @@ class LearnedNumbers:
         for name, value in state["adam"].items():
             dtype = torch.float32 if name == "step" else torch.float64
             self._adam.state[self.parameters][name] = torch.tensor(value, dtype=dtype)
+        self._send()

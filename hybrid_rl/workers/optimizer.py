@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SLICE_ELEMENTS = 1 << 28  # gradients that are taken over in one call
 
 
 class Optimizer:
@@ -77,10 +79,16 @@ class Optimizer:
         """Take the gradients of one backward pass into the fp32 accumulators. Call after every micro-batch."""
         if not self._has_masters:
             return
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                target, gradient = self._targets[name], local_part(parameter.grad).float()
-                target.grad = gradient if target.grad is None else target.grad.add_(gradient)
+        given = [(self._targets[name], p) for name, p in self._parameters.items() if p.grad is not None]
+        for pairs in _slices(given):
+            new, more = ([pair for pair in pairs if (pair[0].grad is None) == is_new] for is_new in (True, False))
+            for target, _ in new:
+                target.grad = torch.empty_like(target)
+            for join, its in ((torch._foreach_copy_, new), (torch._foreach_add_, more)):  # both widen to fp32
+                if its:
+                    gradients = [local_part(cast(Tensor, parameter.grad)) for _, parameter in its]
+                    join([cast(Tensor, target.grad) for target, _ in its], gradients)
+            for _, parameter in pairs:
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
@@ -105,21 +113,21 @@ class Optimizer:
         self._collect()
         targets = list(self._targets.values())
         norm = self._grad_norm([t.grad for t in targets if t.grad is not None])
-        updated = bool(norm.isfinite())
+        found = float(norm)  # the one time that the host waits for the device
+        updated = math.isfinite(found)
         if updated:
             if self._max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(targets, self._max_grad_norm, norm)
             self._adamw.step()
             if self._has_masters:
-                for name, parameter in self._parameters.items():
-                    local_part(parameter).copy_(self._targets[name])
+                torch._foreach_copy_([local_part(p) for p in self._parameters.values()], targets)
         else:
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
             # instead.
             self._adamw._opt_called = True  # type: ignore[attr-defined]
         self._schedule.step()
         self.clear()
-        return float(norm), updated
+        return found, updated
 
     def _collect(self) -> None:
         """Point targets at the parameters' present memory and gradients."""
@@ -152,9 +160,7 @@ class Optimizer:
     @torch.no_grad()
     def forget_moments(self) -> None:
         """Begin anew: moments and their bias correction; schedule, masters and weights stay."""
-        for target in self._targets.values():
-            for tensor in self._adamw.state[target].values():
-                tensor.zero_()
+        torch._foreach_zero_([t for target in self._targets.values() for t in self._adamw.state[target].values()])
 
     def clear(self) -> None:
         """Forget accumulated gradients."""
@@ -229,6 +235,19 @@ class Optimizer:
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: the memory itself."""
     return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+
+
+def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple[Tensor, nn.Parameter]]]:
+    """Targets with their parameters, some at a time: many for one call, few enough that the gradients of a slice, which
+    are freed after it, do not add to the memory of a step."""
+    found: list[tuple[Tensor, nn.Parameter]] = []
+    for target, parameter in pairs:
+        found.append((target, parameter))
+        if sum(target.numel() for target, _ in found) > SLICE_ELEMENTS:
+            yield found
+            found = []
+    if found:
+        yield found
 
 
 def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.router import RouterReading, Routers
+from hybrid_rl.transfer import upload
 from hybrid_rl.workers.scoring import MicroBatches, token_columns
 
 
@@ -38,6 +39,6 @@ def reading_old_experts(routers: Routers | None, batch: Batch, row: PackedRow) -
     if routers is None:
         yield None
         return
-    ids = batch["old_router_ids"].values.to(row.token_ids.device)
+    (ids,) = upload([batch["old_router_ids"].values], row.token_ids.device)
     with routers.reading(row, ids.unflatten(1, (routers.num_layers, -1))) as reading:
         yield reading

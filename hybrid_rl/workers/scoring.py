@@ -11,6 +11,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.controller import mark_progress
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.distribution import sum_of_squares, top_tokens
+from hybrid_rl.transfer import finish_downloads, start_download
 from hybrid_rl.workers.plan import micro_batch
 
 MicroBatches = Sequence[Sequence[int]]
@@ -25,14 +26,22 @@ def token_columns(
     """
     completions = batch["completion_ids"]
     place = completions.with_values(torch.arange(completions.values.shape[0]))
-    found: dict[str, Tensor] = {}
+    parts: list[tuple[Sequence[int], dict[str, Tensor]]] = []
+    devices: set[torch.device] = set()
     for rows in micro_batches:
         mark_progress()
-        for name, values in compute(micro_batch(batch, rows)).items():
+        computed = compute(micro_batch(batch, rows))
+        devices |= {values.device for values in computed.values()}
+        parts.append((rows, {name: start_download(values) for name, values in computed.items()}))
+    for device in devices:
+        finish_downloads(device)
+    found: dict[str, Tensor] = {}
+    for rows, computed in parts:
+        for name, values in computed.items():
             if name not in found:
-                found[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]), device="cpu")
+                found[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]))
             if rows:
-                found[name][place.select(torch.as_tensor(rows)).values] = values.cpu()
+                found[name][place.select(torch.as_tensor(rows)).values] = values
     return {name: completions.with_values(values) for name, values in found.items()}
 
 

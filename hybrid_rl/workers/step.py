@@ -17,12 +17,15 @@ from hybrid_rl.algos import (
     token_weights,
 )
 from hybrid_rl.algos.kl import exact_kl
+from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AlgorithmConfig, TrainerConfig
+from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.distribution import chosen_and_entropy
 from hybrid_rl.models.router import Routers
+from hybrid_rl.transfer import upload
 from hybrid_rl.workers.routing import reading_old_experts
 
 
@@ -85,8 +88,8 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     Returns the loss, sums for the metrics, and the detached logprobs [M]. Without a column old_logprobs the learner's
     own are used, detached: the ratio is 1 and carries the gradient.
     """
-    config, algorithm, device = terms.config, terms.config.algorithm, model.device
-    row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], device)
+    config, algorithm = terms.config, terms.config.algorithm
+    row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
     log_probs: Tensor | None = None
     with reading_old_experts(terms.routers, batch, row) as reading:
         if terms.is_exact_kl or "log_probs" in config.policy_loss.needs:
@@ -94,9 +97,11 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
             logprobs, entropy = chosen_and_entropy(log_probs, row.labels)
         else:
             logprobs, entropy = model.row_logprobs(row, config.rollout.temperature)
-    mask = loss_mask(batch, mask_truncated_completions=algorithm.mask_truncated_completions).to(device)
-    router_logprobs = None if reading is None else reading.logprobs
-    inputs = loss_inputs(batch, logprobs, entropy, mask, terms, log_probs, router_logprobs)
+    masks = Masks.of(batch, algorithm)
+    inputs, extra = loss_inputs(
+        batch, row, (logprobs, entropy), masks, terms, log_probs, None if reading is None else reading.logprobs
+    )
+    mask = inputs.mask
     loss = config.policy_loss.loss(inputs)
     if not isinstance(loss, PolicyLoss):
         name = type(config.policy_loss).__name__
@@ -105,11 +110,11 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     if config.correction.is_active:
         corrected = config.correction.weigh(correction_inputs(inputs))
         per_token = per_token * corrected.weights
-        sums.mean("mismatch/mean_weight", float(corrected.weights[mask].sum()), _count(mask))
+        sums.mean("mismatch/mean_weight", _masked(corrected.weights, mask).sum(), masks.num_tokens)
     if isinstance(config.kl, KLInLoss):
-        kl = _kl_per_token(config.kl, batch, inputs, loss, row, terms)
+        kl = _kl_per_token(config.kl, extra.ref_logprobs, inputs, loss, row, terms)
         per_token = per_token + terms.beta * kl
-        sums.mean("kl", float(kl.detach()[mask].sum()), _count(mask))
+        sums.mean("kl", _masked(kl.detach(), mask).sum(), masks.num_tokens)
     if algorithm.entropy_coef:
         per_token = per_token - algorithm.entropy_coef * entropy
     weights = token_weights(
@@ -121,54 +126,91 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         num_samples=counts.num_samples,
         max_completion_length=config.rollout.max_completion_length,
     )
-    # torch.where: where the mask is off a value that is not finite must not reach loss or gradient.
-    total = (weights * torch.where(mask, per_token, torch.zeros_like(per_token))).sum()
+    total = (weights * _masked(per_token, mask)).sum()
     if algorithm.positive_nll_coef:
-        positive = mask & (batch["rewards"] > 0).to(device)[inputs.rows]
-        nll = -torch.where(positive, logprobs, torch.zeros_like(logprobs)).sum() / max(counts.num_positive_tokens, 1)
+        nll = -_masked(logprobs, extra.positive).sum() / max(counts.num_positive_tokens, 1)
         total = total + algorithm.positive_nll_coef * nll
-    _add_metrics(sums, loss, inputs, entropy.detach())
+    _add_metrics(sums, loss, inputs, masks)
     return total, sums, inputs.logprobs.detach()
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which completion tokens of a micro-batch take part in what, on the host, where counting them waits for no device.
+
+    loss: bool [M], tokens in the loss; positive: bool [M], those of samples with a positive reward. num_tokens and
+    num_samples: tokens in the loss and samples that have any.
+    """
+
+    loss: Tensor
+    positive: Tensor
+    num_tokens: int
+    num_samples: int
+
+    @classmethod
+    def of(cls, batch: Batch, config: AlgorithmConfig) -> Masks:
+        """From the columns of the micro-batch."""
+        mask, rows = loss_mask(batch, mask_truncated_completions=config.mask_truncated_completions), _rows(batch)
+        num_samples = int(torch.bincount(rows[mask], minlength=1).count_nonzero())
+        return cls(mask, mask & (batch["rewards"] > 0)[rows], int(mask.sum()), num_samples)
+
+
+@dataclass(frozen=True)
+class ExtraColumns:
+    """What some terms of the loss need beside `LossInputs`, on the device: [M]. positive: bool, as in `Masks`."""
+
+    positive: Tensor
+    ref_logprobs: Tensor | None
 
 
 def loss_inputs(
     batch: Batch,
-    logprobs: Tensor,
-    entropy: Tensor,
-    mask: Tensor,
+    row: PackedRow,
+    model_outputs: tuple[Tensor, Tensor],
+    masks: Masks,
     terms: Terms,
     log_probs: Tensor | None = None,
     router_logprobs: Tensor | None = None,
-) -> LossInputs:
-    """The columns of a micro-batch as a policy loss takes them, on the device of the logprobs."""
-    device, completions = logprobs.device, batch["completion_ids"]
-
-    def values(name: str) -> Tensor | None:
-        return batch[name].values.to(device) if name in batch else None
-
-    own = logprobs.detach()
-    old, rollout = values("old_logprobs"), values("rollout_logprobs")
-    old_router = None if router_logprobs is None else batch["old_router_logprobs"].values.to(device)
-    return LossInputs(
+) -> tuple[LossInputs, ExtraColumns]:
+    """The columns of a micro-batch as a policy loss takes them, and those of further terms, sent to the device of the
+    logprobs in one copy. row: the packed micro-batch; model_outputs: ln p and entropy of its labels."""
+    logprobs, entropy = model_outputs
+    names = ("advantages", "old_logprobs", "rollout_logprobs", "policy_version", "prepared", "ref_logprobs")
+    columns = {name: batch[name].values for name in (*names, "old_top_ids", "old_top_logprobs") if name in batch}
+    if router_logprobs is not None:
+        columns["old_router_logprobs"] = batch["old_router_logprobs"].values
+    versions = columns.get("policy_version")
+    columns |= {"mask": masks.loss, "positive": masks.positive, "rows": _rows(batch)}
+    there = dict(zip(columns, upload(list(columns.values()), logprobs.device), strict=True))
+    own, old_router = logprobs.detach(), there.get("old_router_logprobs")
+    inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=own if old is None else old,
-        advantages=batch["advantages"].values.to(device),
-        mask=mask,
-        rows=completions.row_index().to(device),
+        old_logprobs=there.get("old_logprobs", own),
+        advantages=there["advantages"],
+        mask=there["mask"],
+        rows=there["rows"],
         num_rows=batch.num_samples,
         entropy=entropy,
-        rollout_logprobs=own if rollout is None else rollout,
-        token_versions=values("policy_version"),
+        rollout_logprobs=there.get("rollout_logprobs", own),
+        token_versions=there.get("policy_version"),
         version=terms.version,
-        prepared=values("prepared"),
+        newest_version=None if versions is None or not len(versions) else int(versions.max()),
+        prepared=there.get("prepared"),
         log_probs=log_probs,
-        token_ids=completions.values.to(device),
-        old_top_ids=values("old_top_ids"),
-        old_top_logprobs=values("old_top_logprobs"),
+        token_ids=row.labels,
+        old_top_ids=there.get("old_top_ids"),
+        old_top_logprobs=there.get("old_top_logprobs"),
         router_logprobs=router_logprobs,
-        old_router_logprobs=None if old_router is None else old_router.view_as(router_logprobs),
-        parameters=terms.parameters,
+        old_router_logprobs=None if router_logprobs is None else old_router.view_as(router_logprobs),  # type: ignore[union-attr]
+        parameters=None if terms.parameters is None else terms.parameters.to(logprobs.device),
     )
+    return inputs, ExtraColumns(there["positive"], there.get("ref_logprobs"))
+
+
+def _rows(batch: Batch) -> Tensor:
+    """The sample of each completion token, int64 [M]."""
+    rows: Tensor = batch["completion_ids"].row_index()
+    return rows
 
 
 def correction_inputs(inputs: LossInputs) -> CorrectionInputs:
@@ -183,7 +225,7 @@ def correction_inputs(inputs: LossInputs) -> CorrectionInputs:
 
 
 def _kl_per_token(
-    kl: KLInLoss, batch: Batch, inputs: LossInputs, loss: PolicyLoss, row: PackedRow, terms: Terms
+    kl: KLInLoss, ref_logprobs: Tensor | None, inputs: LossInputs, loss: PolicyLoss, row: PackedRow, terms: Terms
 ) -> Tensor:
     """The KL penalty at each token, [T] with gradient, before its weight beta."""
     if terms.is_exact_kl:
@@ -191,40 +233,42 @@ def _kl_per_token(
         with torch.no_grad():
             reference = terms.reference.row_distribution(row, terms.config.rollout.temperature)
         return exact_kl(inputs.log_probs, reference)
-    ref_logprobs = batch["ref_logprobs"].values.to(inputs.logprobs.device)
+    if ref_logprobs is None:
+        raise DataError("a KL penalty in the loss needs the column ref_logprobs; score the batch with the reference")
     # torch.where: where the mask is off an overflow of exp would reach the gradient as 0 * inf.
     ref_logprobs = torch.where(inputs.mask, ref_logprobs, inputs.logprobs.detach())
     estimate = kl_estimate(inputs.logprobs, ref_logprobs, kl.kl_estimator)
     return estimate * loss.weight if kl.use_bias_correction_kl else estimate
 
 
-def _count(mask: Tensor) -> int:
-    return int(mask.sum())
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values, 0 where the mask is off: a product would let what is not finite there through, into the gradient too.
+    values: [..., M]; mask: bool [M]."""
+    return torch.where(mask, values, torch.zeros_like(values))
 
 
-def _add_metrics(sums: MetricSums, loss: PolicyLoss, inputs: LossInputs, entropy: Tensor) -> None:
+def _add_metrics(sums: MetricSums, loss: PolicyLoss, inputs: LossInputs, masks: Masks) -> None:
+    """What is logged of a micro-batch. Nothing of it is read here: the numbers stay on the device."""
     mask, rows, num_rows = inputs.mask, inputs.rows, inputs.num_rows
-    count = _count(mask)
-    if not count:
+    if not masks.num_tokens:
         return
-    sums.mean("entropy", float(entropy[mask].sum()), count)
-    present = torch.zeros(num_rows, dtype=torch.bool, device=mask.device).index_fill(0, rows[mask], True)
     clipped = {"low": loss.clipped_low, "high": loss.clipped_high, "region": loss.clipped_low | loss.clipped_high}
-    shares = {side: row_mean(which.float(), mask, rows, num_rows)[present] for side, which in clipped.items()}
-    for side, which in clipped.items():
-        name = f"clip_ratio/{side}_mean"
-        if loss.per_sample:
-            sums.mean(name, float(shares[side].sum()), len(shares[side]))
-        else:
-            sums.mean(name, float(which[mask].sum()), count)
-    sums.low("clip_ratio/low_min", float(shares["low"].min()))
-    sums.high("clip_ratio/high_max", float(shares["high"].max()))
-    sums.mean("advantages/zero_share", float((inputs.advantages[mask] == 0).sum()), count)
-    for name, values in loss.metrics.items():
-        sums.mean(name, float(values.detach()[mask].sum()), count)
-    sums.mean("ratio/mean", float(loss.ratio[mask].sum()), count)
-    sums.low("ratio/min", float(loss.ratio[mask].min()))
-    sums.high("ratio/max", float(loss.ratio[mask].max()))
+    shares = {side: row_mean(which.float(), mask, rows, num_rows) for side, which in clipped.items()}
+    present = row_sum(mask.float(), rows, num_rows) > 0
+    columns = {"entropy": inputs.entropy, "ratio/mean": loss.ratio, "advantages/zero_share": inputs.advantages == 0}
+    names = {f"clip_ratio/{side}_mean": side for side in clipped}
+    if loss.per_sample:
+        totals = torch.stack([shares[side] for side in names.values()])
+        sums.means(tuple(names), _masked(totals, present).sum(1), masks.num_samples)
+    else:
+        columns |= {name: clipped[side] for name, side in names.items()}
+    columns |= loss.metrics
+    stacked = torch.stack([column.detach().double() for column in columns.values()])
+    sums.means(tuple(columns), _masked(stacked, mask).sum(1), masks.num_tokens)
+    sums.low("clip_ratio/low_min", torch.where(present, shares["low"], torch.inf).min())
+    sums.high("clip_ratio/high_max", torch.where(present, shares["high"], -torch.inf).max())
+    sums.low("ratio/min", torch.where(mask, loss.ratio, torch.inf).min())
+    sums.high("ratio/max", torch.where(mask, loss.ratio, -torch.inf).max())
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> MetricSums:
@@ -234,7 +278,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
     (verl: below 0.005 is good, above 0.01 a precision problem); mismatch/kl: k3 estimate of KL(rollout || trainer).
     """
     sums = MetricSums()
-    count = _count(mask)
+    count = int(mask.sum())
     if count:
         mine, theirs = logprobs[mask].double(), rollout_logprobs[mask].double()
         gap = (mine - theirs).abs()

@@ -43,21 +43,19 @@ class TrainedModel:
 
     def _step(
         self, micro_batches: Sequence[Sequence[int]], loss_of: Callable[[Sequence[int]], Tensor]
-    ) -> tuple[float, float, bool]:
+    ) -> tuple[float, bool]:
         """One update of the weights. loss_of: this rank's part of the loss from the samples of a micro-batch.
 
-        Returns this rank's part of the loss, the gradient norm and whether the weights were updated.
+        Returns the gradient norm and whether the weights were updated. The host waits for the device once, for the
+        norm: while one micro-batch is computed, it prepares the next.
         """
         self.optimizer.clear()  # of what an update that was broken off left behind
-        total = 0.0
         for index, rows in enumerate(micro_batches):
             mark_progress()
             with accumulating(self.model, is_last=index == len(micro_batches) - 1):
-                loss = loss_of(rows)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss_of(rows).backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate()
-            total += float(loss.detach())
-        return total, *self.optimizer.step()
+        return self.optimizer.step()
 
     def save_model(self, folder: Path) -> None:
         """Write the weights and config as `from_pretrained` reads them. Collective."""

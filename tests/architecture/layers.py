@@ -12,7 +12,7 @@ ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "options"}),
     frozenset({"algos"}),
-    frozenset({"batch", "config", "metrics", "progress", "native", "report", "callbacks", "interrupts"}),
+    frozenset({"batch", "config", "metrics", "progress", "native", "report", "callbacks", "interrupts", "transfer"}),
     frozenset({"controller"}),
     frozenset({"resharding", "memory", "data", "rewards", "checkpoint"}),
     frozenset({"rollout", "models"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -90,3 +91,40 @@ def test_largest_of_all_ranks_with_what_only_some_know() -> None:
     of_ranks = [{"a": 1.0, "b": -2.0}, {"a": 3.0, "b": -5.0, "c": 0.0}, {"a": 2.0}]
     assert largest(of_ranks) == {"a": 3.0, "b": -2.0, "c": 0.0}
     assert largest([]) == {}
+
+
+def test_tensors_are_the_same_numbers_read_later():
+    values = torch.tensor([0.1, 0.7, -2.5, float("nan")])
+    now, later = MetricSums(), MetricSums()
+    for value in values[:3]:
+        now.mean("mean", float(value), 2)
+        later.mean("mean", value, 2)
+    for value in values:
+        now.low("low", float(value))
+        later.low("low", value)
+        now.high("high", float(value))
+        later.high("high", value)
+    now.mean("a", 0.25, 4)
+    now.mean("b", 3.0, 4)
+    later.means(("a", "b"), torch.tensor([0.25, 3.0], dtype=torch.float64), 4)
+    outer = MetricSums()
+    outer.merge(later)
+    assert len(outer.unread()) == 13
+    assert outer.result() == now.result() and len(outer.unread()) == 0
+    assert outer.parts("mean") == now.parts("mean")
+
+
+def test_numbers_may_be_read_in_a_copy_of_the_caller():
+    sums = MetricSums()
+    sums.mean("x", torch.tensor(1.5), 1)
+    numbers = sums.unread() * 2
+    sums.settle(numbers)
+    sums.mean("x", torch.tensor(1.0), 1)
+    assert sums.result() == {"x": 2.0}
+
+
+def test_what_travels_holds_no_tensor():
+    sums = MetricSums()
+    sums.mean("x", torch.tensor(1.5), 1)
+    data = pickle.dumps(sums)
+    assert b"torch" not in data and pickle.loads(data).result() == {"x": 1.5}

@@ -70,7 +70,11 @@ class A3PO(_AroundProximal):
         if inputs.token_versions is None:
             raise ValueError("token_versions is None, but a3po needs the policy version behind each token; give them")
         return log_linear_proximal(
-            inputs.logprobs, inputs.rollout_logprobs, inputs.token_versions, version=inputs.version
+            inputs.logprobs,
+            inputs.rollout_logprobs,
+            inputs.token_versions,
+            version=inputs.version,
+            newest=inputs.newest_version,
         )
 
 
@@ -110,19 +114,24 @@ def decoupled_policy_loss(
     )
 
 
-def log_linear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, *, version: int) -> Tensor:
+def log_linear_proximal(
+    logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, *, version: int, newest: int | None = None
+) -> Tensor:
     """ln p_behav + a * (ln p - ln p_behav) with a = (v_prox - v_behav) / (v - v_behav) and v_prox = v - 1, detached.
 
     A-3PO, arXiv:2512.06547: with d = v - v_behav this is (ln p_behav) / d + (1 - 1/d) ln p for d >= 1. A fresh token
     (d = 0) has p_prox = p_behav, as in the paper; so has one of unknown version (-1).
 
-    logprobs, behavior_logprobs: float [T]; versions: int64 [T]; version: of the learner. Raises ValueError for a token
-    that is newer than the learner.
+    logprobs, behavior_logprobs: float [T]; versions: int64 [T]; version: of the learner; newest: the largest of
+    `versions`, None if the caller does not know it: then it is looked up. Raises ValueError for a token that is newer
+    than the learner.
     """
     check_columns(logprobs=logprobs, behavior_logprobs=behavior_logprobs, versions=versions)
-    if bool((versions > version).any()):
+    if newest is None and len(versions):
+        newest = int(versions.max())
+    if newest is not None and newest > version:
         raise ValueError(
-            f"a token has version {int(versions.max())}, but the learner is at version={version}; versions must count "
+            f"a token has version {newest}, but the learner is at version={version}; versions must count "
             "the learner's publications"
         )
     ages = torch.where(versions < 0, torch.zeros_like(versions), version - versions).to(logprobs.dtype)

@@ -140,7 +140,8 @@ def top_divergence(
     old = torch.cat([old_top_logprobs.detach().double(), old_logprobs.detach().double()[:, None]], dim=1)
     # A sampled token that is among the best is counted there.
     known = (old_top_ids == token_ids[:, None]).any(1)
-    policy[known, -1] = old[known, -1] = -torch.inf
+    for events in (policy, old):
+        events[:, -1].masked_fill_(known, -torch.inf)
     return _divergence(policy, 1 - policy.exp().sum(1, keepdim=True), old, 1 - old.exp().sum(1, keepdim=True), kind)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
+from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.policy_losses.columns import check_columns
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
@@ -112,15 +113,17 @@ def row_quantile(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, quan
     between neighbours; inf for a sample without any. rows: int64 [T]; mask: bool [T]."""
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile={quantile} is no quantile; use 0 to 1")
-    values, rows = values.detach()[mask], rows[mask]
+    if not len(values):
+        return values.new_full((num_rows,), torch.inf)
+    # Sample after sample, unmasked tokens first, each ascending. No shape here depends on the mask: on a GPU finding it
+    # out would hold up the host.
+    values = values.detach()
     order = values.argsort()
-    order = order[rows[order].argsort(stable=True)]
+    order = order[(2 * rows + ~mask)[order].argsort(stable=True)]
     values = values[order]
-    counts = rows.bincount(minlength=num_rows)
-    filled = counts > 0
-    place = quantile * (counts[filled] - 1).double()
-    first = (counts.cumsum(0) - counts)[filled]
+    totals, counts = (row_sum(column.long(), rows, num_rows) for column in (torch.ones_like(mask), mask))
+    place = quantile * (counts - 1).clamp(min=0).double()
+    first = (totals.cumsum(0) - totals).clamp(max=len(values) - 1)  # of a sample without tokens it is never used
     low, high = values[first + place.floor().long()], values[first + place.ceil().long()]
-    result = torch.full((num_rows,), torch.inf, dtype=values.dtype, device=values.device)
-    result[filled] = low + (high - low) * place.frac().to(values.dtype)
-    return result
+    found = low + (high - low) * place.frac().to(values.dtype)
+    return torch.where(counts > 0, found, torch.inf)

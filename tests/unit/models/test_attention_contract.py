@@ -1,10 +1,14 @@
 """Attention backends against the contract: what runs on a CPU as it is, CUDA kernels with a stand-in of their
 interface."""
 
-from types import SimpleNamespace
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import AttentionOptions
@@ -24,6 +28,21 @@ def test_backends_of_a_cpu(dtype):
 
 def test_the_compiled_backend():
     check_backend("compiled", "cpu", torch.float32)
+
+
+# Arguments of the operators of flash-attn-3 after the first ones.
+FA3_FORWARD = (
+    "Tensor? k_new, Tensor? v_new, Tensor? qv, Tensor? out, Tensor? cu_q, Tensor? cu_k, Tensor? cu_k_new, "
+    "Tensor? used_q, Tensor? used_k, int? max_q, int? max_k, Tensor? page_table, Tensor? batch_idx, Tensor? leftpad, "
+    "Tensor? cos, Tensor? sin, Tensor? rotary_lengths, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float? scale, bool causal, int left, int right, int chunk, float softcap, bool interleaved, Tensor? metadata, "
+    "int num_splits, bool? pack_gqa, int sm_margin"
+)
+FA3_BACKWARD = (
+    "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor? cu_q, Tensor? cu_k, Tensor? used_q, Tensor? used_k, "
+    "int? max_q, int? max_k, float? scale, bool causal, int left, int right, float softcap, bool deterministic, "
+    "int sm_margin"
+)
 
 
 class StandIn:
@@ -140,6 +159,58 @@ def injected(request, monkeypatch):
     monkeypatch.setattr("hybrid_rl.models.varlen.torch", SimpleNamespace(**vars(torch)))
     monkeypatch.setattr("hybrid_rl.models.varlen.torch.ops", SimpleNamespace(aten=stand_in))
     return Backend("varlen", TorchKernel()), stand_in
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch):
+    """PyTorch's switch to FlashAttention 3 on, over the stand-in under the package's names: operators fwd and bwd of
+    flash_attn_3 with the arguments of its file flash_api.cpp. What PyTorch then runs on CUDA runs on the CPU here."""
+    stand_in = StandIn()
+
+    def fwd(
+        q, k, v, k_new, v_new, qv, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, page_table, batch_idx,
+        leftpad, cos, sin, rotary_lengths, q_descale, k_descale, v_descale, scale, causal, left, right, chunk, softcap,
+        interleaved, metadata, num_splits, pack_gqa, sm_margin,
+    ):  # fmt: skip
+        assert {k_new, v_new, qv, out, cu_k_new, used_q, used_k, page_table, leftpad, q_descale} == {None}
+        assert (chunk, softcap) == (0, 0.0)
+        out, lse = stand_in.forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, left, right)
+        return out, lse, q.new_empty(0), q.new_empty(0)
+
+    def bwd(
+        grad, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, used_q, used_k, max_q, max_k, scale, causal, left, right,
+        softcap, deterministic, sm_margin,
+    ):  # fmt: skip
+        assert (used_q, used_k, softcap) == (None, None, 0.0)
+        found = stand_in.backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale, left, right)
+        for mine, theirs in zip((dq, dk, dv), found, strict=True):
+            mine.copy_(theirs)
+
+    package = torch.library.Library("flash_attn_3", "FRAGMENT")
+    package.define(f"fwd(Tensor q, Tensor k, Tensor v, {FA3_FORWARD}) -> (Tensor, Tensor, Tensor, Tensor)")
+    package.define(f"bwd(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {FA3_BACKWARD}) -> ()")
+    package.impl("fwd", fwd, "CPU")
+    package.impl("bwd", bwd, "CPU")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    switch: Any = import_module("torch.nn.attention._fa3")
+    here = torch.library.Library("aten", "IMPL")
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(switch, f"_fa3_{name}_support_error", lambda *_: None)  # it asks for CUDA and bfloat16
+    here.impl("_flash_attention_forward", switch._fa3_flash_attention_forward_impl_default, "CPU")
+    here.impl("_flash_attention_backward", switch._fa3_flash_attention_backward_impl, "CPU")
+    activate_flash_attention_impl("FA3")
+    yield stand_in
+    restore_flash_attention_impl()
+    here._destroy()
+    package._destroy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_flash_attention_3_through_pytorchs_switch(flash_attn_3, layout):
+    for chosen in OPTIONS.values():
+        context = Backend("flash_attn_3", TorchKernel()).context(layout, "cpu")
+        check_context(context, layout, chosen, "cpu", torch.float64, num_key_value_heads=1)
+    assert flash_attn_3.calls
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -1,5 +1,9 @@
 """The choice of an attention backend, and the refusal of what cannot run, before any work."""
 
+import logging
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -21,6 +25,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("hybrid_rl.models.backends.metadata.version", lambda name: {"flash-attn": "2.8.3"}[name])
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # flash-attn-3 is not installed
     return monkeypatch
 
 
@@ -67,6 +72,7 @@ def test_older_machines_and_packages(hopper):
     [
         ("varlen", needs(CPU), "model.attention=varlen cannot run here: it needs a CUDA device.*on cpu; use auto or "),
         ("flash_attn", needs(CPU), "flash-attn is not installed"),
+        ("flash_attn_3", needs(CPU), "model.attention=flash_attn_3 cannot run here: it needs a CUDA device"),
         ("varlen", needs(dtype=torch.float32), "computes in bfloat16, and the model holds float32"),
         ("varlen", needs(softcap=50.0), "no soft-capping, and this architecture caps at 50"),
         ("varlen", needs(head_dim=20), "multiple of 8, at most 256, and have 20"),
@@ -84,6 +90,34 @@ def test_what_cannot_run_is_refused(name, wanted, message):
 def test_the_refusal_names_what_would_run(hopper):
     with pytest.raises(ConfigError, match="use auto or one of: sdpa, flash_attn$"):
         choose_backend("varlen", needs(softcap=50.0))
+
+
+def test_flash_attention_3_runs_where_its_package_is(hopper, caplog):
+    assert choose_backend("auto", needs()).name == "varlen"
+    with pytest.raises(ConfigError, match="flash_attn_3 cannot run here: flash-attn-3 is not installed; use auto or"):
+        choose_backend("flash_attn_3", needs())
+    switched = []
+    hopper.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    hopper.setattr("hybrid_rl.models.backends.activate_flash_attention_impl", switched.append)
+    with caplog.at_level(logging.INFO, "hybrid_rl"):
+        assert choose_backend("auto", needs()).name == choose_backend("flash_attn_3", needs()).name == "flash_attn_3"
+    assert switched == ["FA3", "FA3"] and "runs on FlashAttention 3" in caplog.text
+    hopper.setattr("hybrid_rl.models.backends.current_flash_attention_impl", lambda: "FA3")
+    assert choose_backend("varlen", needs()).name == "varlen" and choose_backend("auto", needs()).name == "flash_attn_3"
+    assert len(switched) == 2  # it was on
+    assert obstacles("flash_attn_3", needs(softcap=50.0)) == [
+        "it has no soft-capping, and this architecture caps at 50"
+    ]
+
+
+def test_flash_attention_3_is_left_out_elsewhere(hopper):
+    hopper.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    hopper.setattr("hybrid_rl.models.backends.current_flash_attention_impl", lambda: "FA4")
+    assert obstacles("flash_attn_3", needs()) == ["PyTorch's flash attention is switched to FA4 already"]
+    for capability in ((8, 9), (10, 0)):
+        hopper.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        assert obstacles("flash_attn_3", needs())[0].startswith("it needs compute capability 9.0")
+        assert choose_backend("auto", needs()).name == "varlen"
 
 
 def test_a_model_is_refused_before_it_is_run():

@@ -11,7 +11,7 @@ def test_actor_and_reference_run_on_what_was_asked_for(make_bench):
     assert bench.worker._roles.reference_model.attention.name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("name", ["varlen", "flash_attn", "flash_attn_3"])
 def test_what_cannot_run_here_stops_the_worker_at_its_start(make_bench, name):
     with pytest.raises(ConfigError, match=f"model.attention={name} cannot run here"):
         make_bench(attention=name)
