@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
@@ -56,9 +57,10 @@ def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: T
     curve = Curve()
     with teacher(model, tokenizer, task, config) as settings:
         where = resolve(settings, hardware=find_hardware(settings))
+        module: nn.Module = model
         if where.controller.backend == "local":  # ranks on Ray copy it onto their own devices
-            model.to(where.model.device)
-        model.to(DTYPES[where.model.dtype])
+            module.to(where.model.device)
+        module.to(DTYPES[where.model.dtype])
         started = time.perf_counter()
         with Trainer(
             model,
