@@ -151,11 +151,6 @@ class InPlaceConfig:
     )
     block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
     cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
-    keep_kv_cache: bool | None = key(
-        None,
-        "keep the memory of the KV cache, and the CUDA graphs over it, while the actor trains; None = on CUDA, after "
-        "the first step, if the most memory that the process ever used leaves room for it and 15 % of the device",
-    )
     kv_cache_memory_bytes: int | None = key(
         None,
         "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; where "

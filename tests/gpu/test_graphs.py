@@ -35,7 +35,7 @@ def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_graphs_stay_while_the_memory_of_the_cache_does(keep: bool) -> None:
-    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keep_kv_cache=keep)
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keeps_cache=keep)
     graphed.run(mixed_requests())
     graphs = graphed.engine._runner._graphs
     assert graphs.num_captures == 5
@@ -49,7 +49,7 @@ def test_graphs_stay_while_the_memory_of_the_cache_does(keep: bool) -> None:
 
 
 def test_weights_that_moved_are_captured_again() -> None:
-    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keep_kv_cache=True)
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keeps_cache=True)
     graphed.run(mixed_requests())
     old = [parameter.data for parameter in graphed.module.parameters()]  # held, so that no address is used again
     for parameter in graphed.module.parameters():

@@ -44,7 +44,8 @@ class InPlaceEngine(GuardedEngine):
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
     requests with stop strings need it. memory_share: of the free memory that is this engine's to use; others in other
-    processes have the rest.
+    processes have the rest. keeps_cache: keep the memory of the KV cache, and the CUDA graphs over it, while the engine
+    sleeps; None = on CUDA, after the first time, if the most memory that this process ever used leaves room for it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class InPlaceEngine(GuardedEngine):
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
+        keeps_cache: bool | None = None,
     ) -> None:
         super().__init__(
             vocab_size=model.vocab_size,
@@ -78,7 +80,7 @@ class InPlaceEngine(GuardedEngine):
             remember_prefixes=config.enable_prefix_caching,
         )
         self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
-        self._keeps_cache = config.keep_kv_cache
+        self._keeps_cache = keeps_cache
         self._has_slept = self._has_stayed = self._cache_is_awake = False
         self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
         self._num_generated_tokens = self._num_steps = 0
@@ -214,7 +216,7 @@ class InPlaceEngine(GuardedEngine):
         self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
 
     def _stays(self) -> bool:
-        """Whether the cache stays in memory while others work, as keep_kv_cache says."""
+        """Whether the cache stays in memory while others work."""
         device = self._model.device
         if self._keeps_cache is not None or device.type != "cuda":
             return bool(self._keeps_cache)

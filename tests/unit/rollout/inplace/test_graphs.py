@@ -120,7 +120,7 @@ def captures_of(rig, version, requests=None):
 
 
 def test_graphs_are_captured_once_and_follow_new_weights_and_nights(device_path, monkeypatch):
-    rig = inplace(keep_kv_cache=True).ready()
+    rig = inplace(keeps_cache=True).ready()
     assert captures_of(rig, 1) == 5
     for version in (2, 3):
         rig.engine.sleep(TAGS)
@@ -139,7 +139,7 @@ def test_graphs_are_captured_once_and_follow_new_weights_and_nights(device_path,
 
 
 def test_a_cache_that_is_given_back_takes_its_graphs_along(device_path, caplog):
-    rig = inplace(keep_kv_cache=False).ready()
+    rig = inplace(keeps_cache=False).ready()
     assert captures_of(rig, 1) == 5
     with caplog.at_level(logging.INFO, "hybrid_rl"):
         rig.engine.sleep({KV_CACHE})
@@ -154,7 +154,7 @@ def test_weights_that_moved_are_noticed_before_a_graph_reads_the_old_ones(device
     """As gathered weights do from phase to phase."""
     expected = plain_samples(requests=[request(0, 4, 9)], perturb=True)
     force_device_path(monkeypatch)
-    rig = inplace(keep_kv_cache=True).ready()
+    rig = inplace(keeps_cache=True).ready()
     assert captures_of(rig, 1) == 5
     rig.engine.sleep(TAGS)
     old = [parameter.data for parameter in rig.module.parameters()]  # held, so that the address is not used again
@@ -177,7 +177,7 @@ def test_longer_sequences_than_were_expected_get_new_graphs(device_path, caplog)
 
 
 def test_a_kept_cache_is_asleep_all_the_same():
-    rig = inplace(keep_kv_cache=True).ready()
+    rig = inplace(keeps_cache=True).ready()
     rig.run([request(0)])
     places = [tensor.data_ptr() for layer in (0, 1) for tensor in rig.engine._cache.memory(layer)]
     num_bytes = rig.engine.stats().kv_cache_bytes

@@ -77,7 +77,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     counter = Counter()
 
     def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
-        chosen = sampling.in_one(*sampling._draw(logits, sampling._tempered(logits, temperature), temperature, uniform))
+        chosen = sampling.in_one(*sampling._draw(logits, sampling._relative(logits, temperature), temperature, uniform))
         return chosen if out is None else out.copy_(chosen)
 
     kernels = SimpleNamespace(choose=counter.suspended(choose, as_launches=2))
