@@ -263,6 +263,16 @@ def test_every_file_has_its_place_in_the_order() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
+def test_every_part_of_the_smoke_stage_selects_a_test() -> None:
+    smoke = [part for part in parts.LISTED if part.stage == parts.SMOKE]
+    arguments = [["--collect-only", "-q", "-p", "no:cacheprovider", part.file, *part.arguments] for part in smoke]
+    script = f"import pytest; print([int(pytest.main(given)) for given in {arguments!r}])"
+    environment = machine.child_environment(run.ROOT) | {"HYBRID_RL_TEST_DEVICE": "cpu"}
+    outcome = machine.run_limited([sys.executable, "-c", script], run.ROOT, 240.0, environment)
+    assert outcome.output.strip().splitlines()[-1] == str([0] * len(smoke)), outcome.output
+
+
 @pytest.mark.parametrize("part", ["0/3", "4/3", "1", "a/b", "1/0"])
 def test_a_piece_that_cannot_be_is_refused(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--part", part]) == run.CANNOT_RUN
