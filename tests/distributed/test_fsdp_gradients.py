@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybrid_rl.config import FSDPConfig, TrainerConfig
+from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
 from hybrid_rl.workers import fsdp_versions
 from hybrid_rl.workers.build import shard_options
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
@@ -121,6 +121,6 @@ def test_gradients_do_not_depend_on_when_they_are_reduced(num_ranks: int) -> Non
     [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cpu", True)],
 )
 def test_who_reduces_after_every_micro_batch(given: bool | None, device_type: str, expected: bool) -> None:
-    config = replace(TrainerConfig(), fsdp=FSDPConfig(sync_every_micro_batch=given))
+    config = resolve(replace(TrainerConfig(), fsdp=FSDPConfig(sync_every_micro_batch=given)))
     mesh: Any = SimpleNamespace(shape={"dp_replicate": 1, "dp_shard": 2})
     assert shard_options(config, mesh, device_type).sync_every_micro_batch is expected
