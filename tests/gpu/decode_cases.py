@@ -2,12 +2,14 @@
 
 As a script it runs the cases on the CPU through Triton's interpreter, which must be chosen before Triton is imported
 (TRITON_INTERPRET=1), and prints one JSON object: gaps, by case the largest gap to the reference, relative to the
-largest value; plans, what is wrong with the plan of each of PLANS, null if nothing is.
+largest value; plans, what is wrong with the plan of each of PLANS, null if nothing is. With the argument `swept` it
+runs what else there is: the cases in SWEPT, which `make sweep` alone runs in the interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +59,14 @@ CASES = [
     Case("table by block", RAGGED, block_size=4, table_by_block=True),
     Case("one long among short", lengths=(3, 1900, 0, 40, 129), num_heads=2, num_key_heads=1, dim=16),
 ]
+# Between the ones that stay, of the same kind.
+SWEPT = {
+    *(f"block {size}" for size in (1, 32)),
+    *(f"group {ratio}" for ratio in (2, 3, 4, 6, 7)),
+    *(f"dim {dim}" for dim in (8, 64, 80, 96, 112, 128, 192)),
+    *(f"window {window}" for window in (3, 16, 200, 1000)),
+    *("wide table", "one key head", "softcap 30.0", "padding"),
+}
 # (lengths, key heads, window, programs wanted) -> tokens of a part, worked out by hand.
 PLANS = [
     ((128,), 2, None, 64, 128),  # nothing to cut
@@ -193,15 +203,18 @@ def plan_problem(
 
 
 def main() -> None:
-    """Run all cases in float32, a few in the narrow types."""
+    """Run cases in float32, a few in the narrow types."""
     import triton
+
+    swept = sys.argv[1:] == ["swept"]
 
     if not triton.knobs.runtime.interpret:
         raise ConfigError("set TRITON_INTERPRET=1: the kernel is to run in Triton's interpreter")
     torch.set_num_threads(1)
-    gaps = {case.name: gap(case, "cpu", torch.float32) for case in CASES}
-    problems = [plan_problem(*plan) for plan in PLANS]
-    gaps |= {"bfloat16": gap(CASES[0], "cpu", torch.bfloat16), "float16": gap(CASES[0], "cpu", torch.float16)}
+    gaps = {case.name: gap(case, "cpu", torch.float32) for case in CASES if (case.name in SWEPT) is swept}
+    problems = [] if swept else [plan_problem(*plan) for plan in PLANS]
+    if not swept:
+        gaps |= {"bfloat16": gap(CASES[0], "cpu", torch.bfloat16), "float16": gap(CASES[0], "cpu", torch.float16)}
     print(json.dumps({"gaps": gaps, "plans": problems}))
 
 

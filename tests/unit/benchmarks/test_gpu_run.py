@@ -263,7 +263,7 @@ def test_every_file_has_its_place_in_the_order() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_every_part_of_the_smoke_stage_selects_a_test() -> None:
     smoke = [part for part in parts.LISTED if part.stage == parts.SMOKE]
     arguments = [["--collect-only", "-q", "-p", "no:cacheprovider", part.file, *part.arguments] for part in smoke]

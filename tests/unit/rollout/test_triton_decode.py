@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.decode_cases import CASES, PLANS, build, reference
+from tests.gpu.decode_cases import CASES, PLANS, SWEPT, build, reference
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
@@ -34,17 +34,29 @@ def path() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """What all cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
-    command = [sys.executable, "-m", "tests.gpu.decode_cases"]
+def run_cases(*arguments: str) -> dict[str, Any]:
+    """What cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
+    command = [sys.executable, "-m", "tests.gpu.decode_cases", *arguments]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [*(case.name for case in CASES), "float16"])
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The ordinary cases."""
+    return run_cases()
+
+
+@pytest.mark.sweep
+def test_the_cases_between_the_ordinary_ones() -> None:
+    gaps = run_cases("swept")["gaps"]
+    assert gaps.keys() == SWEPT
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+@pytest.mark.parametrize("name", [*(case.name for case in CASES if case.name not in SWEPT), "float16"])
 def test_the_kernel_gives_what_attention_over_the_gathered_context_gives(found: dict[str, Any], name: str) -> None:
     # float16 keeps 11 bits, float32 24; sums are taken in float32 in both.
     assert found["gaps"][name] < (2e-3 if name == "float16" else 2e-6)
