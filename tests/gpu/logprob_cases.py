@@ -142,7 +142,7 @@ def gaps(case: Case, device: str) -> dict[str, float]:
 
 
 def ranges_gaps(device: str) -> dict[str, float]:
-    """The gaps where the backward pass goes over the vocabulary in ranges that are no multiple of a tile."""
+    """The gaps where the backward pass goes over the vocabulary in ranges of one tile, the last of them not full."""
     from hybrid_rl.models import triton_logprobs as kernels
 
     before = kernels.MIN_RANGE, kernels.RANGE_ELEMENTS
@@ -186,6 +186,20 @@ def unknown_label(device: str) -> list[bool]:
     labels = torch.tensor([3, 7, 0], device=device)
     hidden, weight = torch.ones(3, 5, device=device), torch.ones(7, 5, device=device)
     return linear_logprobs(hidden, weight, None, labels, 1.0)[0].isnan().tolist()
+
+
+def gradient_rows(device: str) -> dict[str, list[int]]:
+    """Of the gradient of 37 columns: its columns, and elements from row to row, for each dtype."""
+    from hybrid_rl.models import triton_logprobs as kernels
+
+    found = {}
+    for dtype in kernels.DTYPES:
+        hidden, weight = (torch.zeros(rows, 16, dtype=dtype, device=device) for rows in (2, 50))
+        labels = torch.zeros(2, dtype=torch.int64, device=device)
+        rows = [torch.zeros(2, device=device) for _ in range(5)]
+        grad = kernels._logit_gradients(hidden, weight, None, labels, rows, slice(0, 37), 1.0, 1.0, None)
+        found[str(dtype)] = [grad.shape[1], grad.stride(0)]
+    return found
 
 
 def compile_for(capability: int, dtype: str, **constants: Any) -> dict[str, dict[str, Any]]:
@@ -237,7 +251,7 @@ def main() -> None:
         torch.set_num_threads(1)
         found = {case.name: gaps(case, "cpu") for case in CASES + NARROW} | {"ranges": ranges_gaps("cpu")}
         found |= {"huge logits": huge_logits("cpu"), "summed gradient": summed_gradient("cpu")}
-        found |= {"unknown label": unknown_label("cpu")}
+        found |= {"unknown label": unknown_label("cpu"), "gradient rows": gradient_rows("cpu")}
     print(json.dumps(found))
 
 

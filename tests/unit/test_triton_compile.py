@@ -56,12 +56,12 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("triton"), "--list")
 
 
-def most_local_bytes(name: str, triton: str) -> int:
-    """What a thread may keep outside of its registers. Nothing, but for what is known: float32, which multiplies
-    outside of the tensor cores and is for tests; and a backward pass that Triton 3.6 compiles badly."""
+def most_local_bytes(name: str) -> int:
+    """What a thread may keep outside of its registers. Nothing, but for forms of no model in use: float32, which
+    multiplies outside of the tensor cores and is for tests; and hidden sizes that are no multiple of a step."""
     if "-fp32-" in name:
-        return 512
-    return 2560 if name.startswith("_differentiate") and triton.startswith("3.6.") else 0
+        return 512 if name.startswith("attend") else 64
+    return 40 if name.startswith("_sum_up") and name.endswith("-1000") else 0
 
 
 def check(found: dict[str, dict[str, int]], listed: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ def check(found: dict[str, dict[str, int]], listed: dict[str, Any]) -> None:
     for what, used in found.items():
         name, capability = what.rsplit(" ", 1)
         kernel = kernels[name]
-        assert used["local_bytes"] <= most_local_bytes(name, listed["triton"]), f"{what} spills: {used}"
+        assert used["local_bytes"] <= most_local_bytes(name), f"{what} spills: {used}"
         blocks = BLOCKS[kernel]
         assert used["shared_bytes"] * blocks <= SHARED_BYTES[int(capability)], (what, used)
         # Registers are given out to warps in units of 8 per thread.

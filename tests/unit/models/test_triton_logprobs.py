@@ -80,6 +80,14 @@ def test_the_gradient_of_a_bf16_head_is_summed_in_fp32(found: dict[str, Any]) ->
 
 @needs_triton
 @pytest.mark.slow
+def test_rows_of_the_gradient_are_aligned_as_the_kernel_is_compiled_for(found: dict[str, Any]) -> None:
+    for columns, stride in found["gradient rows"].values():
+        assert columns == 37
+        assert stride % 16 == 0, found["gradient rows"]  # what Triton looks for in an argument at a launch
+
+
+@needs_triton
+@pytest.mark.slow
 def test_a_label_outside_of_the_vocabulary_gives_nan(found: dict[str, Any]) -> None:
     assert found["unknown label"] == [False, True, False]
 
