@@ -368,12 +368,10 @@ def _differentiate(
 ):  # fmt: skip
     """The gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
 
-    What follows the product is computed in the layout of the store. If rows are not known to be aligned, each element
-    is stored by itself: a thread has one column of 64 rows, and the label and five numbers of each of them are more
-    than there are registers (Triton 3.6: 2 KB of a thread in local memory). Stores of 16 bytes give it eight columns
-    of 8 rows. Operations and bytes of the gradient are those of either form, 2 H V and 2 V (16 bits) per row of hidden
-    states: 0.27 G and 0.30 MB for H = 896, V = 151936; 1.09 G and 0.30 MB for 3584 and 152064. Saved are the local
-    memory, about 4.6 MB a row, and 7 of 8 loads of labels and statistics.
+    What follows the product is computed in the layout of the store. Rows of unknown alignment would be stored element
+    by element: a thread would have one column of 64 rows, and keep the label and five numbers of each, more than there
+    are registers (2 KB of a thread in local memory with Triton 3.6). With 16-byte stores it has 8 columns of 8 rows.
+    2 H V operations and 2 V bytes (16 bits) per row of hidden states.
     """
     row_tile, tile = _place(num_rows, num_tiles, ROWS, ROW_GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
