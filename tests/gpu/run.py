@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a script is started with its own folder on the path
@@ -141,7 +142,11 @@ def read_report(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         device = report["machine"]["device"]
-        report["parts"], report["runs"]  # noqa: B018
+        unknown = {str(entry["status"]) for entry in report["parts"]} - {*TAIL_LINES, NOT_RUN}
+        if unknown or not all(isinstance(report[key], list) for key in ("runs", "missing", "parts")):
+            raise ValueError(f"statuses {sorted(unknown)}" if unknown else "runs, missing and parts are no lists")
+        for entry in report["parts"]:
+            entry["name"], entry["stage"], entry["why" if entry["status"] == NOT_RUN else "output"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--resume {path}: no report of make gpu ({type(error).__name__}: {error})") from None
     if device != described["device"]:
@@ -234,12 +239,16 @@ def run_parts(
         report["parts"] = sorted(entries.values(), key=lambda entry: order.get(entry["name"], len(order)))
         write(path, report)
 
+    def obstacle(part: Part, left: float) -> str:
+        if part.stage != BUILD and entries.get(BUILD, {}).get("run") != len(report["runs"]) - 1:
+            return "csrc was not built in this run"  # what an earlier one built may be something else
+        return f"needs some {part.seconds:.0f} s, {max(0.0, left):.0f} s were left" if part.seconds > left else ""
+
     save()
     for part in todo:
         left = float("inf") if budget_seconds is None else budget_seconds - MARGIN_SECONDS - (time.monotonic() - start)
-        if part.seconds > left:
-            if entries[part.name]["status"] == NOT_RUN:
-                entries[part.name]["why"] = f"needs some {part.seconds:.0f} s, {max(0.0, left):.0f} s were left"
+        if why := obstacle(part, left):
+            entries[part.name] |= {"why": why} if entries[part.name]["status"] == NOT_RUN else {}
             continue
         print(f"{part.name} ...", end=" ", flush=True)
         entry = run_part(root, python, part, min(part.limit_seconds, left))
@@ -266,7 +275,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
     """The parts that the command line asks for. Raises ValueError for what it cannot mean."""
     parts = parts_of(ROOT, options.only)
-    if options.budget is not None and options.budget <= 0:
+    if options.budget is not None and not options.budget > 0:
         raise ValueError(f"--budget {options.budget:g}: give a number of seconds above 0")
     if options.part is None:
         return parts
@@ -297,8 +306,16 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"make gpu: {error}", file=sys.stderr)
         return CANNOT_RUN
     for name in report["missing"]:
-        print(f"{name} cannot be imported: {machine.OPTIONAL[name]} is left out")
+        print(f"{name} cannot be imported: {machine.OPTIONAL.get(name, 'what needs it')} is left out")
     path = options.resume or report_path(options.output, datetime.now(UTC), described["device"])
+    try:
+        write(path, report)
+    except OSError as error:
+        print(
+            f"make gpu: the report cannot be written to {path} ({error}); name a folder with --output", file=sys.stderr
+        )
+        return CANNOT_RUN
+    signal.signal(signal.SIGTERM, _end)  # a part that is running is then killed as after a Ctrl-C
     run_parts(ROOT, sys.executable, parts, report, path, options.budget)
     for entry in report["parts"]:
         if entry["status"] in ("failed", "timeout"):
@@ -307,6 +324,10 @@ def main(given: Sequence[str] | None = None) -> int:
     if any(entry["status"] == NOT_RUN for entry in report["parts"]):
         print(f"not everything was run; go on with --resume {path}")
     return exit_status(report)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

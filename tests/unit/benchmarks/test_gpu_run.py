@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -132,6 +134,32 @@ def test_a_budget_starts_only_what_can_end_and_a_later_run_goes_on(tree: Path, m
     assert run.exit_status(again) == 0
 
 
+def test_without_a_build_of_its_own_a_run_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = parts.Part("test_good", parts.TESTS, "tests/gpu/test_good.py", 2.0)
+    monkeypatch.setattr(parts, "LISTED", (parts.Part("build", parts.BUILD, "setup.py", 9999.0), listed))
+    found = go(tree, "test_good", budget=100.0)
+    assert (found["build"]["status"], found["test_good"]["status"]) == (run.NOT_RUN, run.NOT_RUN)
+    assert found["test_good"]["why"] == "csrc was not built in this run"
+
+
+def test_a_termination_ends_the_part_that_is_running(tree: Path) -> None:
+    (tree / "benchmarks" / "gpu_a.py").write_text(
+        "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    script = (
+        "import signal, sys; from pathlib import Path; from tests.gpu import parts, run\n"
+        "signal.signal(signal.SIGTERM, run._end)\n"
+        f"run.run_part(Path({str(tree)!r}), sys.executable, parts.parts_of(Path({str(tree)!r}), ['gpu_a'])[-1], 300.0)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", script], cwd=run.ROOT, env=machine.child_environment(run.ROOT))
+    while not (tree / "pid").exists() or not (tree / "pid").read_text():
+        assert driver.poll() is None
+        time.sleep(0.1)
+    driver.terminate()
+    assert driver.wait(60) == 128 + signal.SIGTERM
+    assert is_gone(int((tree / "pid").read_text()))
+
+
 def test_what_was_never_run_goes_before_what_failed_and_that_before_what_hung(tree: Path) -> None:
     before = {"test_bad": "timeout", "test_broken": "failed", "test_good": "passed"}
     report = {"parts": [{"name": name, "status": status} for name, status in before.items()]}
@@ -154,6 +182,18 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match="no report of make gpu"):
         run.read_report(path, MACHINE)
+    report = run.new_report(MACHINE)
+    for broken in (
+        {"parts": {}},
+        {"runs": None},
+        {"missing": "ray"},
+        {"parts": [{"name": "a", "stage": "tests"}]},
+        {"parts": [{"name": "a", "stage": "tests", "status": "odd", "output": ""}]},
+        {"parts": [{"name": "a", "stage": "tests", "status": "failed"}]},
+    ):
+        path.write_text(json.dumps(report | broken))
+        with pytest.raises(ValueError, match="no report of make gpu"):
+            run.read_report(path, MACHINE)
     path.write_text(json.dumps(run.new_report({"device": "NVIDIA H100"})))
     with pytest.raises(ValueError, match=r"is of NVIDIA H100, this machine has NVIDIA H200 \(test\)"):
         run.read_report(path, MACHINE)
@@ -271,6 +311,22 @@ def test_every_part_of_the_smoke_stage_selects_a_test() -> None:
     environment = machine.child_environment(run.ROOT) | {"HYBRID_RL_TEST_DEVICE": "cpu"}
     outcome = machine.run_limited([sys.executable, "-c", script], run.ROOT, 240.0, environment)
     assert outcome.output.strip().splitlines()[-1] == str([0] * len(smoke)), outcome.output
+
+
+@pytest.mark.parametrize("budget", ["0", "-3", "nan"])
+def test_a_budget_that_is_none_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--budget", budget]) == run.CANNOT_RUN
+    assert "give a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "obstacles", list)
+    monkeypatch.setattr(machine, "describe_machine", lambda: MACHINE)
+    (tmp_path / "file").touch()
+    assert run.main(["--output", str(tmp_path / "file" / "folder")]) == run.CANNOT_RUN
+    assert "name a folder with --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "1", "a/b", "1/0"])
