@@ -101,7 +101,7 @@ def test_what_the_machine_cannot_do(
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("all", "num_ranks='all' must be of type int or auto"), (0, "num_ranks=0 must be at least 1"), (1.5, "num_ranks")],
+    [("some", "num_ranks='some' must be of type int or auto"), (0, "num_ranks=0 must be at least 1"), (1.5, "num_ranks")],
 )
 def test_numbers_of_ranks(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
