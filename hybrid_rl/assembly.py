@@ -19,7 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import find_checkpoint, read_state
-from hybrid_rl.checks import check_critic, check_demonstrations_of, check_rewards, check_teacher, load_settings
+from hybrid_rl.checks import (
+    check_attention,
+    check_critic,
+    check_demonstrations_of,
+    check_module_dtype,
+    check_rewards,
+    check_teacher,
+    load_settings,
+)
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -78,7 +86,7 @@ def record_arguments(
 ) -> TrainerConfig:
     """The config with what was passed as an argument, so that the run folder names it: paths, and a module's dtype.
 
-    Raises ConfigError where argument and key disagree.
+    Raises ConfigError where argument and key disagree, and ModelError for a module of a dtype that cannot be trained.
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
     found = {key: str(value) for key, value in named.items() if isinstance(value, (str, os.PathLike))}
@@ -91,6 +99,7 @@ def record_arguments(
                 f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give one of them"
             )
     if isinstance(model, PreTrainedModel):
+        check_module_dtype(model)
         dtype = str(model.dtype).removeprefix("torch.")
         if "model.dtype" in given and config.model.dtype not in ("auto", dtype):
             raise ConfigError(
@@ -115,7 +124,7 @@ def find_hardware(config: TrainerConfig, module_device: Device | None = None) ->
         if joins(config.controller.address):
             with contextlib.closing(RayCluster(config.controller.address)) as cluster:
                 num_gpus = sum(int(node.resources.get("GPU", 0)) for node in cluster.nodes())
-            return Hardware(num_gpus, missing="no node of the Ray cluster has one")
+            return Hardware(num_gpus, missing="no node of the Ray cluster has one", is_here=False)
     if not torch.backends.cuda.is_built():
         return Hardware(missing=f"torch {torch.__version__} is built without CUDA; install a build with it")
     if not torch.cuda.is_available():
@@ -343,6 +352,7 @@ def prepare(
     hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
+    check_attention(resolved, hardware)
     tell_devices(resolved, hardware, module_device)
     check_trackers(resolved.report_to)
     if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:

@@ -8,18 +8,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.data import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
-from hybrid_rl.models.load import first_line, refuse_missing_folder
+from hybrid_rl.models.backends import check_machine
+from hybrid_rl.models.load import DTYPES, first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers import RewardSetup
 from hybrid_rl.workers.setup import demonstration_encoder
+
+
+def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
+    """Raise ConfigError where the settled device and dtype, or the machine, cannot run the attention that is asked for.
+    What the architecture says is checked with the model."""
+    settings = config.model
+    check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
+
+
+def check_module_dtype(module: PreTrainedModel) -> None:
+    """Raise ModelError for a module whose parameters are of several dtypes, or of one that cannot be trained. Those
+    that transformers itself keeps in float32 do not count."""
+    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            by_dtype.setdefault(parameter.dtype, []).append(name)
+    held = [str(dtype).removeprefix("torch.") for dtype in by_dtype]
+    if len(by_dtype) > 1:
+        few = min(by_dtype.values(), key=len)
+        raise ModelError(
+            f"the module's parameters are {' and '.join(held)} ({few[0]}{', ...' if len(few) > 1 else ''}); convert it "
+            "to one dtype with .to(torch.bfloat16) or .float()"
+        )
+    if held and held[0] not in DTYPES:
+        raise ModelError(
+            f"the module holds {held[0]}, which cannot be trained; convert it with .to(torch.bfloat16) or .float()"
+        )
 
 
 def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:

@@ -113,14 +113,17 @@ def run_doctor(arguments: Sequence[str]) -> int:
     """
     # Imported here: every other command would wait for them.
     from hybrid_rl.assembly import find_hardware
+    from hybrid_rl.checks import check_attention
     from hybrid_rl.workers.preflight import check, versions
 
     console = _wide_console()
     try:
         loaded, given = load_config(arguments=arguments)
-        config = resolve(loaded, given, hardware=find_hardware(loaded))
-        facts = versions() | _describe_machine(Path(config.output_dir))
+        facts = versions() | _describe_machine(Path(loaded.output_dir))
         console.print(_table(("this machine", ""), facts.items()), "")
+        hardware = find_hardware(loaded)
+        config = resolve(loaded, given, hardware=hardware)
+        check_attention(config, hardware)
         probes = _probe_ranks(config)
     except HybridRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

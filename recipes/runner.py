@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.assembly import find_hardware
+from hybrid_rl.checks import check_attention
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config, num_training_steps, resolve
 from hybrid_rl.config.presets import PRESETS
@@ -87,7 +88,10 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
     # What cannot be is refused before the warm start.
-    num_training_steps(resolve(config, given, hardware=find_hardware(config)), len(task.train))
+    hardware = find_hardware(config)
+    resolved = resolve(config, given, hardware=hardware)
+    check_attention(resolved, hardware)
+    num_training_steps(resolved, len(task.train))
     model, warm = warm_started(task, tokenizer, config.seed)
     supervised = [copy.deepcopy(model) for _ in range(2 if compares else 0)]
     outcome = improve(model, tokenizer, task, config)

@@ -83,6 +83,15 @@ HABITS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# The same for names that exist, in a section where they do not: path -> advice.
+PATH_HABITS: Mapping[str, str] = MappingProxyType(
+    {"controller.device": "set device (model.device); it holds for all ranks"},
+)
+
+_FLOAT16 = (
+    "float16 is not supported: its gradients overflow and vanish without loss scaling; set dtype=bfloat16 or float32"
+)
+
 # Values of keys that users know from elsewhere: (path, value) -> advice.
 VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
     {
@@ -94,5 +103,17 @@ VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
         ): "set policy_loss=cispo (its bound epsilon_high counts from 1: 4 is a ratio of 5)",
         ("algorithm.loss_type", "sapo"): "set policy_loss=sapo",
         ("algorithm.loss_type", "vespo"): "set policy_loss=vespo",
+        ("model.dtype", "float16"): _FLOAT16,
+        ("model.dtype", "fp16"): _FLOAT16,
+        ("model.dtype", "half"): _FLOAT16,
+        ("model.dtype", "bf16"): "set dtype=bfloat16",
+        ("model.dtype", "fp32"): "set dtype=float32",
+        ("model.device", "gpu"): "set device=cuda",
+        ("model.device", "mps"): "GPUs are used through CUDA alone; set device=cpu",
+        ("num_ranks", "all"): "set num_ranks=auto, which takes all GPUs",
+        **{
+            ("model.device", f"cuda:{n}"): f"set device=cuda; CUDA_VISIBLE_DEVICES={n} chooses the GPU"
+            for n in range(16)
+        },
     }
 )

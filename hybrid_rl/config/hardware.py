@@ -18,13 +18,14 @@ class Hardware:
     """The GPUs that a run can have: those of this process, or of a Ray cluster that it joins.
 
     name: of the first, empty if nobody here can tell. missing: why there is none. has_bfloat16: in hardware; of a
-    cluster that is joined it is assumed, and every rank checks its own GPU.
+    cluster that is joined it is assumed, and every rank checks its own GPU. is_here: they are of this machine.
     """
 
     num_gpus: int = 0
     name: str = ""
     missing: str = "none was looked for"
     has_bfloat16: bool = True
+    is_here: bool = True
 
 
 NO_GPU = Hardware()

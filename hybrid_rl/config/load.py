@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config.habits import HABITS, VALUE_HABITS
+from hybrid_rl.config.habits import HABITS, PATH_HABITS, VALUE_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unions import UNIONS, Union
@@ -235,8 +236,9 @@ def _flatten(
 
 def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
     leaf = path.rsplit(".", 1)[-1]
-    if leaf in HABITS:
-        return f"unknown key {path!r}: {HABITS[leaf]}"
+    advice = PATH_HABITS.get(path, HABITS.get(leaf))
+    if advice is not None:
+        return f"unknown key {path!r}: {advice}"
     for section, union in UNIONS.items():
         owners = [m for m in union.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
         if not owners:
@@ -251,7 +253,8 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
             f"{tags[section]}" + (f"; {remedy}" if remedy else "")
         )
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
-    near = difflib.get_close_matches(path, names, n=1) or difflib.get_close_matches(leaf, names, n=1)
+    near = [names[leaf]] if leaf in names else difflib.get_close_matches(path, names, n=1)
+    near = near or difflib.get_close_matches(leaf, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
 
@@ -297,6 +300,10 @@ def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) 
 def _typed(path: str, expected: Any, value: Any) -> Any:
     origin = typing.get_origin(expected)
     options = typing.get_args(expected)
+    if isinstance(value, (torch.dtype, torch.device)):
+        value = str(value).removeprefix("torch.")
+    if isinstance(value, str) and (path, value) in VALUE_HABITS:
+        raise ConfigError(f"{path}={value!r} is no choice here: {VALUE_HABITS[path, value]}")
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:
             return None
@@ -313,8 +320,6 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             value = "group" if value else "none"  # scale_rewards was a bool in earlier versions of TRL
         if value not in options:
             near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
-            if isinstance(value, str) and (path, value) in VALUE_HABITS:
-                raise ConfigError(f"{path}={value!r} is no choice here: {VALUE_HABITS[path, value]}")
             raise ConfigError(
                 f"{path}={value!r} must be one of {', '.join(map(str, options))}"
                 + (f" (did you mean {near[0]!r}?)" if near else "")

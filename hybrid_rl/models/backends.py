@@ -20,8 +20,11 @@ it alone.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -93,10 +96,7 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     if name == "auto":
         best = ("flash_attn_3", "varlen", "compiled", "sdpa")
         name = next(other for other in best if not obstacles(other, needs))
-    found = obstacles(name, needs)
-    if found:
-        runs = ", ".join(other for other in NAMES if not obstacles(other, needs))
-        raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(found)}; use auto or one of: {runs}")
+    _refuse(name, lambda other: obstacles(other, needs))
     if name == "flash_attn":
         return Backend(name, FlashAttnKernel(import_module("flash_attn.flash_attn_interface")))
     if name == "flash_attn_3":
@@ -104,35 +104,70 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     return Backend(name, TorchKernel() if name in ("varlen", "flash_attn_3") else None)
 
 
+def check_machine(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> None:
+    """Raise ConfigError where an attention cannot run, whatever the model: what can be said before one is loaded.
+    is_here: ranks run on this machine; of other machines device and dtype alone are known."""
+    if name != "auto":
+        _refuse(name, lambda other: _machine_obstacles(other, device, dtype, is_here=is_here))
+
+
 def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
     """Why a backend cannot run; empty where it can."""
+    return _machine_obstacles(name, needs.device, needs.dtype) + _model_obstacles(name, needs)
+
+
+def _refuse(name: str, obstacles_of: Callable[[str], list[str]]) -> None:
+    """Raise ConfigError if anything keeps a backend from running."""
+    found = obstacles_of(name)
+    if found:
+        runs = ", ".join(other for other in NAMES if not obstacles_of(other))
+        raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(found)}; use auto or one of: {runs}")
+
+
+def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> list[str]:
+    """What device, dtype and the installed packages say."""
     if name == "sdpa":
         return []
     if name not in NAMES:
         raise ConfigError(f"model.attention={name!r} is unknown; use auto, {', '.join(NAMES)}")
-    if name == "compiled":
-        return _compiled_obstacles(needs)
+    held, wanted = str(dtype).removeprefix("torch."), "float32" if name == "compiled" else "bfloat16"
     found = []
-    if needs.device.type != "cuda" or torch.version.cuda is None:
-        found.append(f"it needs a CUDA device, and the model is on {needs.device}")
-    elif torch.cuda.get_device_capability(needs.device) < OLDEST_CAPABILITY:
-        capability = ".".join(map(str, torch.cuda.get_device_capability(needs.device)))
-        found.append(f"it needs compute capability 8.0, and {needs.device} has {capability}")
-    if needs.dtype != torch.bfloat16:
-        found.append(f"it computes in bfloat16, and the model holds {str(needs.dtype).removeprefix('torch.')}")
+    if name == "compiled" and device.type != "cpu":
+        found.append(f"it runs on a CPU, and the model is on {device}")
+    elif name != "compiled" and device.type != "cuda":
+        found.append(f"it needs a CUDA device, and the model is on {device}")
+    if held != wanted:
+        found.append(f"it computes in {wanted}, and the model holds {held}")
+    if not is_here:
+        return found
+    if name == "compiled":
+        return found + ([] if compiled.is_available() else ["the compiled extension was not built, or is switched off"])
+    if device.type == "cuda":
+        found = _capability_obstacles(name, device) + found
+    if name == "flash_attn":
+        return found + _flash_attn_obstacles()
+    if name == "flash_attn_3":
+        found += _flash_attn_3_obstacles(may_import=not found)
+    if _version(torch.__version__) < OLDEST_TORCH:
+        found.append(f"it needs torch 2.11, and this is {torch.__version__}")
+    return found
+
+
+def _model_obstacles(name: str, needs: AttentionNeeds) -> list[str]:
+    """What the architecture says."""
+    found = []
+    if name == "sdpa":
+        return []
+    if name == "compiled":
+        if needs.head_dim is not None and needs.head_dim > compiled.LARGEST_HEAD:
+            found.append(f"heads have at most {compiled.LARGEST_HEAD} elements, and these have {needs.head_dim}")
+        return found
     if needs.head_dim is None:
         found.append("this architecture does not have one head size")
     elif needs.head_dim % 8 or needs.head_dim > LARGEST_HEAD:
         found.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {needs.head_dim} elements")
-    if name == "flash_attn":
-        return found + _flash_attn_obstacles()
-    if name == "flash_attn_3" and not found:
-        found += _flash_attn_3_obstacles(needs.device)
-    if name in ("varlen", "flash_attn_3"):
-        if needs.softcap is not None:
-            found.append(f"it has no soft-capping, and this architecture caps at {needs.softcap:g}")
-        if _version(torch.__version__) < OLDEST_TORCH:
-            found.append(f"it needs torch 2.11, and this is {torch.__version__}")
+    if name in ("varlen", "flash_attn_3") and needs.softcap is not None:
+        found.append(f"it has no soft-capping, and this architecture caps at {needs.softcap:g}")
     return found
 
 
@@ -152,17 +187,15 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
         raise ModelError(f"{torch.cuda.get_device_name(device)} has no bfloat16 in hardware; use dtype=float32")
 
 
-def _compiled_obstacles(needs: AttentionNeeds) -> list[str]:
-    found = []
-    if needs.device.type != "cpu":
-        found.append(f"it runs on a CPU, and the model is on {needs.device}")
-    if needs.dtype != torch.float32:
-        found.append(f"it computes in float32, and the model holds {str(needs.dtype).removeprefix('torch.')}")
-    if needs.head_dim is not None and needs.head_dim > compiled.LARGEST_HEAD:
-        found.append(f"heads have at most {compiled.LARGEST_HEAD} elements, and these have {needs.head_dim}")
-    if not compiled.is_available():
-        found.append("the compiled extension was not built, or is switched off")
-    return found
+def _capability_obstacles(name: str, device: torch.device) -> list[str]:
+    if torch.version.cuda is None:
+        return ["it needs CUDA, and this torch is built without it"]
+    major, minor = torch.cuda.get_device_capability(device)
+    if name == "flash_attn_3" and major != FLASH_ATTN_3_CAPABILITY:
+        return [f"it needs compute capability {FLASH_ATTN_3_CAPABILITY}.0, and {device} has {major}.{minor}"]
+    if (major, minor) < OLDEST_CAPABILITY:
+        return [f"it needs compute capability 8.0, and {device} has {major}.{minor}"]
+    return []
 
 
 def _flash_attn_obstacles() -> list[str]:
@@ -175,19 +208,17 @@ def _flash_attn_obstacles() -> list[str]:
     return []
 
 
-def _flash_attn_3_obstacles(device: torch.device) -> list[str]:
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != FLASH_ATTN_3_CAPABILITY:
-        return [f"it needs compute capability {FLASH_ATTN_3_CAPABILITY}.0, and {device} has {major}.{minor}"]
+def _flash_attn_3_obstacles(*, may_import: bool) -> list[str]:
+    """may_import: it could run here, so that its kernels are loaded to see whether they can be."""
+    if sys.modules.get(FLASH_ATTN_3_MODULE) is None and find_spec(FLASH_ATTN_3_MODULE) is None:
+        return ["flash-attn-3 is not installed"]
+    if not may_import:
+        return []
     active = current_flash_attention_impl()
     if active not in (None, "FA3"):
         return [f"PyTorch's flash attention is switched to {active} already"]
     try:
         import_module(FLASH_ATTN_3_MODULE)
-    except ModuleNotFoundError as error:
-        if error.name == FLASH_ATTN_3_MODULE:
-            return ["flash-attn-3 is not installed"]
-        return [f"flash-attn-3 cannot be imported: {error}"]
     except (ImportError, OSError, RuntimeError) as error:
         return [f"flash-attn-3 cannot be imported: {error}"]
     return []

@@ -75,6 +75,16 @@ def test_doctor_refuses_what_a_run_refuses(capsys: pytest.CaptureFixture[str], a
     assert capsys.readouterr().err.startswith(f"ConfigError: {message}")
 
 
+def test_doctor_shows_the_machine_before_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for argument in ("device=cuda", "attention=varlen"):
+        assert main(["doctor", argument]) == 1
+        out, err = capsys.readouterr()
+        assert "\naccelerators " in out and err.startswith("ConfigError: ") and argument in err
+
+
 def test_doctor_says_what_ranks_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["doctor", "num_ranks=2"]) == 1

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_rl import assembly
@@ -68,11 +69,32 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
         ({"mode": "train"}, "set rollouts_path"),
         ({"rollouts_path": "rollouts"}, "mode=full makes its own rollouts"),
         ({"mode": "rollout", "save_steps": 1}, "mode=rollout does not train"),
+        (
+            {"attention": "flash_attn_3", "device": "cpu"},
+            "it needs a CUDA device, and the model is on cpu; it computes in bfloat16, and the model holds float32",
+        ),
+        ({"attention": "varlen", "device": "cpu", "num_ranks": 2}, "model.attention=varlen cannot run here"),
+        ({"attention": "compiled", "device": "cpu", "dtype": "bfloat16"}, "computes in float32, .* holds bfloat16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_config(refused, keys: dict, message: str) -> None:
     refused(ConfigError, message, **keys)
+
+
+def test_modules_that_cannot_be_trained_as_they_are(refused) -> None:
+    refused(
+        ModelError,
+        r"the module holds float16, which cannot be trained; convert it with \.to\(torch\.bfloat16\) or \.float\(\)",
+        model=build_model(dtype=torch.float16),
+    )
+    mixed = build_model(dtype=torch.bfloat16)
+    mixed.model.norm.float()
+    refused(
+        ModelError,
+        r"parameters are bfloat16 and float32 \(model\.norm\.weight\); convert it to one dtype",
+        model=mixed,
+    )
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])

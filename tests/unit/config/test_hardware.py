@@ -101,7 +101,11 @@ def test_what_the_machine_cannot_do(
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("all", "num_ranks='all' must be of type int or auto"), (0, "num_ranks=0 must be at least 1"), (1.5, "num_ranks")],
+    [
+        ("most", "num_ranks='most' must be of type int or auto"),
+        (0, "num_ranks=0 must be at least 1"),
+        (1.5, "num_ranks=1.5"),
+    ],
 )
 def test_numbers_of_ranks(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator
@@ -90,6 +91,11 @@ def test_keys_of_ray_exist_with_more_ranks_or_where_it_is_chosen(leaf: Leaf) -> 
             load_config(one, {name: value})
 
 
+def test_dtypes_and_devices_of_torch_are_taken_by_name() -> None:
+    config, _ = load_config(None, {"dtype": torch.bfloat16, "device": torch.device("cpu")})
+    assert (config.model.dtype, config.model.device) == ("bfloat16", "cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -101,6 +107,8 @@ def test_keys_of_ray_exist_with_more_ranks_or_where_it_is_chosen(leaf: Leaf) -> 
         ("zzz", r"unknown key 'zzz' \(`hybrid-rl keys` lists all\)"),
         ("algorithm.kl_coef", "unknown key 'algorithm.kl_coef': set beta"),
         ("name", "unknown key 'name'"),
+        ("controller.device", r"unknown key 'controller.device': set device \(model.device\); it holds for all ranks"),
+        ("fsdp.learning_rate", "unknown key 'fsdp.learning_rate'; did you mean 'optimizer.learning_rate'"),
     ],
 )
 def test_unknown_keys(given: str, message: str) -> None:
@@ -164,6 +172,15 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("dtype", "bfloat61", r"must be one of auto, float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
         ("loss_type", "luspo", "no choice here: set algorithm=luspo"),
+        ("dtype", "float16", "float16 is not supported: .* without loss scaling; set dtype=bfloat16 or float32"),
+        ("dtype", "fp16", "float16 is not supported"),
+        ("dtype", torch.float16, "model.dtype='float16' is no choice here: float16 is not supported"),
+        ("dtype", "bf16", "set dtype=bfloat16"),
+        ("dtype", "fp32", "set dtype=float32"),
+        ("num_ranks", "all", "num_ranks='all' is no choice here: set num_ranks=auto, which takes all GPUs"),
+        ("device", "cuda:1", "set device=cuda; CUDA_VISIBLE_DEVICES=1 chooses the GPU"),
+        ("device", "gpu", "set device=cuda"),
+        ("device", "mps", "set device=cpu"),
         ("importance_sampling_level", "seq", "level='seq' must be one of token, sequence"),
         ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of none, tensorboard, wandb"),
         ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),

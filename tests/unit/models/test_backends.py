@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM, compiled
-from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend, obstacles
+from hybrid_rl.models.backends import AttentionNeeds, check_dtype, check_machine, choose_backend, obstacles
 from tests.unit.models.families import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -118,6 +118,18 @@ def test_flash_attention_3_is_left_out_elsewhere(hopper):
         hopper.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
         assert obstacles("flash_attn_3", needs())[0].startswith("it needs compute capability 9.0")
         assert choose_backend("auto", needs()).name == "varlen"
+
+
+def test_a_machine_is_refused_for_all_that_it_lacks(hopper):
+    with pytest.raises(ConfigError) as refusal:
+        check_machine("flash_attn_3", CPU, torch.float32)
+    for obstacle in ("it needs a CUDA device", "it computes in bfloat16", "flash-attn-3 is not installed", "of: sdpa"):
+        assert obstacle in str(refusal.value)
+    check_machine("flash_attn_3", GPU, torch.bfloat16, is_here=False)  # another machine may have the package
+    with pytest.raises(ConfigError, match="flash-attn-3 is not installed"):
+        check_machine("flash_attn_3", GPU, torch.bfloat16)
+    check_machine("varlen", GPU, torch.bfloat16)
+    check_machine("auto", CPU, torch.bfloat16)
 
 
 def test_a_model_is_refused_before_it_is_run():

@@ -48,6 +48,15 @@ def test_help_shows_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GSPO: the docstring" in capsys.readouterr().out
 
 
+def test_the_quickstart_refuses_an_attention_before_its_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_started(*_: object) -> None:
+        raise AssertionError("the warm start began")
+
+    monkeypatch.setattr(runner, "warm_started", warm_started)
+    with pytest.raises(ConfigError, match="model.attention=varlen cannot run here: it needs a CUDA device"):
+        main(["attention=varlen", "device=cpu"], settings_file("gspo"), "")
+
+
 @pytest.mark.parametrize("argument", ["reward=my.py:score", "data.train_path=train.jsonl"])
 def test_your_own_data_wants_your_own_model(argument: str) -> None:
     with pytest.raises(ConfigError, match=r"set model\.path too"):
