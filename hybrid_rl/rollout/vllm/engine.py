@@ -314,7 +314,9 @@ class VLLMEngine(GuardedEngine):
         """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them. Weights that
         sleep are lost: there is no version until they are published again. An engine that failed drops its requests."""
         if self._failure is not None:
-            self._drop_requests()
+            self._llm.abort_request([*map(str, self._running)])
+            self._running, self._waiting = {}, deque()
+            self._ids.clear()
         tags = self.require_sleep(tags)
         with self._guest.active():
             if KV_CACHE not in self._memory.asleep and self._failure is None:
@@ -322,12 +324,6 @@ class VLLMEngine(GuardedEngine):
             if self._memory.sleep(tags):
                 self.policy_version = -1
         self._settle()
-
-    def _drop_requests(self) -> None:
-        self._llm.abort_request([*map(str, self._running)])
-        self._running.clear()
-        self._waiting.clear()
-        self._ids.clear()
 
     def wake(self, tags: Iterable[str]) -> None:
         """See RolloutEngine."""
