@@ -40,10 +40,17 @@ class BuildNative(build_ext):
         """Path of the library inside the package; one name for every Python version."""
         return str(Path(*fullname.split("."))) + ".so"
 
+    def run(self) -> None:
+        """Builds all libraries. Those of an earlier build must not outlive one that makes none."""
+        # With --inplace this is their place in the package. While setuptools builds it is one below build/, from where
+        # it copies what was made.
+        for ext in self.extensions:
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         """Builds, or says in one line why not. Raises SystemExit if the kernels for CUDA do not compile."""
         target = Path(self.get_ext_fullpath(ext.name))
-        # A library of an earlier build must not outlive a failing one.
         target.unlink(missing_ok=True)
         spec = importlib.util.find_spec("torch")
         if ext.name == LIBRARY:
@@ -84,7 +91,7 @@ def cpp_command(torch_root: Path, sources: list[str], target: Path) -> list[str]
     """The call that makes `target` of C++ sources; its first word is missing where there is no compiler."""
     found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
     return [
-        *(shlex.split(os.environ["CXX"]) if "CXX" in os.environ else found or ["c++"]),
+        *(shlex.split(os.environ.get("CXX", "")) or found or ["c++"]),
         *("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", STABLE_ABI, f"-I{torch_root / 'include'}"),
         *sources,
         *("-o", str(target), f"-L{torch_root / 'lib'}", "-ltorch_cpu"),
@@ -133,12 +140,13 @@ def _build(command: list[str], target: Path) -> str | None:
     if shutil.which(command[0]) is None:
         return f"no compiler: {command[0]} not found; set CXX"
     target.parent.mkdir(parents=True, exist_ok=True)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    name = Path(command[0]).name
     if result.returncode == 0:
-        return None
+        return None if target.exists() else f"{name} ended with exit status 0, but has written no {target}"
     target.unlink(missing_ok=True)
     said = (result.stderr.strip() or result.stdout.strip())[-4000:]
-    return f"{Path(command[0]).name} failed with exit status {result.returncode}:\n{said}"
+    return f"{name} failed with exit status {result.returncode}:\n{said}"
 
 
 def _first_error(problem: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,17 +50,25 @@ def gpu_place(gpu_ids: Sequence[str], environment: Mapping[str, str]) -> int | N
 
     gpu_ids: what the cluster gave the rank, as CUDA_VISIBLE_DEVICES names them (numbers, UUIDs, MIG instances), or
     numbers of the machine if nothing restricts them. Raises ConfigError unless it is one GPU, among those that the
-    process sees.
+    process sees: those before the first entry that names none (CUDA programming guide, environment variables).
     """
     if not gpu_ids:
         return None
-    visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
-    if len(gpu_ids) > 1 or (visible and gpu_ids[0].strip() not in visible):
+    mine, restriction = gpu_ids[0].strip(), environment.get(VISIBLE, "").strip()
+    if len(gpu_ids) == 1 and not restriction and not mine.isdecimal():
+        raise ConfigError(
+            f"this rank was given GPU {mine} by name, but {VISIBLE} is not set for it, so that its place is unknown; "
+            f"set {VISIBLE} to the names of the GPUs (nvidia-smi -L shows them) for the program that starts Ray, on "
+            f"every node"
+        )
+    entries = [name.strip() for name in restriction.split(",")]
+    visible = [*itertools.takewhile(re.compile(r"\d+$|GPU-|MIG-").match, entries)]
+    if len(gpu_ids) > 1 or (restriction and mine not in visible):
         raise ConfigError(
             f"this rank was given the GPUs {', '.join(gpu_ids)}, and {VISIBLE}={environment.get(VISIBLE)!r}; a rank "
             f"has one GPU, which it must see: set {VISIBLE} for the program that starts Ray only"
         )
-    return visible.index(gpu_ids[0].strip()) if visible else int(gpu_ids[0])
+    return visible.index(mine) if restriction else int(mine)
 
 
 def take_device(gpu_ids: Sequence[str]) -> torch.device:

@@ -163,6 +163,19 @@ class HybridWorker(WorkerBase):
         self._version = version
         return metrics
 
+    def _publish_lost(self, version: int) -> None:
+        """Publish this version again if it was published and an engine has lost it since. If that fails, the next call
+        tries again: the actor's weights are what they were."""
+        # A rank may have failed alone the last time; all publish together.
+        stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
+        if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
+            return
+        self._engine.distrust()
+        try:
+            self.publish_weights(version)
+        finally:
+            self._version = version
+
     @contextmanager
     def _or_distrust(self) -> Iterator[None]:
         """What fails inside leaves an engine that generates nothing."""
@@ -197,8 +210,7 @@ class HybridWorker(WorkerBase):
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Scored samples of this rank's prompts. Leases GENERATING, and PUBLISHING before it where the engine has given
         its weights up since they were published: it sleeps without a copy."""
-        if self._engine.policy_version < 0 and self._version == call.version:
-            self.publish_weights(call.version)
+        self._publish_lost(call.version)
         with self.lease(GENERATING | {REWARD_MODELS}):
             batch, report = self._rollout.run(tasks, call)
             if call.is_scored and self._rewards.entries.models:

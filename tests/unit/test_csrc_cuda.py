@@ -232,6 +232,49 @@ def test_an_installation_whose_kernels_do_not_compile_fails_with_the_reason_and_
     assert wrong.returncode != 0 and "HYBRID_RL_BUILD_CUDA='off'; set 0" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("nvcc", "variables", "status"),
+    [("exit 2", {}, 1), ("exit 2", {"HYBRID_RL_BUILD_CUDA": "0"}, 0), (None, {}, 0)],
+    ids=["failing", "switched off", "no nvcc"],
+)
+def test_an_installation_in_place_leaves_no_library_of_an_earlier_one(
+    project: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    nvcc: str | None,
+    variables: dict[str, str],
+    status: int,
+) -> None:
+    pytest.importorskip("setuptools")
+    if nvcc is None and Path("/usr/bin/nvcc").exists():
+        pytest.skip("nvcc is on the system's path")
+    for name in ("_native.so", "_native_cuda.so"):
+        (tmp_path / "hybrid_rl" / name).write_bytes(b"of an earlier build")
+    assert project(nvcc, **variables).returncode == status
+    assert [*tmp_path.glob("hybrid_rl/*.so")] == []
+
+
+def test_an_installation_survives_what_a_compiler_prints_and_wants_a_file_of_it(
+    project: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    pytest.importorskip("setuptools")
+    bytes_of_latin_1 = project("printf 'a.cu(7): error: f\\374r\\n' >&2; exit 2")
+    assert bytes_of_latin_1.returncode == 1 and "Traceback" not in bytes_of_latin_1.stderr
+    assert "a.cu(7): error: f" in bytes_of_latin_1.stderr and "HYBRID_RL_BUILD_CUDA=0" in bytes_of_latin_1.stderr
+    nothing = project("exit 0", CXX="true")
+    assert nothing.returncode == 1
+    assert "nvcc ended with exit status 0, but has written no " in nothing.stderr
+    assert "extension (true ended with exit status 0, but has written no " in nothing.stderr
+
+
+def test_an_empty_name_of_a_compiler_is_none(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    expected = build.cpp_command(TORCH, ["a.cpp"], Path("x.so"))
+    monkeypatch.setenv("CXX", " ")
+    assert build.cpp_command(TORCH, ["a.cpp"], Path("x.so")) == expected
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert build.cpp_command(TORCH, ["a.cpp"], Path("x.so"))[:2] == ["ccache", "g++"]
+
+
 def test_without_nvcc_an_installation_goes_on_and_says_so(
     project: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

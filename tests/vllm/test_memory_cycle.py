@@ -3,8 +3,10 @@ of a weight, the order of what moves, the most bytes at a time, and nothing of v
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +159,57 @@ def test_weights_that_were_found_wrong_are_not_published_again_by_a_rollout(
     bench.version = 1
     with pytest.raises(EngineStateError, match="found wrong"):
         bench.rollout()
+
+
+@pytest.mark.parametrize("call", ["add_request", "step"])
+def test_an_engine_that_failed_goes_to_sleep_and_training_can_be_saved(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    """Its requests are dropped; it generates nothing more and is given no weights, and the leases hold."""
+    bench = watch()
+    bench.train(1)
+    original, num_calls = getattr(bench.llm, call), itertools.count()
+
+    def fails_once(*args: Any) -> Any:
+        if next(num_calls) == 2:
+            raise RuntimeError("no memory")
+        return original(*args)
+
+    monkeypatch.setattr(bench.llm, call, fails_once)
+    failed = r"the engine failed \(RuntimeError: no memory\); make a new one.*save\(\).*resume="
+    with pytest.raises(EngineStateError, match=failed):
+        bench.rollout(2)
+    engine = bench.worker._side.engine
+    assert engine.num_unfinished
+    # Blocks of requests that a failed pass left half done cannot be dropped.
+    monkeypatch.setattr(bench.llm, "reset_prefix_cache", lambda **_: False)
+    bench.ledger.log.clear()
+    bench.group.save(tmp_path / "checkpoint", {})
+    assert (tmp_path / "checkpoint").is_dir() and bench.ledger.log == [("sleep", 2)]
+    assert engine.num_unfinished == 0 and bench.llm._requests == {}
+    for call_again in (bench.rollout, bench.publish):
+        with pytest.raises(EngineStateError, match=failed):
+            call_again(2)
+    bench.group.save(tmp_path / "another", {})
+
+
+def test_a_failure_while_weights_are_published_again_is_tried_again_by_the_next_rollout(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = watch(old_logprobs="recompute")
+    first = bench.rollout()
+    bench.group.score(first, 1)
+
+    def fails(*_: Any) -> Any:
+        raise OSError("no space left")
+
+    for owner, name in ((WeightWriter, "write"), (bench.worker._side, "verify"), (bench.worker, "_probe")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            with pytest.raises(OSError, match="no space left"):
+                bench.rollout()
+        assert bench.worker._side.engine.policy_version == -1
+    assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
 
 
 def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watched]) -> None:

@@ -151,10 +151,17 @@ class VLLMEngine(GuardedEngine):
 
     def require_ready(self, version: int) -> None:
         """See RolloutEngine."""
-        if self._is_closed or self._failure is not None:
-            reason = "is closed" if self._is_closed else f"failed ({type(self._failure).__name__}: {self._failure})"
-            raise EngineStateError(f"the engine {reason}; make a new one") from self._failure
+        self._require_working()
         super().require_ready(version)
+
+    def _require_working(self) -> None:
+        if self._is_closed:
+            raise EngineStateError("the engine is closed; make a new one")
+        if self._failure is not None:
+            raise EngineStateError(
+                f"the engine failed ({type(self._failure).__name__}: {self._failure}); make a new one (of a Trainer: "
+                f"save(), and make a new Trainer with resume=)"
+            ) from self._failure
 
     def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
         """See RolloutEngine."""
@@ -195,12 +202,12 @@ class VLLMEngine(GuardedEngine):
     def step(self) -> list[FinishedSample]:
         """See RolloutEngine. After an error of vLLM the engine cannot be used any more."""
         self.require_ready(self.policy_version)
-        finished = self._take_aborted()
-        if self._paused is None:
-            self._admit()
-        if not self._running or self._paused == "keep":
-            return finished
         try:
+            finished = self._take_aborted()
+            if self._paused is None:
+                self._admit()
+            if not self._running or self._paused == "keep":
+                return finished
             with self._guest.stepping():
                 outputs = self._llm.step()
             finished += self._postprocess(outputs)
@@ -225,8 +232,8 @@ class VLLMEngine(GuardedEngine):
             generation = self._waiting.popleft()
             request = generation.request
             params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
-            self._llm.add_request(str(request.id), generation.prompt, params)
             self._running[request.id] = generation
+            self._llm.add_request(str(request.id), generation.prompt, params)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -278,6 +285,7 @@ class VLLMEngine(GuardedEngine):
     def update_weights(self, source: Source, version: int) -> HandoffReport:
         """See RolloutEngine. Collective over all ranks."""
         start = time.perf_counter()
+        self._require_working()
         self.require_update(version)
         if source.weight_layout() != self._layout:
             raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
@@ -304,10 +312,14 @@ class VLLMEngine(GuardedEngine):
 
     def sleep(self, tags: Iterable[str]) -> None:
         """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them. Weights that
-        sleep are lost: there is no version until they are published again."""
+        sleep are lost: there is no version until they are published again. An engine that failed drops its requests."""
+        if self._failure is not None:
+            self._llm.abort_request([*map(str, self._running)])
+            self._running, self._waiting = {}, deque()
+            self._ids.clear()
         tags = self.require_sleep(tags)
         with self._guest.active():
-            if KV_CACHE not in self._memory.asleep:
+            if KV_CACHE not in self._memory.asleep and self._failure is None:
                 self._forget_prefixes()
             if self._memory.sleep(tags):
                 self.policy_version = -1

@@ -48,16 +48,34 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
         (["7"], "3, 5, 7", 2),
         (["GPU-1c2d5a6b"], UUIDS, 1),
         (["MIG-b"], "MIG-a,MIG-b", 1),
+        (["0"], "0,-1,1", 0),
     ],
 )
 def test_the_place_among_what_is_visible(gpu_ids: list[str], visible: str | None, place: int | None) -> None:
     assert gpu_place(gpu_ids, {} if visible is None else {VISIBLE: visible}) == place
 
 
-@pytest.mark.parametrize(("gpu_ids", "visible"), [(["0", "1"], "0,1"), (["2"], "0,1")])
+@pytest.mark.parametrize(
+    ("gpu_ids", "visible"),
+    [
+        (["0", "1"], "0,1"),
+        (["2"], "0,1"),
+        (["1"], "0,-1,1"),  # CUDA sees what comes before the first entry that is not valid
+        (["1"], "0,,1"),
+        (["1"], "GPU-8932f937,none,1"),
+        (["0"], "-1"),
+    ],
+)
 def test_a_gpu_that_is_not_one(gpu_ids: list[str], visible: str) -> None:
     with pytest.raises(ConfigError, match=f"given the GPUs {', '.join(gpu_ids)}, and {VISIBLE}='{visible}'"):
         gpu_place(gpu_ids, {VISIBLE: visible})
+
+
+@pytest.mark.parametrize("name", ["GPU-1c2d5a6b", "MIG-b"])
+@pytest.mark.parametrize("environment", [{}, {VISIBLE: ""}])
+def test_a_gpu_by_name_has_no_place_where_nothing_is_named(name: str, environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"given GPU {name} by name.*set {VISIBLE} to the names"):
+        gpu_place([name], environment)
 
 
 def test_more_gpus_than_there_are(calls: list[Any]) -> None:
