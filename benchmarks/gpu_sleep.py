@@ -1,6 +1,6 @@
-"""What a night of vLLM costs: asleep with both tags, weights awake, a handoff, the KV cache awake.
+"""What sleep and wake of vLLM cost in a training step: asleep with both tags, weights awake, a handoff, KV cache awake.
 
-One line of JSON. `ours` is the seconds of all naps of a training step without the handoff; `peer` is what copying the
+One line of JSON. `ours` is the seconds of all these moves but the handoff; `peer` is what copying the
 weights to pinned host memory and back takes on this device: the least that a sleep which keeps them can do. In the
 details each move by itself, the bytes that sleeping gives back, and what is left awake.
 """
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measure(given: Namespace) -> None:
-    """Engine, nights, verdict."""
+    """Engine, training steps' worth of moves, the line."""
     from hybrid_rl.config.schema import VLLMConfig
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS
@@ -64,18 +64,18 @@ def measure(given: Namespace) -> None:
         "wake_kv_cache": lambda _: engine.wake({KV_CACHE}),
         "sleep": lambda _: engine.sleep(TAGS),
     }
-    nights, awake, asleep = [], 0, 0
+    cycles, awake, asleep = [], 0, 0
     for version in range(1, given.repeats + 3):
-        night = {}
+        cycle = {}
         for name, move in moves.items():
             awake = used_bytes(given) if name == "sleep" else awake
-            night[name] = device.seconds_of(lambda move=move, version=version: move(version), given.device)[0]
+            cycle[name] = device.seconds_of(lambda move=move, version=version: move(version), given.device)[0]
         asleep = used_bytes(given)
-        nights.append(night)
-    nights = nights[2:]  # the first two load libraries and make the plan
-    ours = median(sum(night.values()) - night["handoff"] for night in nights)
+        cycles.append(cycle)
+    cycles = cycles[2:]  # the first two load libraries and make the plan
+    ours = median(sum(cycle.values()) - cycle["handoff"] for cycle in cycles)
     copied = sum(engine.weight_bytes / rate for rate in rates.values())
-    details: dict[str, Any] = {name: report.spread([night[name] for night in nights]) for name in moves}
+    details: dict[str, Any] = {name: report.spread([cycle[name] for cycle in cycles]) for name in moves}
     details |= {
         "weight_bytes": engine.weight_bytes,
         "kv_cache_bytes": engine.kv_cache_bytes,

@@ -49,7 +49,7 @@ def _benchmark(name: str, seconds: float, *arguments: str) -> Part:
 
 LISTED: tuple[Part, ...] = (
     Part("build", BUILD, "setup.py", 60.0),
-    # Each shows in some ten seconds that one thing works at all; the tests behind them show how far.
+    # Each shows in some ten seconds that one thing works at all; the tests that follow show how far.
     _smoke("copy_kernel", "test_strided_copy", "kernel_was_built or (to_the_bit and float32-bfloat16)"),
     _smoke("decode_kernel", "test_decode_kernel", "float64 and float32"),
     _smoke("graph", "test_graphs", "after_a_night"),

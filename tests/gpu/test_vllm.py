@@ -1,4 +1,4 @@
-"""vLLM without graphs and compiled layers: what the traced write and the naps do by themselves."""
+"""vLLM without graphs and compiled layers: what the traced write, sleep and wake do by themselves."""
 
 from __future__ import annotations
 
