@@ -11,6 +11,7 @@ from vllm import LLM, SamplingParams
 
 from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.rollout.vllm.build import tear_down
 from hybrid_rl.rollout.vllm.environment import process_kept
 from hybrid_rl.rollout.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
 
@@ -39,6 +40,11 @@ class Live:
                 kv_cache_memory_bytes=2**24,
             )
         self.weights: LoadedWeights = loading.weights
+
+    def close(self) -> None:
+        """vLLM 0.25.1 leaves its process groups, in which a later engine of the process would then live."""
+        with process_kept():
+            tear_down(self.llm.llm_engine, with_all_groups=True)
 
     def write(self) -> None:
         """The handoff as its definition says it: copy by copy."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,13 +27,15 @@ CONFIG = Qwen2Config(
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """With the platform's own layers, which are packed after loading on CPUs; the head shares the embeddings' weight
     and packs a copy of it."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
     randomise(module, 0.1)
-    return Live(module, tmp_path_factory.mktemp("model"), None)
+    live = Live(module, tmp_path_factory.mktemp("model"), None)
+    yield live
+    live.close()
 
 
 def reload(live: Live, asked: list[str] | None = None) -> int:

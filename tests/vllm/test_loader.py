@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,11 +34,13 @@ CONFIG = Qwen3MoeConfig(
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
     randomise(module, 0.1)
-    return Live(module, tmp_path_factory.mktemp("model"), PLAIN)
+    live = Live(module, tmp_path_factory.mktemp("model"), PLAIN)
+    yield live
+    live.close()
 
 
 def test_every_weight_is_traced(live: Live) -> None:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from hybrid_rl.models.weights.views import CheckpointViews, checkpoint_views
 from hybrid_rl.resharding.trace import Trace
@@ -57,9 +56,21 @@ def stand_in_model(
             parallel_config=ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="external_launcher"),
         )
         with set_current_vllm_config(vllm_config):
-            with set_default_torch_dtype(dtype), torch.device(device):
+            with _default_dtype(dtype), torch.device(device):
                 model = initialize_model(vllm_config)
             yield model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """PyTorch's default inside. vLLM has the same, but that of 0.25.1 does not put the old one back where a model cannot
+    be built."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

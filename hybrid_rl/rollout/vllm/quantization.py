@@ -77,6 +77,28 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
                 f"rollout.vllm.plain_weights=false, or rollout.engine=inplace"
             )
 
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        """`apply` with the experts that vLLM itself would choose from router_logits [tokens, experts]; see
+        "experts_choose" in versions.py."""
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
+        topk_weights, topk_ids = select_experts(
+            hidden_states=x,
+            router_logits=router_logits,
+            use_grouped_topk=layer.use_grouped_topk,
+            top_k=layer.top_k,
+            renormalize=layer.renormalize,
+            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group,
+            custom_routing_function=layer.custom_routing_function,
+            scoring_func=layer.scoring_func,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            e_score_correction_bias=layer.e_score_correction_bias,
+        )
+        return self.apply(layer, x, topk_weights, topk_ids)
+
     def apply(
         self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *unused: Any, **shared: Any
     ) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def require_vllm(version: str | None) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that only newer versions have, or do. is_there: found out from an LLMEngine or its parts, not from the
+    """Something that only some of the versions have, or do. is_there: found out from an LLMEngine or its parts, not from the
     version, so that versions between the tested ones are taken for what they are. bridge: what is done without it.
     names: attributes that come with it, and that this library uses only if it is there."""
 
@@ -81,6 +82,14 @@ DIFFERENCES: dict[str, Difference] = {
         False,
         True,
         "nothing to prevent",
+    ),
+    "experts_choose": Difference(
+        "on CPUs experts get the router's logits and choose among themselves, for which the platform has no operator else",
+        lambda llm: importlib.util.find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None,
+        True,
+        False,
+        "the router chooses: experts are told which, and with what weights",
+        frozenset({"vllm.model_executor.layers.fused_moe.cpu_fused_moe.select_experts"}),
     ),
 }
 
