@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout.vllm.build import RUN
+from hybrid_rl.rollout.vllm.versions import has
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -24,6 +27,20 @@ def check_head_size(size: int) -> None:
             f"the model's attention heads have head_dim={size}, and vLLM's attention on CPUs only computes "
             f"{', '.join(map(str, sizes))}; take a model of such a head_dim, or set rollout.engine=inplace"
         )
+
+
+def keep_seeds(sampler: TopKTopPSampler) -> None:
+    """Have requests draw from their own seeds whatever shares their batch. The sampler for CPUs of vLLM 0.25.1 takes the
+    process's generator for all of a batch in which not all have seeds; the one for any platform does not."""
+    if has("seeds_hold_in_any_batch", sampler):
+        return
+    theirs = sampler.forward
+
+    def forward(logits: Any, generators: Any, k: Any, p: Any) -> Any:
+        is_mixed = generators and len(generators) != len(logits)
+        return (sampler.forward_native if is_mixed else theirs)(logits, generators, k, p)
+
+    sampler.forward = forward
 
 
 class RunWorker(CPUWorker):
@@ -49,6 +66,7 @@ class RunWorker(CPUWorker):
     def init_device(self) -> None:
         """See CPUWorker. All ranks have opened each other's files behind it."""
         super().init_device()
+        keep_seeds(self.model_runner.sampler.topk_topp_sampler)
         for path in SHARED_MEMORY.glob(f"{self._run}-*"):
             path.unlink(missing_ok=True)
         queue = get_tp_group().mq_broadcaster

@@ -56,9 +56,9 @@ def require_vllm(version: str | None) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that only some of the versions have, or do. is_there: found out from an LLMEngine or its parts, not from the
-    version, so that versions between the tested ones are taken for what they are. bridge: what is done without it.
-    names: attributes that come with it, and that this library uses only if it is there."""
+    """Something that only some of the versions have, or do. is_there: found out from an LLMEngine or a part of it, not
+    from the version, so that versions between the tested ones are taken for what they are. bridge: what is done without
+    it. names: attributes that come with it, and that this library uses only if it is there."""
 
     what: str
     is_there: Callable[[Any], bool]
@@ -83,9 +83,16 @@ DIFFERENCES: dict[str, Difference] = {
         True,
         "nothing to prevent",
     ),
+    "seeds_hold_in_any_batch": Difference(
+        "on CPUs a request draws from its own seed also where others of its batch have none, as greedy ones do",
+        lambda sampler: "compiled_random_sample" not in sampler.forward_cpu.__code__.co_names,
+        False,
+        True,
+        "such a batch is sampled as on other platforms: see `keep_seeds` in cpu_worker.py",
+    ),
     "experts_choose": Difference(
-        "on CPUs experts get the router's logits and choose among themselves, for which the platform has no operator else",
-        lambda llm: importlib.util.find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None,
+        "on CPUs experts get the router's logits and choose among themselves; the router has no operator for it there",
+        lambda _: importlib.util.find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None,
         True,
         False,
         "the router chooses: experts are told which, and with what weights",
@@ -94,6 +101,6 @@ DIFFERENCES: dict[str, Difference] = {
 }
 
 
-def has(name: str, llm: Any) -> bool:
-    """Whether this LLMEngine has what a row of DIFFERENCES names."""
-    return DIFFERENCES[name].is_there(llm)
+def has(name: str, part: Any) -> bool:
+    """Whether this LLMEngine, or the part of it that a row of DIFFERENCES looks at, has what the row names."""
+    return DIFFERENCES[name].is_there(part)
