@@ -8,7 +8,8 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
 from hybrid_rl.report import read_jsonl
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.vllm.rigs import tiny
 from tests.vllm.test_trainer import KEYS, SHAPE
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,8 @@ def gaps(trainer):
 
 def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train, monkeypatch):
     """A tied head: vLLM computes with a packed copy of the embedding, which no write to the embedding reaches."""
-    trainer = train(plain_weights=False)
+    model = tiny("llama", **SHAPE, vocab_size=len(VOCABULARY), tie_word_embeddings=True)
+    trainer = train(model, plain_weights=False)
     trainer.fit()
     assert len(gaps(trainer)) == 3 and max(gaps(trainer)) < 1e-5
     worker = trainer.policy._backend._worker
