@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from vllm.distributed import parallel_state
 
 from hybrid_rl.rollout.vllm.build import own_group, release_groups, variables
@@ -25,8 +26,8 @@ from hybrid_rl.rollout.vllm.environment import (
 )
 from hybrid_rl.rollout.vllm.meta import stand_in_model
 from hybrid_rl.rollout.vllm.switches import INDUCTOR, compile_alone
+from tests.unit.models.families import BASE
 from tests.unit.rollout.test_threaded import Streams
-from tests.vllm.rigs import tiny
 
 
 def draw():
@@ -218,15 +219,19 @@ assert logging.getLogger("vllm").handlers == []
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=variables)
 
 
+def smollm3():
+    return SmolLM3ForCausalLM(SmolLM3Config(**BASE)).eval()
+
+
 @pytest.mark.slow
 def test_classes_of_transformers_that_vllm_changes_are_put_back():
-    """vLLM has no OLMo of its own: it decorates transformers' class, and its model must go on as decorated."""
-    module = tiny("olmo")
+    """vLLM has no SmolLM3 of its own: it decorates transformers' class, and its model must go on as decorated."""
+    module = smollm3()
     kind, token_ids = type(module.model), torch.arange(5)[None]
     entries, bases = dict(vars(kind)), kind.__bases__
     expected = module(token_ids).logits
     with classes_kept(module) as models:
-        with stand_in_model(module.config, "OlmoForCausalLM", 0, 1, torch.float32, "cpu") as theirs:
+        with stand_in_model(module.config, "SmolLM3ForCausalLM", 0, 1, torch.float32, "cpu") as theirs:
             models.append(theirs)
         decorated = {name: vars(kind)[name] for name in ("__init__", "__call__")}
         assert kind.__bases__ != bases
@@ -234,7 +239,7 @@ def test_classes_of_transformers_that_vllm_changes_are_put_back():
             module(token_ids)
     assert (dict(vars(kind)), kind.__bases__) == (entries, bases)
     assert torch.equal(module(token_ids).logits, expected)
-    assert type(tiny("olmo").model) is kind
+    assert type(smollm3().model) is kind
     own = type(theirs.model)
     assert own is not kind and isinstance(theirs.model, kind)
     assert {name: vars(own)[name] for name in decorated} == decorated

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from transformers import (
     Qwen2Config,
     Qwen3MoeConfig,
 )
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.rollout.vllm import meta
 from hybrid_rl.rollout.vllm.loader import check_reloadable, trace_model
 from hybrid_rl.rollout.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from tests.vllm.live import write_by
@@ -47,14 +52,26 @@ MODELS: dict[str, tuple[PreTrainedConfig, str]] = {
     "qwen3-moe": (Qwen3MoeConfig(**SHAPE, **EXPERTS), "Qwen3MoeForCausalLM"),
     "deepseek-v3": (DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 4}, **MLA), "DeepseekV3ForCausalLM"),
 }
+# The inner size is what vLLM's own code takes for granted.
+PHI = PhiConfig(**{**SHAPE, "num_key_value_heads": 4, "intermediate_size": 4 * 64})
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "rank", "size"), [*((name, 1, 2) for name in MODELS), ("tied", 0, 1), ("llama", 0, 2)]
 )
-def test_the_trace_writes_what_vllm_loads(name: str, rank: int, size: int) -> None:
+def test_the_trace_writes_what_vllm_loads(
+    name: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, architecture = MODELS[name]
+    if name == "deepseek-v3" and current_platform.is_cpu() and not hasattr(AttentionBackendEnum, "CPU_MLA"):
+        # On CPUs vLLM 0.25.1 has no attention over latents. It loads the same weights for plain attention.
+        with (
+            pytest.raises(NotImplementedError, match="MLA is not supported on CPU"),
+            stand_in_model(config, architecture, rank, size, torch.bfloat16, "cpu"),
+        ):
+            pass
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {key: torch.randn(tensor.shape) for key, tensor in module.state_dict().items()}
@@ -94,10 +111,39 @@ def test_a_parameter_that_the_trainer_lacks_is_an_error() -> None:
 
 
 def test_a_parameter_that_vllm_makes_as_it_loads_is_refused() -> None:
-    """vLLM runs Phi through transformers, and gives its head a bias when it meets one."""
-    config = PhiConfig(**{**SHAPE, "num_key_value_heads": 4})
-    with pytest.raises(ConfigError, match="makes lm_head.bias anew whenever it loads.*set rollout.engine=inplace"):
-        trace_on_meta(config, "PhiForCausalLM", views_on_meta(config), 0, 1, torch.float32)
+    """A model that vLLM runs through transformers gets a bias of its head when its loader meets one."""
+    with (
+        stand_in_model(PHI, "TransformersForCausalLM", 0, 1, torch.float32, "cpu") as model,
+        pytest.raises(ConfigError, match="makes lm_head.bias anew whenever it loads.*set rollout.engine=inplace"),
+    ):
+        trace_model(model, views_on_meta(PHI))
+
+
+def test_phi_is_refused_where_vllm_runs_it_through_transformers() -> None:
+    """As it does from 0.32 at the latest; 0.25.1 has code of its own, whose head has a bias from the start."""
+    with stand_in_model(PHI, "PhiForCausalLM", 0, 1, torch.float32, "cpu") as model:
+        if importlib.util.find_spec("vllm.model_executor.models.phi") is None:
+            with pytest.raises(ConfigError, match="makes lm_head.bias anew"):
+                trace_model(model, views_on_meta(PHI))
+        else:
+            trace = trace_model(model, views_on_meta(PHI))
+            assert trace.untraced == {} and trace.unused == ()
+            assert "lm_head.bias" in {spec.name for spec in trace.destinations}
+
+
+def test_a_model_that_cannot_be_built_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.25.1 would leave the dtype of the engine, in which whatever comes next would be computed."""
+    config, architecture = MODELS["qwen2"]
+
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("not on this platform")
+
+    monkeypatch.setattr(meta, "initialize_model", fails)
+    groups = [getattr(parallel_state, name) for name in meta.GROUPS]
+    with pytest.raises(NotImplementedError, match="not on this platform"):
+        trace_on_meta(config, architecture, views_on_meta(config), 0, 1, torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu")
+    assert [getattr(parallel_state, name) for name in meta.GROUPS] == groups
 
 
 def test_experts_that_a_reload_would_leave_unpacked_are_refused() -> None:
