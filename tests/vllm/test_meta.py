@@ -60,9 +60,7 @@ PHI = PhiConfig(**{**SHAPE, "num_key_value_heads": 4, "intermediate_size": 4 * 6
 @pytest.mark.parametrize(
     ("name", "rank", "size"), [*((name, 1, 2) for name in MODELS), ("tied", 0, 1), ("llama", 0, 2)]
 )
-def test_the_trace_writes_what_vllm_loads(
-    name: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_writes_what_vllm_loads(name: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, architecture = MODELS[name]
     if name == "deepseek-v3" and current_platform.is_cpu() and not hasattr(AttentionBackendEnum, "CPU_MLA"):
         # On CPUs vLLM 0.25.1 has no attention over latents. It loads the same weights for plain attention.

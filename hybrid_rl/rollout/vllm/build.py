@@ -103,7 +103,7 @@ def build(
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {reason(error)}") from error
 
 
@@ -127,7 +127,7 @@ def give_cache(config: CacheConfig, num_bytes: int) -> None:
     config.kv_cache_memory_bytes = num_bytes
 
 
-def reason(error: ValueError) -> str:
+def reason(error: Exception) -> str:
     """What vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
     if not isinstance(error, ValidationError):
         return str(error)

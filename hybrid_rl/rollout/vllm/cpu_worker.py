@@ -30,8 +30,8 @@ def check_head_size(size: int) -> None:
 
 
 def keep_seeds(sampler: TopKTopPSampler) -> None:
-    """Have requests draw from their own seeds whatever shares their batch. The sampler for CPUs of vLLM 0.25.1 takes the
-    process's generator for all of a batch in which not all have seeds; the one for any platform does not."""
+    """Have requests draw from their own seeds whatever shares their batch. Where not all of a batch have seeds, the
+    sampler for CPUs of vLLM 0.25.1 takes the process's generator for all of them; the one for any platform does not."""
     if has("seeds_hold_in_any_batch", sampler):
         return
     theirs = sampler.forward

@@ -63,8 +63,8 @@ def stand_in_model(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """PyTorch's default inside. vLLM has the same, but that of 0.25.1 does not put the old one back where a model cannot
-    be built."""
+    """PyTorch's default inside. vLLM has such a context manager too, but in 0.25.1 it does not put the old dtype back
+    where a model cannot be built."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

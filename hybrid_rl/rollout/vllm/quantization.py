@@ -77,9 +77,7 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
                 f"rollout.vllm.plain_weights=false, or rollout.engine=inplace"
             )
 
-    def apply_monolithic(
-        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
-    ) -> Tensor:
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """`apply` with the experts that vLLM itself would choose from router_logits [tokens, experts]; see
         "experts_choose" in versions.py."""
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
