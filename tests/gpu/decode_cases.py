@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import ConfigError
+from tests.gpu.interpreter import use_interpreter
 
 
 @dataclass(frozen=True)
@@ -204,13 +204,8 @@ def plan_problem(
 
 def main() -> None:
     """Run cases in float32, a few in the narrow types."""
-    import triton
-
+    use_interpreter()
     swept = sys.argv[1:] == ["swept"]
-
-    if not triton.knobs.runtime.interpret:
-        raise ConfigError("set TRITON_INTERPRET=1: the kernel is to run in Triton's interpreter")
-    torch.set_num_threads(1)
     gaps = {case.name: gap(case, "cpu", torch.float32) for case in CASES if (case.name in SWEPT) is swept}
     problems = [] if swept else [plan_problem(*plan) for plan in PLANS]
     if not swept:

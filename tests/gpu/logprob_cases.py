@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import ConfigError
+from tests.gpu.interpreter import use_interpreter
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,6 @@ def compile_for(capability: int, dtype: str, **constants: Any) -> dict[str, dict
 
 def main() -> None:
     """Run or compile all cases."""
-    import triton
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true")
     if parser.parse_args().compile:
@@ -245,10 +243,8 @@ def main() -> None:
         # Triton compiles an argument of 1 as a constant.
         ones = dict.fromkeys(("num_rows", "num_columns", "num_parts", "tiles_of_part", "num_tiles", "end"), 1)
         found |= compile_for(90, "float32", HAS_SOFTCAP=True, DEPTH=45, **ones)
-    elif not triton.knobs.runtime.interpret:
-        raise ConfigError("set TRITON_INTERPRET=1: the kernels are to run in Triton's interpreter")
     else:
-        torch.set_num_threads(1)
+        use_interpreter()
         found = {case.name: gaps(case, "cpu") for case in CASES + NARROW} | {"ranges": ranges_gaps("cpu")}
         found |= {"huge logits": huge_logits("cpu"), "summed gradient": summed_gradient("cpu")}
         found |= {"unknown label": unknown_label("cpu"), "gradient rows": gradient_rows("cpu")}

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout import SamplingParams, derive_seed
 from hybrid_rl.rollout.sampling import SamplingTensors, choose_torch, uniform_numbers
+from tests.gpu.interpreter import use_interpreter
 
 LARGE = 152_064
 # Below that a logprob is as exact as float32 states it: half a unit in the last place, and the error of the sum.
@@ -148,11 +148,7 @@ def found(device: str) -> dict[str, str | None]:
 
 def main() -> None:
     """Run all cases."""
-    import triton
-
-    if not triton.knobs.runtime.interpret:
-        raise ConfigError("set TRITON_INTERPRET=1: the kernels are to run in Triton's interpreter")
-    torch.set_num_threads(1)
+    use_interpreter()
     print(json.dumps(found("cpu")))
 
 
