@@ -33,8 +33,8 @@ class Forked:
     def run(
         self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str], limit_seconds: float = 240.0
     ) -> subprocess.CompletedProcess[str]:
-        """What `python *arguments` does: a path, or `-m` and a module, then the program's own. Past the limit it is
-        killed, and TimeoutExpired raised."""
+        """What `python *arguments` does: a path, `-m` and a module or `-c` and a text, then the program's own. Past the
+        limit it is killed, and TimeoutExpired raised."""
         server = self._started()
         assert server.stdin is not None and server.stdout is not None
         with tempfile.TemporaryDirectory() as name:
@@ -59,7 +59,8 @@ class Forked:
     def _started(self) -> subprocess.Popen[str]:
         if self._server is None:
             command = [sys.executable, "-P", __file__]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._server = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
         return self._server
@@ -91,10 +92,10 @@ if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # a fork that collected what is here, at its end if not before, would copy all of its memory
-    name, *sys.argv[1:] = serve()
-    if name == "-m":
-        name = sys.argv.pop(1)
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.argv = serve()
+    if sys.argv[0] == "-m":
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    elif sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
     else:
-        sys.argv[0] = name
-        runpy.run_path(name, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
