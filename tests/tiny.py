@@ -1,12 +1,14 @@
 """The smallest things a Trainer can be made of: a character tokenizer, a Qwen2 of some thousand parameters, sums to
 learn, and a reward that gives every group a signal."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tests.scores import exact as exact
+from tests.scores import spread as spread
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "[", "]", "/")
 CHARS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
@@ -60,12 +62,3 @@ def sums(count: int, *, chat: bool = False) -> list[dict[str, Any]]:
     rows = [(index % 10, (3 * index) % 13) for index in range(count)]
     texts = [(f"{a}+{b}=", str(a + b)) for a, b in rows]
     return [{"prompt": [{"role": "user", "content": t}] if chat else t, "answer": answer} for t, answer in texts]
-
-
-def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A different reward for nearly every completion: every group has a signal."""
-    return [sum((3 * position + 1) * token for position, token in enumerate(ids)) % 17 / 17 for ids in completion_ids]
-
-
-def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    return [float(text == right) for text, right in zip(completions, answer, strict=True)]

@@ -22,7 +22,6 @@ from typing import Any
 
 import cloudpickle
 
-from hybrid_rl.controller import child_environment
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import calling
 from hybrid_rl.rewards.calling import CallOutcome, failed_call
@@ -72,6 +71,8 @@ class RewardProcess:
     """One process: started in a session of its own, so that killing it takes along what functions start."""
 
     def __init__(self) -> None:
+        from hybrid_rl.controller import child_environment  # imports torch: see `on_own_device`
+
         self.connection, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-P", calling.__file__, str(theirs.fileno()), str(os.getpid())]
         try:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from hybrid_rl.controller import enter_device
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardInput
 from hybrid_rl.rewards.isolation import Task, call_and_isolate, is_cut
@@ -24,16 +23,28 @@ ASYNC_RETRIED = frozenset({"raised", "timeout"})
 CallItem = tuple[Callable[[], CallOutcome], "Future[CallOutcome]"]
 
 
+def on_own_device(body: Callable[[], None]) -> Callable[[], None]:
+    """What a thread runs, on the GPU of its rank."""
+    # Not above: a reward process imports this package for a reward or a state that is of it, and shall not for that
+    # import torch.
+    from hybrid_rl.controller import enter_device
+
+    def run() -> None:
+        enter_device()
+        body()
+
+    return run
+
+
 class CallThread:
     """A daemon thread that runs one call at a time, and can be left behind by its owner."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[CallItem | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="reward call", daemon=True)
+        self.thread = threading.Thread(target=on_own_device(self._run), name="reward call", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        enter_device()
         while (item := self.inbox.get()) is not None:
             call, future = item
             try:
@@ -75,7 +86,7 @@ class SyncLane:
     def start(self, task: Task) -> None:
         """Queue a task; returns at once."""
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name="reward scoring", daemon=True)
+            self.thread = threading.Thread(target=on_own_device(self._run), name="reward scoring", daemon=True)
             self.thread.start()
         self.tasks.put(task)
 
@@ -87,7 +98,6 @@ class SyncLane:
             self.call_thread.stop()
 
     def _run(self) -> None:
-        enter_device()
         while (task := self.tasks.get()) is not None:
             try:
                 parts = call_and_isolate(partial(self._call, task), task, SYNC_RETRIED)
@@ -171,7 +181,7 @@ class AsyncLane:
         with self.lock:
             if self.loop is None:
                 self.loop = asyncio.new_event_loop()
-                run = partial(self._run_loop, self.loop)
+                run = on_own_device(partial(self._run_loop, self.loop))
                 self.thread = threading.Thread(target=run, name="reward loop", daemon=True)
                 self.thread.start()
             loop = self.loop
@@ -188,7 +198,6 @@ class AsyncLane:
 
     @staticmethod
     def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-        enter_device()
         asyncio.set_event_loop(loop)
         loop.run_forever()
         tasks = asyncio.all_tasks(loop)

@@ -1,4 +1,4 @@
-"""Trainers on the tiny model, closed when the test ends."""
+"""Trainers on the tiny model, closed when the test ends; programs in processes that need not import everything."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
+from tests.forked import Forked
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 # Different between two runs that are otherwise bit for bit the same.
 CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time")
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Runs programs; one for all tests of a pytest process."""
+    server = Forked()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
-import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,6 +18,7 @@ from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.report import JsonLines, RunFolder, Trackers, check_trackers, draw_curves, read_jsonl
+from tests.forked import Forked
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs the device of a full disk")
@@ -51,11 +52,10 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
-def test_a_disk_that_fills_up_and_is_freed_again(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_and_is_freed_again(forked: Forked, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    result = subprocess.run(
-        [sys.executable, "-c", FULL_AFTER_1000, str(path)], capture_output=True, text=True, check=True
-    )
+    result = forked.run("-c", FULL_AFTER_1000, str(path), environment=os.environ)
+    assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     size = len(json.dumps({"step": 0, "part": 0, "text": "x" * 70})) + 1
     whole = 1000 // (2 * size)  # calls that fit: each writes its two records or neither

@@ -1,22 +1,21 @@
-"""Ctrl-C and a full disk, in real processes: what was asked for is saved, and the run can go on."""
+"""Ctrl-C and a full disk, in processes of their own: what was asked for is saved, and the run can go on."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, HybridRLError
+from tests.forked import Forked
 from tests.tiny import build_model, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
-ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 60.0  # for what takes moments
 KEYS = {
     "prompts_per_step": 4,
@@ -59,25 +58,21 @@ with Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **key
 """
 
 
-def run_program(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_program(forked: Forked, text: str, folder: Path, *arguments: str) -> CompletedProcess[str]:
     """The text as a script, as users run theirs."""
     (folder / "program.py").write_text(text)
     settings = json.dumps(KEYS | {"output_dir": str(folder)})
-    return subprocess.run(
-        [sys.executable, str(folder / "program.py"), *arguments, settings],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return forked.run(str(folder / "program.py"), *arguments, settings, environment=os.environ)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "when", "steps_done"), [("step", 13, 2), ("update", 3, 3)], ids=["step", "update"])
-def test_ctrl_c_ends_a_process_cleanly(tmp_path, make_trainer, records, where: str, when: int, steps_done: int) -> None:
+def test_ctrl_c_ends_a_process_cleanly(
+    forked, tmp_path, make_trainer, records, where: str, when: int, steps_done: int
+) -> None:
     """Before the update the step is taken back; from the update on it is completed, logged and saved. A resumed run
     then equals, bit for bit, the run that nobody disturbed."""
-    broken = run_program(PROGRAM, tmp_path, where, str(when))
+    broken = run_program(forked, PROGRAM, tmp_path, where, str(when))
     # Python's own end, by the signal or with code 1: which of them depends on torch's hooks at exit.
     assert broken.returncode in (-signal.SIGINT, 1), broken.stderr
     assert broken.stderr.rstrip().endswith("KeyboardInterrupt")
@@ -242,8 +237,8 @@ trainer.fit()
 
 
 @pytest.mark.slow
-def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(tmp_path, make_trainer, records) -> None:
-    done = run_program(FULL_DISK, tmp_path)
+def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(forked, tmp_path, make_trainer, records) -> None:
+    done = run_program(forked, FULL_DISK, tmp_path)
     assert done.returncode == 1
     assert "earlier checkpoints are untouched" in done.stderr
     assert "cannot write" in done.stderr

@@ -2,7 +2,7 @@
 
 As a script it compiles those of the names given (all without any) for each `--capability`, which needs no GPU, and
 prints one JSON object: "name capability" -> registers of a thread, bytes of local memory of a thread, bytes of memory
-that a block shares, its threads.
+that a block shares, its threads, and the instruction by which it multiplies matrices (none: "").
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ class Form(NamedTuple):
 
 
 def forms() -> Iterator[Form]:
-    """Those of all modules, each name once."""
+    """Those of all modules, each name once; of one of each kernel of the head also what a launch with every count 1
+    compiles, where Triton takes them for constants."""
     for name in MODULES:
-        yield from (Form(*form) for form in import_module(name).specialisations())
+        for form in (Form(*form) for form in import_module(name).specialisations()):
+            yield form
+            if form.name.endswith("-fp32-1000"):
+                ones = [name for name, kind in form.signature.items() if kind == "i32" and not name.endswith("stride")]
+                signature = {name: kind for name, kind in form.signature.items() if name not in ones}
+                constants = form.constants | dict.fromkeys(ones, 1)
+                yield form._replace(name=f"{form.name}-ones", signature=signature, constants=constants)
 
 
 def kernels_of(module: Any) -> set[str]:
@@ -48,7 +55,7 @@ def kernels_of(module: Any) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in re.findall(r"([\w.]+)\[\s*\(.*?\)\s*\]\(", inspect.getsource(module))}
 
 
-def compile_form(form: Form, capability: int) -> dict[str, int]:
+def compile_form(form: Form, capability: int) -> dict[str, Any]:
     """What the machine code of a form uses on a GPU of this capability (90: Hopper)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -72,6 +79,7 @@ def compile_form(form: Form, capability: int) -> dict[str, int]:
         "local_bytes": local,
         "shared_bytes": done.metadata.shared,
         "threads": 32 * done.metadata.num_warps,
+        "multiplies": next((word for word in ("wgmma", "mma.sync") if word in done.asm["ptx"]), ""),
     }
 
 

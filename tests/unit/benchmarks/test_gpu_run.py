@@ -27,8 +27,10 @@ BUILDS = "import pathlib\nfor name in ('_native.so', '_native_cuda.so'): pathlib
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Test files and benchmarks, some of them broken, and a setup.py that builds."""
+    # Importing all that is installed beside pytest takes four times as long as one of these files.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     files = {
         "tests/gpu/test_good.py": "import pytest\ndef test_a(): 1\n@pytest.mark.skip(reason='why')\ndef test_b(): 1",
         "tests/gpu/test_bad.py": "def test_wrong(): assert 1 == 2",

@@ -15,6 +15,9 @@ import pytest
 
 from hybrid_rl.controller import session
 
+# The module without its package, which imports torch.
+ALONE = f"import runpy; from types import SimpleNamespace as N; session = N(**runpy.run_path({session.__file__!r}))"
+
 
 @pytest.fixture
 def parent(monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -35,9 +38,9 @@ def test_the_folder_goes_with_the_block(parent: Path) -> None:
 def test_what_a_killed_process_left_is_removed(parent: Path) -> None:
     """Folders in use stay, as do those of others."""
     code = (
-        "import tempfile, time; from hybrid_rl.controller.session import temporary_folder\n"
+        f"import tempfile, time; {ALONE}\n"
         f"tempfile.tempdir = {str(parent)!r}\n"
-        "with temporary_folder('mine-'): print('made', flush=True); time.sleep(3600)"
+        "with session.temporary_folder('mine-'): print('made', flush=True); time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "made\n"
@@ -133,8 +136,8 @@ def test_the_end_of_the_program_comes_before_that_of_libraries() -> None:
         "class Owner: pass\n"
         "early = Owner(); weakref.finalize(early, print, 'weakref')\n"
         "atexit.register(print, 'library')\n"
-        "from hybrid_rl.controller.session import at_end\n"
-        "owner = Owner(); at_end(owner, print, 'ours')"
+        f"{ALONE}\n"
+        "owner = Owner(); session.at_end(owner, print, 'ours')"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == ["ours", "library", "weakref"]
@@ -144,8 +147,8 @@ def test_a_forked_child_ends_nothing_of_its_parent() -> None:
     code = (
         "import os, sys\n"
         "class Owner: pass\n"
-        "from hybrid_rl.controller.session import at_end\n"
-        "owner = Owner(); end = at_end(owner, print, 'ended')\n"
+        f"{ALONE}\n"
+        "owner = Owner(); end = session.at_end(owner, print, 'ended')\n"
         "pid = os.fork()\n"
         "if pid == 0: end(); sys.exit(3)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)"

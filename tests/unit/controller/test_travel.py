@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.errors import ConfigError
+from tests.forked import Forked
 
 
 class Handle:
@@ -111,7 +111,7 @@ def test_classes_of_the_user_may_define_how_they_travel() -> None:
         pack(given, is_handle, "setup")
 
 
-def test_modules_of_the_driver_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_driver_are_found(forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it can import, from wherever; after what this process finds already."""
     (tmp_path / "only_there.py").write_text("import sys\nASKED = list(sys.argv)\n")
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "gone")])
@@ -125,9 +125,8 @@ def test_modules_of_the_driver_are_found(tmp_path: Path, monkeypatch: pytest.Mon
         f"assert sys.path == [*before, {str(tmp_path)!r}]\n"
         "import only_there; print(only_there.ASKED)"
     )
-    root = str(Path(__file__).parents[3])
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert answer.stdout == "['train.py', 'fast']\n"
+    answer = forked.run("-c", code, environment=os.environ)
+    assert answer.stdout == "['train.py', 'fast']\n", answer.stderr
 
 
 def test_a_module_that_is_missing_is_named() -> None:

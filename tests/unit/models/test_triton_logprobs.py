@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,9 +17,9 @@ import torch
 
 from hybrid_rl.models import logprobs
 from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
+from tests.forked import Forked
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
 
-ROOT = Path(__file__).parents[3]
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 needs_triton = pytest.mark.skipif(
     not (FOLDER.is_dir() or find_spec("triton")), reason="needs Triton (make install, on Linux on x86-64)"
@@ -29,20 +28,13 @@ needs_triton = pytest.mark.skipif(
 TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bfloat16: (2e-6, 8e-3)}
 
 
-def run_cases(*arguments: str) -> dict[str, Any]:
-    """What the script of the cases prints: whether Triton interprets is decided when it is imported."""
-    command = [sys.executable, "-m", "tests.gpu.logprob_cases", *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])}
-    environment |= {"TRITON_INTERPRET": "0" if arguments else "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def found(forked: Forked) -> dict[str, Any]:
+    """What all cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
+    done = forked.run("-m", "tests.gpu.logprob_cases", environment=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """All cases through the interpreter."""
-    return run_cases()
 
 
 @pytest.fixture
@@ -90,19 +82,6 @@ def test_rows_of_the_gradient_are_aligned_as_the_kernel_is_compiled_for(found: d
 @pytest.mark.slow
 def test_a_label_outside_of_the_vocabulary_gives_nan(found: dict[str, Any]) -> None:
     assert found["unknown label"] == [False, True, False]
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_compile_for_gpus_and_use_their_tensor_cores(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = run_cases("--compile")
-    used = {name: entry["multiplies"] for name, entry in compiled.items()}
-    for kernel in ("_sum_up", "_differentiate"):
-        assert used[f"{kernel} 90 bfloat16"] == "wgmma"
-        assert used[f"{kernel} 80 float16"] == "mma.sync"
-        assert used[f"{kernel} 90 float32"] == "fma"  # exact products, whatever TF32 could do
-    assert max(entry["shared_bytes"] for entry in compiled.values()) <= 99 << 10  # what the smallest of them has
 
 
 def test_the_reference_on_numbers_by_hand() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hybrid_rl.errors import ConfigError, RewardError
-from hybrid_rl.rewards import RewardInput, RewardRunner
+from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState, exact_match
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
@@ -269,8 +269,12 @@ def test_processes_end_with_a_script_that_forgets_close(tmp_path):
 
 
 def test_a_reward_process_does_not_import_torch():
-    def modules(completions):
-        return [float("torch" in sys.modules or "numpy" in sys.modules)]
+    """Not even where state and reward are the library's own."""
+
+    def modules(completions, trainer_state):
+        return [float("torch" in sys.modules or trainer_state is None and "numpy" in sys.modules)]
 
     with RewardRunner(modules, num_processes=1) as runner:
         assert runner.score(samples("a"), None).rewards == [0.0]
+    with RewardRunner([modules, exact_match], num_processes=1) as runner:
+        assert runner.score(samples("a"), TrainerState(1, 2, 0.5)).rewards == [0.0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forked import Forked
 from tests.gpu.decode_cases import CASES, PLANS, SWEPT, build, reference
 
-ROOT = Path(__file__).parents[3]
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 if not (FOLDER.is_dir() or find_spec("triton")):
     pytest.skip("needs Triton (make install, on Linux on x86-64)", allow_module_level=True)
@@ -34,24 +33,23 @@ def path() -> Iterator[None]:
         yield
 
 
-def run_cases(*arguments: str) -> dict[str, Any]:
+def run_cases(forked: Forked, *arguments: str) -> dict[str, Any]:
     """What cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
-    command = [sys.executable, "-m", "tests.gpu.decode_cases", *arguments]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
+    done = forked.run("-m", "tests.gpu.decode_cases", *arguments, environment=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(forked: Forked) -> dict[str, Any]:
     """The ordinary cases."""
-    return run_cases()
+    return run_cases(forked)
 
 
 @pytest.mark.sweep
-def test_the_cases_between_the_ordinary_ones() -> None:
-    gaps = run_cases("swept")["gaps"]
+def test_the_cases_between_the_ordinary_ones(forked: Forked) -> None:
+    gaps = run_cases(forked, "swept")["gaps"]
     assert gaps.keys() == SWEPT
     assert max(gaps.values()) < 2e-6, gaps
 

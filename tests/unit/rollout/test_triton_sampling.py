@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import Forked
 from tests.gpu.sampling_cases import CASES
 
-ROOT = Path(__file__).parents[3]
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 if not (FOLDER.is_dir() or find_spec("triton")):
     pytest.skip("needs Triton (make install, on Linux on x86-64)", allow_module_level=True)
@@ -32,11 +31,10 @@ def path() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def problems() -> dict[str, str | None]:
+def problems(forked: Forked) -> dict[str, str | None]:
     """All cases in a process of their own: whether Triton interprets is decided when it is imported."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.sampling_cases"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
+    done = forked.run("-m", "tests.gpu.sampling_cases", environment=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
