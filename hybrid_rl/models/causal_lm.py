@@ -86,6 +86,12 @@ class CausalLM:
         """Longest sequence that the position embedding was made for, None where the config does not say."""
         return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def idle_token(self) -> int:
+        """A token to compute with where there is nothing to compute: not the one of padding, whose embedding may be
+        zeros. There some norms have an infinite slope, and a loss of weight 0 a gradient of NaN."""
+        return int(getattr(self.module.get_input_embeddings(), "padding_idx", None) == 0)
+
     def check_length(self, max_length: int) -> None:
         """Raise ModelError where sequences of up to max_length tokens would change the model's own rotary frequencies.
 

@@ -109,7 +109,7 @@ class Critic(TrainedModel):
         sums = MetricSums()
 
         def loss_of(rows: Sequence[int]) -> Tensor:
-            micro = micro_batch(batch, rows)
+            micro = micro_batch(batch, rows, self.model.idle_token)
             loss, stats = micro_batch_value_loss(self.model, micro, self._mask(micro), self._clip, num_tokens)
             sums.merge(stats)
             sums.mean("critic/value_loss", loss.detach(), 0)
