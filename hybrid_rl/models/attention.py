@@ -2,8 +2,9 @@
 
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
 layer's projected queries, keys and values to a context object: `PackedAttention` when training, the engine's paged
-cache when generating. No mask function is registered beside it: transformers then builds no mask, and does not look
-into the positions for packing either, which would wait for the device in every forward pass.
+cache when generating. The thread holds the context: as a keyword it would reach attention only where every layer of an
+architecture hands on what it does not know. No mask function is registered beside it: transformers then builds no mask,
+and does not look into the positions for packing either, which would wait for the device in every forward pass.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from hybrid_rl.transfer import upload
 NAME = "hybrid_rl_packed"
 
 # Sequences whose lengths lie within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
-# waste,
-# against one more kernel launch per layer for every further bucket.
+# waste, against one more kernel launch per layer for every further bucket.
 BUCKET_FILL = 0.75
 SMALL_LENGTH = 32  # below this a launch costs more than the padding it would save
 
@@ -60,14 +60,11 @@ def attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    attention_context: AttentionContext | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no weights."""
-    if attention_context is None:
-        raise ModelError(
-            f"{type(module).__name__} did not pass attention_context on to its attention; it cannot run packed"
-        )
+    context = _overrides.context
+    assert context is not None  # whoever names this function gives one
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise ModelError(
             f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not have"
@@ -81,7 +78,7 @@ def attention_forward(
         raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values cannot be cached")
     options = AttentionOptions(scale=scaling, window=sliding_window, softcap=softcap)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_context.attend(layer, q, k, v, options).unsqueeze(0), None
+    return context.attend(layer, q, k, v, options).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, attention_forward)
@@ -93,9 +90,11 @@ def attention_configs(module: nn.Module) -> list[Any]:
 
 
 class _Overrides(threading.local):
-    """Attention functions that this thread uses in the place of those that configs name, by the config's id."""
+    """What this thread uses in the place of the attention functions that configs name, by the config's id, and where
+    those of this module send queries, keys and values."""
 
     names: dict[int, str] = {}
+    context: AttentionContext | None = None
 
 
 _overrides = _Overrides()
@@ -113,34 +112,33 @@ _config_class._attn_implementation = property(_implementation, _named.fset)
 
 
 @contextmanager
-def attention_functions(configs: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
-    """Inside the block, and in this thread only, the layers of each config use the attention function of that name."""
-    before = _overrides.names
-    _overrides.names = before | {id(config): name for config, name in zip(configs, names, strict=True)}
+def attention_functions(
+    configs: Sequence[Any], names: Sequence[str], context: AttentionContext | None = None
+) -> Iterator[None]:
+    """Inside the block, and in this thread only, the layers of each config use the attention function of that name. A
+    user's own calls of the model stay as they were. context: where the functions of this module send what they get.
+    """
+    before = _overrides.names, _overrides.context
+    _overrides.names = before[0] | {id(config): name for config, name in zip(configs, names, strict=True)}
+    _overrides.context = context
     try:
         yield
     finally:
-        _overrides.names = before
-
-
-def packed_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Route attention through this module's function inside the block only: a user's own calls of the model stay as
-    they were."""
-    return attention_functions(configs, [NAME] * len(configs))
+        _overrides.names, _overrides.context = before
 
 
 def checkpoint_contexts(
     configs: Sequence[Any], linears: Linears
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
-    forward pass were left, uses the attention function and the linear layers of that pass."""
-    names = [config._attn_implementation for config in configs]
-    return nullcontext(), _recompute(configs, names, linears, SMALLEST_ROWS if linears.is_fast else 0)
+    forward pass were left and maybe in another thread, uses the attention and the linear layers of that pass."""
+    functions = attention_functions(configs, [config._attn_implementation for config in configs], _overrides.context)
+    return nullcontext(), _recompute(functions, linears, SMALLEST_ROWS if linears.is_fast else 0)
 
 
 @contextmanager
-def _recompute(configs: Sequence[Any], names: Sequence[str], linears: Linears, num_rows: int) -> Iterator[None]:
-    with attention_functions(configs, names), linears.fast(num_rows):
+def _recompute(functions: AbstractContextManager[None], linears: Linears, num_rows: int) -> Iterator[None]:
+    with functions, linears.fast(num_rows):
         yield
 
 

@@ -128,10 +128,8 @@ class CausalLM:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
         functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
-        with attention_functions(self._configs, functions), self._linears.fast(num_rows):
-            output = self.module.base_model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
-            )
+        with attention_functions(self._configs, functions, attention), self._linears.fast(num_rows):
+            output = self.module.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
