@@ -10,7 +10,7 @@ and does not look into the positions for packing either, which would wait for th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -50,35 +50,47 @@ class AttentionContext(Protocol):
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no weights."""
-    context = _overrides.context
-    assert context is not None  # whoever names this function gives one
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise ModelError(
-            f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not have"
-        )
-    if getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__} is not causal; only causal language models are supported")
+    context = current_context()
     if attention_mask is not None:  # ours is None: the architecture made one itself, which packing would ignore
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own; it cannot run packed")
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values cannot be cached")
-    options = AttentionOptions(scale=scaling, window=sliding_window, softcap=softcap)
+    layer, options = options_of(module, keywords)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return context.attend(layer, q, k, v, options).unsqueeze(0), None
+
+
+# Keywords that decide nothing here: dropout is off, and positions are in queries and keys already.
+IGNORED = frozenset({"dropout", "position_ids", "use_cache", "is_causal", "return_dict"})
+
+
+def options_of(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[int, AttentionOptions]:
+    """The number of a layer, and what it asks for by the keywords of its call of attention.
+
+    Raises ModelError for what packed attention does not have.
+    """
+    name = type(module).__name__
+    asked = {word: value for word, value in keywords.items() if value is not None and value is not False}
+    options = AttentionOptions(
+        scale=asked.pop("scaling", None), window=asked.pop("sliding_window", None), softcap=asked.pop("softcap", None)
+    )
+    if "s_aux" in asked or "position_bias" in asked:
+        raise ModelError(f"{name} uses attention sinks or a position bias, which packed attention does not have")
+    if getattr(module, "is_causal", True) is False or keywords.get("is_causal") is False:
+        raise ModelError(f"{name} is not causal; only causal language models are supported")
+    unknown = sorted(asked.keys() - IGNORED)
+    if unknown:
+        raise ModelError(f"{name} hands {unknown[0]!r} to its attention, which packed attention does not know")
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        raise ModelError(
+            f"{name} scales queries by their place in the row instead of their position (attn_temperature_tuning); "
+            f"those of a packed row would be scaled by the samples before them"
+        )
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ModelError(f"{name} has no layer_idx, so its keys and values cannot be cached")
+    return layer, options
 
 
 AttentionInterface.register(NAME, attention_forward)
@@ -98,6 +110,14 @@ class _Overrides(threading.local):
 
 
 _overrides = _Overrides()
+
+
+def current_context() -> AttentionContext:
+    """The context of this thread. Whoever names an attention function of this package gives one."""
+    assert _overrides.context is not None
+    return _overrides.context
+
+
 _config_class: Any = PreTrainedConfig
 _named: Any = _config_class._attn_implementation
 
