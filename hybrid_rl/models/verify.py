@@ -78,7 +78,7 @@ def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: tor
     Raises ModelError where layers do not go through attention, or ask for what packed attention does not have.
     """
     name = type(module).__name__
-    with named_failure(name, "on token ids alone"):
+    with named_failure(name, "in its own forward pass of token ids"):
         calls = surveyed(backbone, device)
     config: Any = module.config.get_text_config()
     _check_layers(name, backbone, calls, config)
@@ -147,7 +147,7 @@ def check_outputs(model: Packed) -> float:
     batch = torch.tensor([[*sequence, *sequence[-1:] * (width - len(sequence))] for sequence in sequences])
     places, own = same_places(row, sequences, range(0, width * len(sequences), width))
     routing = HeldRouting(model.module)
-    with own_attention(model.module), routing.recording(), named_failure(name, "by itself"):
+    with own_attention(model.module), routing.recording(), named_failure(name, "in its own forward pass of token ids"):
         expected = _plain_outputs(model, batch.to(model.device))
     with named_failure(name, "with packed sequences"), routing.repeating(own):
         hidden = model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))

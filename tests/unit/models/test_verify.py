@@ -259,7 +259,7 @@ def test_the_check_leaves_no_hook_and_changes_no_weight() -> None:
 def test_reward_models_are_checked_in_the_same_way() -> None:
     config = transformers.Qwen2MoeConfig(
         **BASE,
-        **(EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8}),
+        **(EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 16}),
         use_sliding_window=True,
         sliding_window=16,
         layer_types=["sliding_attention"] * 2,
