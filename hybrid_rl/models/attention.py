@@ -2,14 +2,15 @@
 
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
 layer's projected queries, keys and values to a context object: `PackedAttention` when training, the engine's paged
-cache when generating. No mask function is registered beside it: transformers then builds no mask, and does not look
-into the positions for packing either, which would wait for the device in every forward pass.
+cache when generating. The thread holds the context: as a keyword it would reach attention only where every layer of an
+architecture hands on what it does not know. No mask function is registered beside it: transformers then builds no mask,
+and does not look into the positions for packing either, which would wait for the device in every forward pass.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -26,8 +27,7 @@ from hybrid_rl.transfer import upload
 NAME = "hybrid_rl_packed"
 
 # Sequences whose lengths lie within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
-# waste,
-# against one more kernel launch per layer for every further bucket.
+# waste, against one more kernel launch per layer for every further bucket.
 BUCKET_FILL = 0.75
 SMALL_LENGTH = 32  # below this a launch costs more than the padding it would save
 
@@ -50,38 +50,47 @@ class AttentionContext(Protocol):
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    attention_context: AttentionContext | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no weights."""
-    if attention_context is None:
-        raise ModelError(
-            f"{type(module).__name__} did not pass attention_context on to its attention; it cannot run packed"
-        )
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise ModelError(
-            f"{type(module).__name__} uses attention sinks or a position bias, which packed attention does not have"
-        )
-    if getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__} is not causal; only causal language models are supported")
+    context = current_context()
     if attention_mask is not None:  # ours is None: the architecture made one itself, which packing would ignore
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own; it cannot run packed")
+    layer, options = options_of(module, keywords)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return context.attend(layer, q, k, v, options).unsqueeze(0), None
+
+
+# Keywords that decide nothing here: dropout is off, and positions are in queries and keys already.
+IGNORED = frozenset({"dropout", "position_ids", "use_cache", "is_causal", "return_dict"})
+
+
+def options_of(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[int, AttentionOptions]:
+    """The number of a layer, and what it asks for by the keywords of its call of attention.
+
+    Raises ModelError for what packed attention does not have.
+    """
+    name = type(module).__name__
+    asked = {word: value for word, value in keywords.items() if value is not None and value is not False}
+    options = AttentionOptions(
+        scale=asked.pop("scaling", None), window=asked.pop("sliding_window", None), softcap=asked.pop("softcap", None)
+    )
+    if "s_aux" in asked or "position_bias" in asked:
+        raise ModelError(f"{name} uses attention sinks or a position bias, which packed attention does not have")
+    if getattr(module, "is_causal", True) is False or keywords.get("is_causal") is False:
+        raise ModelError(f"{name} is not causal; only causal language models are supported")
+    unknown = sorted(asked.keys() - IGNORED)
+    if unknown:
+        raise ModelError(f"{name} hands {unknown[0]!r} to its attention, which packed attention does not know")
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        raise ModelError(
+            f"{name} scales queries by their place in the row instead of their position (attn_temperature_tuning); "
+            f"those of a packed row would be scaled by the samples before them"
+        )
     layer = getattr(module, "layer_idx", None)
     if layer is None:
-        raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values cannot be cached")
-    options = AttentionOptions(scale=scaling, window=sliding_window, softcap=softcap)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attention_context.attend(layer, q, k, v, options).unsqueeze(0), None
+        raise ModelError(f"{name} has no layer_idx, so its keys and values cannot be cached")
+    return layer, options
 
 
 AttentionInterface.register(NAME, attention_forward)
@@ -93,12 +102,22 @@ def attention_configs(module: nn.Module) -> list[Any]:
 
 
 class _Overrides(threading.local):
-    """Attention functions that this thread uses in the place of those that configs name, by the config's id."""
+    """What this thread uses in the place of the attention functions that configs name, by the config's id, and where
+    those of this module send queries, keys and values."""
 
     names: dict[int, str] = {}
+    context: AttentionContext | None = None
 
 
 _overrides = _Overrides()
+
+
+def current_context() -> AttentionContext:
+    """The context of this thread. Whoever names an attention function of this package gives one."""
+    assert _overrides.context is not None
+    return _overrides.context
+
+
 _config_class: Any = PreTrainedConfig
 _named: Any = _config_class._attn_implementation
 
@@ -113,34 +132,33 @@ _config_class._attn_implementation = property(_implementation, _named.fset)
 
 
 @contextmanager
-def attention_functions(configs: Sequence[Any], names: Sequence[str]) -> Iterator[None]:
-    """Inside the block, and in this thread only, the layers of each config use the attention function of that name."""
-    before = _overrides.names
-    _overrides.names = before | {id(config): name for config, name in zip(configs, names, strict=True)}
+def attention_functions(
+    configs: Sequence[Any], names: Sequence[str], context: AttentionContext | None = None
+) -> Iterator[None]:
+    """Inside the block, and in this thread only, the layers of each config use the attention function of that name. A
+    user's own calls of the model stay as they were. context: where the functions of this module send what they get.
+    """
+    before = _overrides.names, _overrides.context
+    _overrides.names = before[0] | {id(config): name for config, name in zip(configs, names, strict=True)}
+    _overrides.context = context
     try:
         yield
     finally:
-        _overrides.names = before
-
-
-def packed_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Route attention through this module's function inside the block only: a user's own calls of the model stay as
-    they were."""
-    return attention_functions(configs, [NAME] * len(configs))
+        _overrides.names, _overrides.context = before
 
 
 def checkpoint_contexts(
     configs: Sequence[Any], linears: Linears
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
-    forward pass were left, uses the attention function and the linear layers of that pass."""
-    names = [config._attn_implementation for config in configs]
-    return nullcontext(), _recompute(configs, names, linears, SMALLEST_ROWS if linears.is_fast else 0)
+    forward pass were left and maybe in another thread, uses the attention and the linear layers of that pass."""
+    functions = attention_functions(configs, [config._attn_implementation for config in configs], _overrides.context)
+    return nullcontext(), _recompute(functions, linears, SMALLEST_ROWS if linears.is_fast else 0)
 
 
 @contextmanager
-def _recompute(configs: Sequence[Any], names: Sequence[str], linears: Linears, num_rows: int) -> Iterator[None]:
-    with attention_functions(configs, names), linears.fast(num_rows):
+def _recompute(functions: AbstractContextManager[None], linears: Linears, num_rows: int) -> Iterator[None]:
+    with functions, linears.fast(num_rows):
         yield
 
 

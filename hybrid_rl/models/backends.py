@@ -63,7 +63,10 @@ class AttentionNeeds:
     def of(cls, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> AttentionNeeds:
         """Read from the module's config."""
         config: Any = module.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None)
+        try:
+            head_dim = getattr(config, "head_dim", None)
+        except RuntimeError:  # transformers' word for heads of several sizes, as Gemma 4 has
+            return cls(device, dtype, None, getattr(config, "attn_logit_softcapping", None))
         width, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
         if head_dim is None and width and num_heads:
             head_dim = width // num_heads

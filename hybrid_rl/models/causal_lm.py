@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import (
     NAME,
@@ -26,12 +25,7 @@ from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
-
-# What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
-# logit. transformers' eager attention takes its softmax in float32, in float64 models too.
-VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
-# The row that a model is verified on: two samples that share a prompt, and one on its own.
-VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
+from hybrid_rl.models.verify import LengthLimit, check_outputs, check_survey, verify_row
 
 
 class CausalLM:
@@ -54,6 +48,8 @@ class CausalLM:
         activation_offload: bool = False,
     ) -> None:
         self.module = module
+        self.backbone = _backbone(module)
+        self.masked_from: LengthLimit | None = None  # as `verify` finds it
         module.eval()
         self._configs = attention_configs(module)
         self._activation_offload = activation_offload
@@ -86,23 +82,28 @@ class CausalLM:
         """Longest sequence that the position embedding was made for, None where the config does not say."""
         return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
 
-    def check_length(self, max_length: int) -> None:
-        """Raise ModelError where sequences of up to max_length tokens would change the model's own rotary frequencies.
+    @property
+    def idle_token(self) -> int:
+        """A token to compute with where there is nothing to compute: not the one of padding, whose embedding may be
+        zeros. There some norms have an infinite slope, and a loss of weight 0 a gradient of NaN."""
+        return int(getattr(self.module.get_input_embeddings(), "padding_idx", None) == 0)
 
-        "longrope" and "dynamic" scaling choose them by the longest sequence of a forward pass: one long sample would
-        then change the logprobs of the others that it is packed with.
-        """
-        config = self.module.config.get_text_config()
-        scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        for rope in (scaling, *(value for value in scaling.values() if isinstance(value, dict))):
-            kind = rope.get("rope_type", rope.get("type"))
-            trained = rope.get("original_max_position_embeddings")
-            limit = trained or getattr(config, "original_max_position_embeddings", self.max_positions)
-            if kind in ("longrope", "dynamic") and limit is not None and max_length > limit:
-                raise ModelError(
-                    f"{kind} rotary scaling beyond {limit} tokens is not supported (prompt and completion may take "
-                    f"{max_length}); lower max_prompt_length or max_completion_length"
-                )
+    @property
+    def length_limit(self) -> LengthLimit | None:
+        """The longest sequences that may run, None where nothing limits them: the model's positions, or fewer."""
+        positions = self.max_positions
+        own = None if positions is None else LengthLimit(positions, f"the model has {positions} positions")
+        limits = (own, rotary_limit(self.module.config.get_text_config(), positions), self.masked_from)
+        return min((limit for limit in limits if limit is not None), default=None, key=lambda limit: limit.num_tokens)
+
+    def check_length(self, max_length: int) -> None:
+        """Raise ModelError where sequences of up to max_length tokens would not run as the model itself runs them."""
+        limit = self.length_limit
+        if limit is not None and max_length > limit.num_tokens:
+            raise ModelError(
+                f"sequences of more than {limit.num_tokens} tokens are not supported: {limit.why}. Prompt and "
+                f"completion may take {max_length}; lower max_prompt_length or max_completion_length"
+            )
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass. Raises ModelError where the architecture cannot."""
@@ -122,10 +123,8 @@ class CausalLM:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
         functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
-        with attention_functions(self._configs, functions), self._linears.fast(num_rows):
-            output = self.module.base_model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, attention_context=attention
-            )
+        with attention_functions(self._configs, functions, attention), self._linears.fast(num_rows):
+            output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -189,50 +188,18 @@ class CausalLM:
         positions = layout.positions().to(token_ids.device)
         return self.row_logprobs(PackedRow(token_ids, positions, token_ids[targets], targets - 1, layout), temperature)
 
-    @torch.no_grad()
     def verify(self) -> float:
-        """Compare a packed forward of three sequences, two of which share a prompt, with the model's own forward of
-        each; the largest relative gap.
+        """The start-up check (verify.py): the largest relative gap to the model's own forward.
 
         Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently.
         """
-        name = type(self.module).__name__
-        layout = VERIFY_LAYOUT
-        tokens = self.verify_row().token_ids
-        context = self.attention.context(layout, self.device)
-        try:
-            mine = self._outputs(self.hidden_states(tokens, layout.positions().to(self.device), context))
-        except (TypeError, AttributeError, RuntimeError) as error:
-            raise ModelError(f"{name} does not run with packed sequences: {error}") from error
-        segments: Any = tokens.split(layout.lengths)
-        roots, children = segments[: len(layout.roots)], segments[len(layout.roots) :]
-        # Eager attention defines an architecture: the others leave out what they lack, SDPA Gemma-2's soft-capping.
-        with attention_functions(self._configs, ["eager"] * len(self._configs)):
-            parts = [self._plain_outputs(root) for root in roots]
-            for child, root in zip(children, layout.parents, strict=True):
-                whole = self._plain_outputs(torch.cat([roots[root], child]))
-                parts.append({what: output[-len(child) :] for what, output in whole.items()})
-        gaps = {what: relative_gap(found, torch.cat([part[what] for part in parts])) for what, found in mine.items()}
-        for what, gap in gaps.items():
-            if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
-                raise ModelError(
-                    f"{name} gives other {what} with packed sequences (relative gap {gap:.1e}); this architecture is "
-                    f"not supported"
-                )
-        return max(gaps.values())
+        self.masked_from = check_survey(self.module, self.backbone, self.device)
+        return check_outputs(self)
 
-    def _outputs(self, hidden: Tensor) -> dict[str, Tensor]:
-        """What `verify` compares. A head that is still zero shows nothing of what is below it."""
-        logits = {"logits": self.logits(hidden)}
-        return logits if self.is_language_model else logits | {"hidden states": hidden}
-
-    def _plain_outputs(self, token_ids: Tensor) -> dict[str, Tensor]:
-        logits = {"logits": self.module(input_ids=token_ids[None], use_cache=False).logits[0]}
-        if self.is_language_model:
-            return logits
-        hidden = self.module.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
-        return logits | {"hidden states": hidden}
+    def verify_row(self) -> PackedRow:
+        """The row that a model is verified on; its labels are the second tokens of its segments."""
+        return verify_row(self)
 
     def row_outputs(self, row: PackedRow) -> list[Tensor]:
         """What two models that hold the same weights are compared by: the logprobs of a row, or values and hidden
@@ -242,24 +209,19 @@ class CausalLM:
         context = self.attention.context(row.layout, self.device)
         return [self.row_values(row), self.hidden_states(row.token_ids, row.positions, context)]
 
-    def verify_row(self) -> PackedRow:
-        """The row that a model is verified on; its labels are the second tokens of its segments."""
-        embeddings: Any = self.module.get_input_embeddings()
-        num_embeddings = int(embeddings.weight.shape[0])
-        tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=self.device) * 7919 + 3) % num_embeddings
-        first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(self.device)
-        return PackedRow(tokens, VERIFY_LAYOUT.positions().to(self.device), tokens[first + 1], first, VERIFY_LAYOUT)
-
-
-def relative_gap(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected number; NaN where a number is none."""
-    return float((found - expected.to(found.dtype)).abs().max() / expected.abs().max().clamp(min=1e-6))
-
 
 @contextmanager
 def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+def _backbone(module: PreTrainedModel) -> PreTrainedModel:
+    """The module without its head, also where a class names it by a word that it is not called by (Llama-4)."""
+    named: Any = module.base_model
+    inner = [child for child in module.children() if isinstance(child, PreTrainedModel)]
+    found: PreTrainedModel = inner[0] if named is module and len(inner) == 1 else named
+    return found
 
 
 def _output_head(module: PreTrainedModel) -> nn.Linear:
@@ -283,6 +245,24 @@ def _switch_off_noise(module: nn.Module) -> None:
         for name, value in vars(child).items():
             if isinstance(value, float) and ("dropout" in name or "jitter" in name):
                 setattr(child, name, 0.0)
+
+
+def rotary_limit(config: Any, max_positions: int | None) -> LengthLimit | None:
+    """The length up to which rotary frequencies are the same for all sequences.
+
+    "longrope" and "dynamic" scaling choose them by the longest sequence of a forward pass: one long sample would change
+    the logprobs of the others that it is packed with.
+    """
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (scaling, *(value for value in scaling.values() if isinstance(value, dict))):
+        kind = rope.get("rope_type", rope.get("type"))
+        trained = rope.get("original_max_position_embeddings")
+        limit = trained or getattr(config, "original_max_position_embeddings", max_positions)
+        if kind in ("longrope", "dynamic") and limit is not None:
+            return LengthLimit(
+                limit, f"{kind} rotary scaling has other frequencies from there on, for all that is in a pass"
+            )
+    return None
 
 
 def _head_options(module: PreTrainedModel) -> HeadOptions:

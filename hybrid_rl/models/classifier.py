@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from hybrid_rl.batch import Jagged
+from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import attention_configs, attention_functions
-from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, CausalLM
+from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import first_line
+from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import PackedRow
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, check_survey, named_failure, own_attention, same_places
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.transfer import upload
 
@@ -98,22 +99,24 @@ def verify_scores(model: CausalLM) -> float:
     """
     plain: Any = model.module
     name = type(plain).__name__
-    try:
-        found = sequence_scores(model, VERIFY_SEQUENCES)
-    except (TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{name} does not run with packed sequences: {error}") from error
-    configs = attention_configs(plain)
-    expected, sizes = [], []
-    # Eager attention defines an architecture: the others leave out what they lack.
-    with attention_functions(configs, ["eager"] * len(configs)):
-        for prompt, completion in VERIFY_SEQUENCES:
-            ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    model.masked_from = check_survey(plain, model.backbone, model.device)
+    routing, expected, sizes = HeldRouting(plain), [], []
+    sequences = [[*prompt, *completion] for prompt, completion in VERIFY_SEQUENCES]
+    with own_attention(plain), routing.recording():
+        for sequence in sequences:
+            ids = torch.tensor([sequence], device=model.device)
             output = plain(input_ids=ids, use_cache=False, output_hidden_states=True)
             expected.append(output.logits[0, 0])
             sizes.append(output.hidden_states[-1][0, -1].norm())
+    row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device)
+    starts = lengths_to_offsets(list(map(len, sequences))).tolist()[:-1]
+    places, own = same_places(row, sequences, starts)
+    with named_failure(name, "with packed sequences"), routing.repeating(own):
+        found = sequence_scores(model, VERIFY_SEQUENCES)
     head = next(child for child in plain.children() if isinstance(child, torch.nn.Linear))
     scale = (torch.stack(sizes).max() * head.weight.norm()).clamp(min=1e-6)
     gap = float((found - torch.stack(expected).to(found.dtype)).abs().max() / scale)
+    gap = max(gap, *routing.gaps(places).values(), 0.0)
     if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
         raise ModelError(
             f"{name} gives other scores with packed sequences (relative gap {gap:.1e}); this architecture is not "

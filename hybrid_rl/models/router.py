@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
+from hybrid_rl.models.routing import find_routers, tensors_of
 from hybrid_rl.models.row import PackedRow
 
 
@@ -26,7 +25,7 @@ class Routers:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self._routers = _routers(model.module)
+        self._routers = find_routers(model.module)
         name = type(model.module).__name__
         if not self._routers:
             raise ModelError(
@@ -111,7 +110,7 @@ class RouterReading:
         """Forward hook of a router whose output at `index` are the logits."""
         if self._problem or self._logprobs[layer] is not None:
             return  # what comes first counts: a recomputation follows its forward pass
-        parts = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+        parts = tensors_of(output)
         chosen = [part for part in parts if not part.is_floating_point()]
         logits = output[index]
         if len(chosen) != 1 or chosen[0].shape[:-1] != logits.shape[:-1]:
@@ -127,25 +126,3 @@ class RouterReading:
             ids = self._asked[:, layer]
         logprobs = torch.log_softmax(logits.reshape(-1, logits.shape[-1])[self._sources].float(), dim=-1)
         self._ids[layer], self._logprobs[layer] = ids, logprobs.gather(1, ids)
-
-
-def _routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Every router of a model with the place of the logits in its output."""
-    owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
-    found: dict[nn.Module, int] = {}
-    for owner in owners:
-        recorders = (owner._can_record_outputs or {}).get("router_logits")
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            if isinstance(recorder, OutputRecorder):
-                found |= _recorded(owner, recorder)
-    return [(child, found[child]) for child in module.modules() if child in found]
-
-
-def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int]:
-    """The modules that a recorder is meant for, found as transformers finds them."""
-    part = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
-    return {
-        child: recorder.index
-        for name, child in owner.named_modules()
-        if recorder.target_class is not None and isinstance(child, recorder.target_class) and part in f".{name}."
-    }

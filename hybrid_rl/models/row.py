@@ -18,7 +18,8 @@ from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
-# anew for every number of rows, and memory of ever new sizes is never used again.
+# anew for every number of rows, and memory of ever new sizes is never used again. It repeats the row's first token: one
+# that is in no sample may have an embedding of zeros, where some norms have an infinite slope, and 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
 
@@ -119,7 +120,7 @@ class PackedRow:
         prompt_rows, completion_rows = list(prompts), list(completions)
         parts = [prompt_rows[group[0]] for group in shared]
         parts += [part for index in single for part in (prompt_rows[index], completion_rows[index])]
-        parts += [torch.zeros(filler, dtype=torch.int64)]
+        parts += [parts[0][:1].expand(filler)]
         parts += [completion_rows[index] for index in children]
         columns = (
             torch.cat(parts),

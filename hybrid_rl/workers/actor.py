@@ -119,7 +119,8 @@ class Actor(TrainedModel):
         self._numbers.clear()
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
-            loss, stats, logprobs = micro_batch_loss(self.model, micro_batch(batch, rows), terms, counts)
+            micro = micro_batch(batch, rows, self.model.idle_token)
+            loss, stats, logprobs = micro_batch_loss(self.model, micro, terms, counts)
             sums.merge(stats)
             sums.mean("loss", loss.detach(), 0)
             if rows:

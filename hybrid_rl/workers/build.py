@@ -127,7 +127,9 @@ def generating_model(model: CausalLM) -> Iterator[CausalLM]:
         yield model
         return
     with model.twin.bound():
-        yield CausalLM(model.twin.module, model.attention.name)
+        plain = CausalLM(model.twin.module, model.attention.name)
+        plain.masked_from = model.masked_from
+        yield plain
 
 
 def gathered_bytes(model: CausalLM) -> int:

@@ -53,12 +53,11 @@ class Critic(TrainedModel):
     def check(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         """Raise ModelError where the policy's tokens, or sequences of up to max_length of them, are not for it."""
         check_tokenizer(tokenizer, self.model.module)
-        self.model.check_length(max_length)
-        limit = self.model.max_positions
-        if limit is not None and max_length > limit:
+        limit = self.model.length_limit
+        if limit is not None and max_length > limit.num_tokens:
             raise ModelError(
-                f"the critic has {limit} positions, but prompt and completion may take {max_length}; lower "
-                f"max_prompt_length or max_completion_length, or give another critic_path"
+                f"the critic takes at most {limit.num_tokens} tokens ({limit.why}), but prompt and completion may take "
+                f"{max_length}; lower max_prompt_length or max_completion_length, or give another critic_path"
             )
 
     def values(self, batch: Batch, plan: Plan) -> Jagged:
@@ -109,7 +108,7 @@ class Critic(TrainedModel):
         sums = MetricSums()
 
         def loss_of(rows: Sequence[int]) -> Tensor:
-            micro = micro_batch(batch, rows)
+            micro = micro_batch(batch, rows, self.model.idle_token)
             loss, stats = micro_batch_value_loss(self.model, micro, self._mask(micro), self._clip, num_tokens)
             sums.merge(stats)
             sums.mean("critic/value_loss", loss.detach(), 0)

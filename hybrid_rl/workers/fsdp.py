@@ -29,7 +29,7 @@ from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
 from hybrid_rl.models.blocks import transformer_blocks
-from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.workers import fsdp_versions
 from hybrid_rl.workers.twin import Twin
 
@@ -223,11 +223,13 @@ class ShardedCausalLM(CausalLM):
     @torch.no_grad()
     def verify(self) -> float:
         """See CausalLM: the twin is compared with the model's own forward, then this model with the twin."""
+        row = self.verify_row()
         with self.twin.bound():
             plain = CausalLM(self.twin.module, self.attention.name)
             gap = plain.verify()
-            expected = plain.row_outputs(self.verify_row())
-        gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(self.verify_row()), expected, strict=True)]
+            expected = plain.row_outputs(row)
+        self.masked_from = plain.masked_from
+        gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(row), expected, strict=True)]
         for difference in gaps:
             if not difference <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
                 raise ModelError(

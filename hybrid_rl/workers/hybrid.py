@@ -64,8 +64,8 @@ class HybridWorker(WorkerBase):
         self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
         model = build_model(setup.model, config, context, is_trained=True)
-        model.check_length(setup.max_length)
         model.verify()
+        model.check_length(setup.max_length)
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
         self._roles = Roles(setup, context)
@@ -86,14 +86,15 @@ class HybridWorker(WorkerBase):
         self._rewards = setup.rewards.runner(config)
         self._samples: JsonLines | None = None
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
-        limits = (setup.engine_length, model.max_positions, self._engine.kv_cache_tokens)
+        longest = model.length_limit
+        limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
         self._rollout = ScoredRollout(
             EngineClient(self._engine),
             self._rewards,
             setup.decode,
             seed=config.seed,
             encode=judge_encoder(setup.tokenizer, config.data.chat_template_kwargs),
-            max_length=min(limit for limit in limits if limit is not None),
+            max_length=min(limits),
         )
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)

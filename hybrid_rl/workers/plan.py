@@ -68,20 +68,23 @@ def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
     return [[*mini, *([] for _ in range(number - len(mini)))] for mini, number in zip(plan, most, strict=True)]
 
 
-def micro_batch(batch: Batch, rows: Sequence[int]) -> Batch:
+def micro_batch(batch: Batch, rows: Sequence[int], idle_token: int = 0) -> Batch:
     """The samples of a micro-batch; for an empty one a sample of weight zero with the columns of `batch`.
 
-    That sample has one token of prompt and one of completion, which no policy made: loss and gradient are 0, but every
-    parameter takes part in forward and backward.
+    That sample has one token of prompt and one of completion, idle_token both, which no policy made: loss and gradient
+    are 0, but every parameter takes part in forward and backward. Where gradients are taken, idle_token must be the
+    model's own (`CausalLM.idle_token`).
     """
-    return batch.select(rows) if rows else Batch({name: _masked(name, column) for name, column in batch.items()})
+    if rows:
+        return batch.select(rows)
+    return Batch({name: _masked(name, column, idle_token) for name, column in batch.items()})
 
 
-def _masked(name: str, column: Column) -> Column:
+def _masked(name: str, column: Column, idle_token: int) -> Column:
     """One sample that holds what the field table says for where nothing was produced, and zeros elsewhere."""
     if isinstance(column, list):
         return [None]
-    value = FIELDS[name].masked or 0
+    value = idle_token if name in ("prompt_ids", "completion_ids") else FIELDS[name].masked or 0
     if isinstance(column, Jagged):
         return Jagged(column.values.new_full((1, *column.values.shape[1:]), value), torch.tensor([0, 1]))
     return column.new_full((1,), value)

@@ -16,7 +16,6 @@ from hybrid_rl.data import pack_by_tokens
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer
-from hybrid_rl.models.causal_lm import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.models.classifier import (
     VERIFY_SEQUENCES,
     check_classifier,
@@ -26,6 +25,7 @@ from hybrid_rl.models.classifier import (
     verify_scores,
 )
 from hybrid_rl.models.load import DTYPES, load_tokenizer
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import StateSource
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
@@ -72,6 +72,7 @@ class RewardModel:
         with self.model.twin.bound():
             plain = CausalLM(self.model.twin.module, self.model.attention.name)
             verify_scores(plain)
+            self.model.masked_from = plain.masked_from
             expected = sequence_scores(plain, VERIFY_SEQUENCES)
         gap = relative_gap(sequence_scores(self.model, VERIFY_SEQUENCES), expected)
         if not gap <= VERIFY_TOLERANCE.get(self.model.dtype, 1e-3):
@@ -82,15 +83,14 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> Tensor:
-        """The score of every sample, float64 [N]; NaN of those that are longer than the model has positions.
+        """The score of every sample, float64 [N]; NaN of those that are longer than the model takes.
 
         Collective: ranks with fewer micro-batches run what has no weight.
         """
         sequences = [self._sequence(batch, row) for row in range(batch.num_samples)]
-        limit = self.model.max_positions
-        rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit]
+        limit = self.model.length_limit
+        rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit.num_tokens]
         sizes = [row_tokens(sequences)[row] for row in rows]
-        self.model.check_length(max(sizes, default=1))
         default = TOKENS_PER_MICRO_BATCH.get(self.model.device.type, 16384)
         cap = max(self._config.optimizer.tokens_per_micro_batch or default, *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
@@ -162,7 +162,10 @@ class RewardModels:
         failures: list[RewardFailure] = []
         for place, model in self._models.items():
             scores = model.scores(batch)
-            detail = f"prompt and completion are longer than the model's {model.model.max_positions} positions"
+            limit = model.model.length_limit
+            detail = (
+                "" if limit is None else f"prompt and completion take more than {limit.num_tokens} tokens: {limit.why}"
+            )
             for row in scores.isnan().nonzero()[:, 0].tolist():
                 key = int(batch["trajectory"][row]) - first_id
                 failures.append(RewardFailure(self._names[place], key, "long", detail))

@@ -49,6 +49,9 @@ SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 4.0, "attention_multiplier": 0.2}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25}),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", {}),
+    # Their layers hand nothing on that they do not know.
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {"hidden_act": "relu2"}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {}),
 }
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "attention sinks": ("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 8}),
@@ -57,7 +60,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "position in the mask": ("BloomConfig", "BloomForCausalLM", {"n_head": 4}),
     "convolutions": ("Lfm2Config", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     "a mask of its own": ("DogeConfig", "DogeForCausalLM", {}),
-    "its own attention code": ("NemotronConfig", "NemotronForCausalLM", {}),
+    "its own attention code": ("FalconConfig", "FalconForCausalLM", {"alibi": False}),
     "encoder and decoder": ("T5Config", "T5ForConditionalGeneration", {}),
 }
 

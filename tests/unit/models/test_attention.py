@@ -19,7 +19,6 @@ from hybrid_rl.models.attention import (
     attention_forward,
     attention_functions,
     length_buckets,
-    packed_attention,
 )
 from tests.unit.models.families import build
 
@@ -137,7 +136,6 @@ def layer(**attributes):
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (layer(), {"attention_context": None}, "did not pass attention_context on"),
         (layer(), {"s_aux": torch.zeros(4)}, "attention sinks"),
         (layer(), {"position_bias": torch.zeros(4)}, "position bias"),
         (layer(is_causal=False), {}, "not causal"),
@@ -147,9 +145,8 @@ def layer(**attributes):
 )
 def test_what_packed_attention_cannot_do_is_refused(module, arguments, message):
     mask = arguments.pop("attention_mask", None)
-    arguments.setdefault("attention_context", PackedAttention([3]))
     rows = [tensor.transpose(0, 1)[None] for tensor in qkv(3)]
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message), attention_functions([], [], PackedAttention([3])):
         attention_forward(module, *rows, mask, **arguments)
 
 
@@ -169,7 +166,7 @@ def test_other_threads_keep_the_attention_that_a_config_names():
     token_ids = torch.arange(2, 9)[None]
     with torch.no_grad():
         expected = module(input_ids=token_ids).logits
-    with packed_attention([module.config]), ThreadPoolExecutor(1) as pool:
+    with attention_functions([module.config], [NAME]), ThreadPoolExecutor(1) as pool:
         assert module.config._attn_implementation == NAME
         assert pool.submit(lambda: module.config._attn_implementation).result() == "sdpa"
         with torch.no_grad():

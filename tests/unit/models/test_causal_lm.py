@@ -1,5 +1,6 @@
 """Real architectures under packed attention: the same numbers as their own forward, and the user's model untouched."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -95,7 +96,7 @@ def test_the_whole_distribution_is_the_one_that_logprobs_and_entropy_are_of(name
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2", "nemotron"])
 def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
     module = build(name, attention=attention)
     model = CausalLM(module)
@@ -117,6 +118,18 @@ def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
         torch.testing.assert_close(gradients(module, after), expected, rtol=0, atol=0)
     assert recomputed == [0, 1, 1, 0]
     assert module.config._attn_implementation == attention
+
+
+def test_blocks_are_recomputed_in_whatever_thread_the_backward_pass_runs(token_ids):
+    """Autograd has a thread of its own for every GPU."""
+    module = build("nemotron")
+    model = CausalLM(module)
+    expected = gradients(module, model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0))
+    model.enable_gradient_checkpointing()
+    outputs = model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(gradients, module, outputs).result()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_gradient_checkpointing_leaves_the_users_own_training_step_alone(token_ids):

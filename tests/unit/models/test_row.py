@@ -103,6 +103,8 @@ def test_a_large_row_is_filled_up_to_whole_steps(num_tokens, filler):
     assert row.token_ids[row.sources[starts]].tolist() == [8, 8, 9]
     inner = torch.ones(len(row.labels), dtype=torch.bool).index_fill_(0, starts, False)
     assert torch.equal(row.token_ids[row.sources[inner]], row.labels[inner])
+    # Filled with a token of the row: that of padding may have an embedding of zeros.
+    assert set(row.token_ids.tolist()) == {7, 8, 9, 1, 2, 3}
 
 
 def test_what_fills_a_row_up_changes_no_logprob(monkeypatch):

@@ -316,8 +316,9 @@ def test_an_empty_micro_batch_is_one_sample_of_nothing() -> None:
             values[name] = torch.zeros(0, dtype=field.dtype)
         else:
             values[name] = Jagged.from_rows([], field.dtype)
-    sample = micro_batch(Batch(values), [])
+    sample = micro_batch(Batch(values), [], idle_token=5)
     assert sample.num_samples == 1
+    assert sample["prompt_ids"].values.tolist() == sample["completion_ids"].values.tolist() == [5]
     assert set(sample) == set(FIELDS)
     assert sample["prompt_ids"].lengths.tolist() == sample["completion_ids"].lengths.tolist() == [1]
     assert sample["completion_mask"].values.tolist() == [False]

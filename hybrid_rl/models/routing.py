@@ -1,0 +1,132 @@
+"""Where the routers of a mixture-of-experts model are, and their choices held from one pass to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+
+def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """Every router of a model with the place of the logits in its output."""
+    owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
+    found: dict[nn.Module, int] = {}
+    for owner in owners:
+        recorders = (owner._can_record_outputs or {}).get("router_logits")
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            if isinstance(recorder, OutputRecorder):
+                found |= _recorded(owner, recorder)
+    return [(child, found[child]) for child in module.modules() if child in found]
+
+
+def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int]:
+    """The modules that a recorder is meant for, found as transformers finds them."""
+    part = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
+    return {
+        child: recorder.index
+        for name, child in owner.named_modules()
+        if recorder.target_class is not None and isinstance(child, recorder.target_class) and part in f".{name}."
+    }
+
+
+class HeldRouting:
+    """What the routers of a module give in one pass, repeated in another one of the same tokens.
+
+    A router is held if all that it gives lies along its tokens; the others (which sort the tokens of a pass by expert)
+    decide anew, there are num_free of them.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._routers = find_routers(module)
+        self._given: dict[int, list[list[Tensor]]] = {}  # by router, of every pass: its tensors, [tokens, ...]
+        self._scores: dict[int, tuple[Tensor, Tensor]] = {}  # by held router: its own in the second pass, and the first
+        self._free: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Routers that are not held."""
+        return len(self._free)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what routers give inside the block, one pass after the other."""
+
+        def keep(number: int, index: int, output: Any) -> None:
+            scores = output[index] if isinstance(output, tuple) else output
+            leads = [(tensor, _lead(tensor, scores.numel() // scores.shape[-1])) for tensor in tensors_of(output)]
+            flat = [tensor.flatten(0, lead) for tensor, lead in leads if lead is not None]
+            if len(flat) < len(leads):
+                self._free.add(number)
+            self._given.setdefault(number, []).append(flat)
+
+        with _hooked(self._routers, keep):
+            yield
+
+    @contextmanager
+    def repeating(self, own: Tensor) -> Iterator[None]:
+        """Inside the block routers give what they gave then. own: int64 [T], for each token of the pass its place among
+        all tokens of the passes that were recorded."""
+
+        def replace(number: int, index: int, output: Any) -> Any:
+            if number not in self._given or number in self._free:
+                return None
+            then = [torch.cat(parts)[own] for parts in zip(*self._given[number], strict=True)]
+            now = tensors_of(output)
+            scores = output[index] if isinstance(output, tuple) else output
+            which = next(place for place, tensor in enumerate(now) if tensor is scores)
+            self._scores[number] = (scores.reshape(then[which].shape), then[which])
+            repeated = iter([old.reshape(new.shape) for old, new in zip(then, now, strict=True)])
+            if isinstance(output, tuple):
+                return tuple(next(repeated) if isinstance(part, Tensor) else part for part in output)
+            return next(repeated)
+
+        with _hooked(self._routers, replace):
+            yield
+
+    def gaps(self, places: Tensor) -> dict[str, float]:
+        """How far the scores of held routers were from those of then at these tokens, relative to the largest one;
+        nothing without such routers."""
+        gaps = []
+        for now, then in self._scores.values():
+            mine, theirs = now[places].float(), then[places].float()
+            differ = torch.where(mine == theirs, torch.zeros_like(mine), mine - theirs)  # scores may be -inf
+            largest = theirs[theirs.isfinite()].abs().max() if bool(theirs.isfinite().any()) else theirs.new_ones(())
+            gaps.append(float(differ.abs().max() / largest.clamp(min=1e-6)))
+        return {"router scores": max(gaps)} if gaps else {}
+
+
+@contextmanager
+def _hooked(routers: list[tuple[nn.Module, int]], hook: Callable[[int, int, Any], Any]) -> Iterator[None]:
+    """Inside the block the hook gets what each router gives, with its number and the place of the scores in that."""
+    handles = [
+        router.register_forward_hook(partial(_hook, hook, number, index))
+        for number, (router, index) in enumerate(routers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(hook: Callable[[int, int, Any], Any], number: int, index: int, _: nn.Module, __: Any, output: Any) -> Any:
+    return hook(number, index, output)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """What a router gives as tensors, in order."""
+    return [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+
+
+def _lead(tensor: Tensor, num_tokens: int) -> int | None:
+    """The last of the leading dimensions that run along the tokens, None where there are none."""
+    sizes = list(accumulate(tensor.shape[:-1], mul))
+    return next((place for place, size in enumerate(sizes) if size == num_tokens), None)

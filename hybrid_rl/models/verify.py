@@ -1,0 +1,249 @@
+"""The start-up check of a model: does it run packed, on which lengths, and if not, why.
+
+Three short forward passes, however long the sequences of the run will be: a survey of what layers ask of attention
+(survey.py), the model's own forward of a few sequences, and a packed one of the same, whose numbers must agree. The
+sequences are shorter than most windows: how far a window reaches is what the survey is for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.batch import lengths_to_offsets
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.attention import AttentionContext, attention_configs, attention_functions
+from hybrid_rl.models.backends import Backend
+from hybrid_rl.models.load import first_line
+from hybrid_rl.models.routing import HeldRouting
+from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.models.survey import FARTHEST, LayerCall, surveyed
+
+# What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
+# logit. transformers' eager attention takes its softmax in float32, in float64 models too.
+VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1}
+# The row that a model is verified on: two samples that share a prompt, one on its own, and what fills a row up.
+VERIFY_LAYOUT = Layout((3, 9, 2), (5, 2), (0, 0))
+FILLER = 2
+TOKENWISE = ("mlp", "moe", "dense", "sparse")  # types of layers that see one token at a time
+# Classes and parameters by which what mixes tokens without attention is known, in every family so far.
+MIXERS = re.compile("Attention|Attn|Mixer|LSTM|Recurrent")
+STATEFUL = ("A_log", "time_decay", "recurrent_param")
+
+
+class LengthLimit(NamedTuple):
+    """The longest sequences that run packed as the model itself would run them. why: what forbids longer ones."""
+
+    num_tokens: int
+    why: str
+
+
+class Packed(Protocol):
+    """What is checked of a `CausalLM`."""
+
+    module: PreTrainedModel
+    backbone: PreTrainedModel
+    attention: Backend
+    is_language_model: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        ...
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        """Last hidden states [T, H] of one packed row."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [M, V]."""
+        ...
+
+
+@torch.no_grad()
+def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: torch.device) -> LengthLimit | None:
+    """Survey a model; the length from which on its mask lets layers see something else than packed attention does.
+
+    Raises ModelError where layers do not go through attention, or ask for what packed attention does not have.
+    """
+    name = type(module).__name__
+    with named_failure(name, "in its own forward pass of token ids"):
+        calls = surveyed(backbone, device)
+    config: Any = module.config.get_text_config()
+    _check_layers(name, backbone, calls, config)
+    positions = getattr(config, "max_position_embeddings", None) or FARTHEST
+    alike = {(call.rule, call.options.window): call for call in reversed(calls)}.values()
+    found = [(call.first_difference(positions), call) for call in alike]
+    limits = [LengthLimit(first, _why(call, config)) for first, call in found if first is not None]
+    shortest = min(limits, default=None)
+    if shortest is not None and shortest.num_tokens < VERIFY_LAYOUT.longest:
+        raise ModelError(f"{name} is not supported: {shortest.why}")
+    return shortest
+
+
+def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], config: Any) -> None:
+    """Every layer calls attention once."""
+    called = [call.layer for call in calls]
+    twice = next((call for call in calls if called.count(call.layer) > 1), None)
+    if twice is not None:
+        raise ModelError(
+            f"{name} is not supported: {twice.attention} attends {called.count(twice.layer)} times in layer "
+            f"{twice.layer}, whose keys and values have one place in a cache"
+        )
+    num_layers = getattr(config, "num_hidden_layers", max(called, default=0) + 1)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    kind_of = dict(enumerate(kinds)) if len(kinds) == num_layers else {}
+    missing = [layer for layer in range(num_layers) if layer not in called and kind_of.get(layer) not in TOKENWISE]
+    if not missing:
+        return
+    which = f"{', '.join(map(str, missing[:6]))}{' ...' if len(missing) > 6 else ''} (of {num_layers})"
+    found = sorted({kind_of[layer] for layer in missing}) if kind_of else []
+    if found and not any("attention" in kind and kind != "linear_attention" for kind in found):
+        raise ModelError(
+            f"{name} is not supported: layers of type {', '.join(found)} carry a state from token to token, and the "
+            f"samples of a packed row would mix; layers {which}"
+        )
+    own = [type(child).__name__ for child in backbone.modules() if MIXERS.search(type(child).__name__)]
+    raise ModelError(
+        f"{name} is not supported: {own[0] if own else 'what mixes tokens'} does not call attention as transformers "
+        f"offers it, so the samples of a packed row would mix; layers {which}"
+    )
+
+
+def _why(call: LayerCall, config: Any) -> str:
+    said = "no window" if call.options.window is None else f"a window of {call.options.window}"
+    names = ("sliding_window", "attention_chunk_size")
+    settings = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name, None) is not None]
+    config_says = f" ({', '.join(settings)})" if settings else ""
+    return (
+        f"{call.attention} of layer {call.layer} asks for {said}, but the model's own mask ends elsewhere{config_says}"
+    )
+
+
+@torch.no_grad()
+def check_outputs(model: Packed) -> float:
+    """Compare a packed forward of three sequences, two of which share a prompt, with the model's own forward of them;
+    the largest gap, relative to the largest number.
+
+    Experts are those of the model's own forward in both: a router that decides closely sends a token elsewhere by
+    rounding alone, and nothing is wrong. That its scores agree is checked. Raises ModelError where numbers differ.
+    """
+    name = type(model.module).__name__
+    row = verify_row(model)
+    sequences = [sequence for sequence in whole_sequences(row) if len(sequence) > FILLER]
+    width = max(map(len, sequences))
+    # Behind its end a sequence repeats its last token, which causality hides from the others.
+    batch = torch.tensor([[*sequence, *sequence[-1:] * (width - len(sequence))] for sequence in sequences])
+    places, own = same_places(row, sequences, range(0, width * len(sequences), width))
+    routing = HeldRouting(model.module)
+    with own_attention(model.module), routing.recording(), named_failure(name, "in its own forward pass of token ids"):
+        expected = _plain_outputs(model, batch.to(model.device))
+    with named_failure(name, "with packed sequences"), routing.repeating(own):
+        hidden = model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+    found = {"logits": model.logits(hidden), "hidden states": hidden}
+    gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
+    gaps |= routing.gaps(places)
+    for what, gap in gaps.items():
+        if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
+            raise ModelError(
+                f"{name} gives other {what} with packed sequences (relative gap {gap:.1e}){hint(model, routing)}"
+            )
+    return max(gaps.values())
+
+
+def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:
+    """What is compared, [tokens of the batch, ...]. A head that is still zero shows nothing of what is below it."""
+    outputs = {"logits": model.module(input_ids=batch, use_cache=False).logits}
+    if not model.is_language_model:
+        outputs["hidden states"] = model.backbone(input_ids=batch, use_cache=False).last_hidden_state
+    return {what: numbers.flatten(0, 1) for what, numbers in outputs.items()}
+
+
+def verify_row(model: Packed) -> PackedRow:
+    """The row that a model is verified on; its labels are the second tokens of its segments."""
+    embeddings: Any = model.module.get_input_embeddings()
+    tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=model.device) * 7919 + 3) % int(embeddings.weight.shape[0])
+    filler = slice(VERIFY_LAYOUT.num_root_tokens - FILLER, VERIFY_LAYOUT.num_root_tokens)
+    tokens[filler] = tokens[0]
+    first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(model.device)
+    return PackedRow(tokens, VERIFY_LAYOUT.positions().to(model.device), tokens[first + 1], first, VERIFY_LAYOUT)
+
+
+def whole_sequences(row: PackedRow) -> list[list[int]]:
+    """The sequences of a row, each with its prompt: first those that share none."""
+    segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
+    roots, children = segments[: len(row.layout.roots)], segments[len(row.layout.roots) :]
+    shared = [roots[root] + child for root, child in zip(row.layout.parents, children, strict=True)]
+    return [*roots[row.layout.num_shared :], *shared]
+
+
+def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The places of a row at which tokens stand that are in the sequences too, after the same tokens, int64 [P]; and
+    for every place of the row where that is, int64 [T], 0 where nowhere. starts: the first place of each sequence."""
+    known = {
+        tuple(sequence[: place + 1]): start + place
+        for sequence, start in zip(sequences, starts, strict=True)
+        for place in range(len(sequence))
+    }
+    segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
+    before = [[] for _ in row.layout.roots] + [segments[root] for root in row.layout.parents]
+    asked = [
+        known.get((*prompt, *segment[: place + 1]))
+        for prompt, segment in zip(before, segments, strict=True)
+        for place in range(len(segment))
+    ]
+    places = [place for place, found in enumerate(asked) if found is not None]
+    device = row.token_ids.device
+    return torch.tensor(places, device=device), torch.tensor([found or 0 for found in asked], device=device)
+
+
+def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside the block a module runs as its architecture is defined: eager attention. The others leave out what they
+    lack, SDPA Gemma-2's soft-capping."""
+    configs = attention_configs(module)
+    return attention_functions(configs, ["eager"] * len(configs))
+
+
+@contextmanager
+def named_failure(name: str, how: str) -> Iterator[None]:
+    """Tell what an architecture raises that does not run so as a ModelError."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{name} is not supported: {error}") from None
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+        raise ModelError(f"{name} does not run {how}: {first_line(error)}") from error
+
+
+def hint(model: Packed, routing: HeldRouting) -> str:
+    """What may be behind numbers that differ."""
+    stateful = sorted({type(child).__name__ for child in model.module.modules() if _carries_state(child)})
+    if stateful:
+        return f"; {', '.join(stateful[:3])} carries a state from token to token, and the samples of a packed row mix"
+    if routing.num_free and model.dtype == torch.bfloat16:
+        return (
+            f"; its {routing.num_free} routers decide anew in every pass, and in bfloat16 rounding may send tokens to "
+            f"other experts: set dtype=float32"
+        )
+    return "; this architecture is not supported"
+
+
+def _carries_state(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    return any(isinstance(child, nn.Conv1d) for child in module.children()) or any(n in own for n in STATEFUL)
+
+
+def relative_gap(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected number; NaN where a number is none."""
+    return float((found - expected.to(found.dtype)).abs().max() / expected.abs().max().clamp(min=1e-6))

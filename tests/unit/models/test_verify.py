@@ -1,0 +1,295 @@
+"""The start-up check: what it finds however long the sequences would have to be to show it, and what it tells."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.attention import AttentionOptions, options_of
+from hybrid_rl.models.classifier import verify_scores
+from hybrid_rl.models.routing import HeldRouting
+from hybrid_rl.models.row import Layout
+from hybrid_rl.models.survey import LayerCall
+from hybrid_rl.models.verify import VERIFY_TOLERANCE
+from tests.unit.models.checkpoints import build_stored
+from tests.unit.models.families import BASE, VOCABULARY, build
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_experts": 4, "num_local_experts": 4}
+
+
+def made(kind: str, **settings: Any) -> PreTrainedModel:
+    """A model of a family by its class's name, with weights large enough that everything shows."""
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**BASE, **settings}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    return model.eval()
+
+
+def gap_at(model: CausalLM, length: int) -> float:
+    """Largest difference of packed logits from the module's own, for one sample of that length behind another."""
+    token_ids = torch.randint(2, VOCABULARY, (4 + length,), generator=torch.Generator().manual_seed(1))
+    layout = Layout((4, length))
+    context = model.attention.context(layout, model.device)
+    with torch.no_grad():
+        found = model.logits(model.hidden_states(token_ids, layout.positions(), context))[4:]
+        expected = model.module(input_ids=token_ids[None, 4:], use_cache=False).logits[0]
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+# Windows and chunks that stand in the mask alone: attention is not told of them.
+MASK_ONLY = {
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "use_sliding_window": True, "shared_expert_intermediate_size": 16}, 16),
+    "phimoe": ("Phimoe", {**EXPERTS, "sliding_window": 16}, 16),
+    "llama-4": (
+        "Llama4",
+        {**EXPERTS, "attention_chunk_size": 16, "attn_temperature_tuning": False, "head_dim": 8}
+        | {"intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention"]},
+        16,
+    ),
+}
+
+
+def mask_only(name: str, reach: int) -> PreTrainedModel:
+    kind, settings, _ = MASK_ONLY[name]
+    reaching = {key: reach for key in ("sliding_window", "attention_chunk_size") if key in settings}
+    if name == "qwen2-moe":
+        reaching = {"sliding_window": reach, "layer_types": ["sliding_attention"] * 2, "max_window_layers": 0}
+    return made(kind, **settings, **reaching) if name == "qwen2-moe" else made(kind, **{**settings, **reaching})
+
+
+@pytest.mark.parametrize("name", MASK_ONLY)
+def test_what_stands_in_the_mask_alone_limits_the_length(name: str) -> None:
+    """The check's own sequences are shorter than the window; and the limit is the one at which numbers go wrong."""
+    model = CausalLM(mask_only(name, 16))
+    model.verify()
+    assert model.length_limit is not None and model.length_limit.num_tokens == 16
+    assert gap_at(model, 16) < 1e-4 < 1e-2 < gap_at(model, 17)
+    model.check_length(16)
+    with pytest.raises(ModelError, match=r"more than 16 tokens .* asks for no window.*(sliding_window|chunk_size)=16"):
+        model.check_length(17)
+
+
+@pytest.mark.parametrize("name", MASK_ONLY)
+def test_a_reach_that_no_sequence_exceeds_is_none(name: str) -> None:
+    model = CausalLM(mask_only(name, 64))
+    model.verify()
+    assert model.length_limit is not None and model.length_limit.why == "the model has 64 positions"
+
+
+@pytest.mark.parametrize("name", MASK_ONLY)
+def test_a_reach_of_a_few_tokens_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ModelError, match="asks for no window, but the model's own mask ends elsewhere"):
+        CausalLM(mask_only(name, 4)).verify()
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "Cohere2"])
+def test_windows_that_layers_ask_for_are_no_limit(kind: str) -> None:
+    """As long as released ones, and a hundred thousand positions: the check costs what it costs for short ones."""
+    model = CausalLM(made(kind, sliding_window=4096, max_position_embeddings=131072, head_dim=8))
+    lengths: list[int] = []
+    embeddings = model.module.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda _, args, __: lengths.append(args[0].numel()))
+    model.verify()
+    handle.remove()
+    assert sum(lengths) <= 50 and len(lengths) == 3
+    assert model.masked_from is None
+    model.check_length(131072)
+
+
+def rule_of(window: int | None = None, chunk: int | None = None) -> Any:
+    def rule(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = key <= query
+        seen &= torch.ones_like(seen) if window is None else query - key < window
+        return seen & (torch.ones_like(seen) if chunk is None else query // chunk == key // chunk)
+
+    return rule
+
+
+@pytest.mark.parametrize("reach", [1, 2, 3, 7, 16, 17, 1000, 4096, 8192, 65535])
+def test_the_first_position_that_differs(reach: int) -> None:
+    """A window or chunk of R hides the first token of all from position R on, whatever it is compared with."""
+    for rule in (rule_of(window=reach), rule_of(chunk=reach)):
+        assert LayerCall(0, "A", AttentionOptions(), rule).first_difference(131072) == reach
+        assert LayerCall(0, "A", AttentionOptions(), rule).first_difference(reach) is None
+    same = LayerCall(0, "A", AttentionOptions(window=reach), rule_of(window=reach))
+    assert same.first_difference(131072) is None
+    for other in (reach + 1, 2 * reach, 70000):
+        call = LayerCall(0, "A", AttentionOptions(window=reach), rule_of(window=other))
+        assert call.first_difference(131072) == reach
+        call = LayerCall(0, "A", AttentionOptions(window=other), rule_of(window=reach))
+        assert call.first_difference(131072) == reach
+    call = LayerCall(0, "A", AttentionOptions(window=reach), rule_of())
+    assert call.first_difference(131072) == reach
+
+
+def test_a_mask_that_shows_what_comes_after_differs_from_the_first_token_on() -> None:
+    call = LayerCall(0, "A", AttentionOptions(), lambda *index: torch.ones_like(index[2], dtype=torch.bool))
+    assert call.first_difference(64) == 1
+
+
+REFUSED = {
+    "conv": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        r"layers of type conv carry a state from token to token.*layers 0 \(of 2\)",
+    ),
+    "linear attention": (
+        "Qwen3Next",
+        {**EXPERTS, "shared_expert_intermediate_size": 16},
+        "type linear_attention carry",
+    ),
+    "state space": ("Mamba", {"state_size": 4}, "type linear_attention carry a state"),
+    "beside attention": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+        "FalconH1Mixer carries",
+    ),
+    "attention of its own": ("Falcon", {"alibi": False}, "FalconAttention does not call attention as transformers"),
+    "twice": ("DiffLlama", {}, "DiffLlamaAttention attends 2 times in layer 0"),
+    "own mask": ("Doge", {}, "DogeAttention makes an attention mask of its own"),
+    "sinks": ("GptOss", {**EXPERTS, "head_dim": 8}, "GptOssAttention uses attention sinks"),
+    "places in the row": (
+        "Llama4",
+        MASK_ONLY["llama-4"][1] | {"attn_temperature_tuning": True, "no_rope_layers": [1, 0]},
+        "attn_temperature_tuning",
+    ),
+    "keyword": (
+        "MiniMaxM3VL",
+        {**EXPERTS, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        "hands 'block_indices' to its attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_tells_its_reason(name: str) -> None:
+    kind, settings, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message):
+        CausalLM(made(kind, **settings)).verify()
+
+
+def test_a_keyword_that_nobody_knows_is_refused_unless_it_says_nothing() -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 3
+    known = {"scaling": 0.5, "dropout": 0.0, "sliding_window": 7, "block_indices": None, "output_attentions": False}
+    assert options_of(module, known) == (3, AttentionOptions(scale=0.5, window=7))
+    with pytest.raises(ModelError, match="hands 'block_indices'"):
+        options_of(module, known | {"block_indices": torch.zeros(1)})
+
+
+def many_experts(seed: int) -> PreTrainedModel:
+    config = transformers.DeepseekV3Config(
+        **(BASE | {"num_hidden_layers": 6, "num_key_value_heads": 4}),
+        n_routed_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=16,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    return model.to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_in_bfloat16_that_are_chosen_otherwise_by_rounding_are_no_fault(seed: int) -> None:
+    assert CausalLM(many_experts(seed)).verify() < 0.1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek v3"])
+def test_a_router_whose_scores_depend_on_the_row_is_found(name: str) -> None:
+    """Experts are held: their router's scores are compared themselves."""
+    module = build_stored(name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.3)
+    router = HeldRouting(module)._routers[0][0]
+    weight = router.weight.detach().clone()
+
+    def otherwise_when_packed(child: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        is_packed = args[0].shape[:-1].numel() not in (2, 27)
+        child.weight.data.copy_(-weight if is_packed else weight)
+
+    router.register_forward_pre_hook(otherwise_when_packed)
+    with pytest.raises(ModelError, match="gives other router scores with packed sequences"):
+        CausalLM(module).verify()
+
+
+def test_experts_that_compute_otherwise_when_packed_are_found() -> None:
+    module = build_stored("mixtral")
+    for child in module.modules():
+        if type(child).__name__ == "MixtralExperts":
+            child.register_forward_hook(lambda _, args, output: output * (1.5 if args[0].shape[0] == 21 else 1.0))
+    with pytest.raises(ModelError, match="gives other logits"):
+        CausalLM(module).verify()
+
+
+def test_the_check_leaves_no_hook_and_changes_no_weight() -> None:
+    module = build_stored("mixtral")
+    before = copy.deepcopy(module.state_dict())
+    CausalLM(module).verify()
+    assert not any(child._forward_hooks for child in module.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_reward_models_are_checked_in_the_same_way() -> None:
+    config = transformers.Qwen2MoeConfig(
+        **BASE,
+        **(EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 16}),
+        use_sliding_window=True,
+        sliding_window=16,
+        layer_types=["sliding_attention"] * 2,
+        shared_expert_intermediate_size=16,
+        num_labels=1,
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = CausalLM(transformers.Qwen2MoeForSequenceClassification(config).to(dtype))
+        assert verify_scores(model) < VERIFY_TOLERANCE[dtype]
+        assert model.length_limit is not None and model.length_limit.num_tokens == 16
+
+
+def test_routers_that_sort_the_tokens_of_a_pass_are_left_to_themselves() -> None:
+    model = CausalLM(made("JetMoe", **EXPERTS, kv_channels=8))
+    assert model.verify() < 1e-3
+    routing = HeldRouting(model.module)
+    with torch.no_grad(), routing.recording():
+        model.module(input_ids=torch.arange(2, 8)[None])
+    assert routing.num_free and not routing.gaps(torch.arange(2))
+
+
+def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rl.models.verify.VERIFY_TOLERANCE", {torch.bfloat16: 0.0})
+    with pytest.raises(ModelError, match="routers decide anew in every pass.*dtype=float32"):
+        CausalLM(made("JetMoe", **EXPERTS, kv_channels=8).bfloat16()).verify()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_the_filler_and_shared_prompts_are_checked(name: str) -> None:
+    row = CausalLM(build(name)).verify_row()
+    assert row.layout.children and len(row.layout.roots) > row.layout.num_shared + 1
