@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import json
 import math
 import numbers
 import os
@@ -26,6 +27,7 @@ import cloudpickle
 
 PARENT_CHECK_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RESERVED_METRICS = frozenset({"step"})
 
 
 class CallOutcome(NamedTuple):
@@ -61,25 +63,49 @@ class CallLog:
         self.metrics: list[tuple[str, float]] = []
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the log of samples: one value per sample of the call.
+        """Add a column to the log of samples: one value per sample of the call, kept as JSON gives it back: tuples as
+        lists, and what JSON does not know as its text.
 
-        Raises ValueError when the length differs from the number of samples.
+        Raises ValueError when the length differs from the number of samples, and for what cannot be written.
         """
+        check_name("log_extra", column)
         column_values = list(values)
         if len(column_values) != self.num_samples:
             raise ValueError(
                 f"log_extra({column!r}, ...) got {len(column_values)} values for {self.num_samples} samples; "
                 "give one value per sample"
             )
-        self.extras[column] = column_values
+        self.extras[column] = [as_json(value, column, position) for position, value in enumerate(column_values)]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else."""
+        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else, ValueError
+        for a name that is taken."""
+        check_name("log_metric", name)
+        if name in RESERVED_METRICS:
+            raise ValueError(f"log_metric({name!r}, ...) would hide the {name} of the record; choose another name")
         self.metrics.append((name, to_number(value)))
 
     def functions(self, names: Sequence[str]) -> dict[str, Callable[..., None]]:
         """Those of the two log functions that the reward function accepts, as keyword arguments."""
         return {name: getattr(self, name) for name in names}
+
+
+def check_name(function: str, name: Any) -> None:
+    """Raise TypeError for a name that is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{function}({name!r}, ...): the name is of type {type(name).__name__}; use text")
+
+
+def as_json(value: Any, column: str, position: int) -> Any:
+    """A value of log_extra as it is written and read again. Here, while its function can still be told: records are
+    written when the step is done, and what the function changes later must not reach them."""
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except Exception as error:  # by what is wrong with it, or by an object's own __str__
+        raise ValueError(
+            f"log_extra({column!r}, ...): value {position} of type {type(value).__name__} cannot be written as JSON "
+            f"({type(error).__name__}: {error}); give text, numbers, None, lists, or dicts with text as keys"
+        ) from error
 
 
 def to_number(value: Any) -> float:
@@ -166,13 +192,14 @@ def user_traceback(error: BaseException) -> str:
 def call_sync(
     function: Callable[..., Any], arguments: dict[str, Any], num_samples: int, log_names: Sequence[str]
 ) -> CallOutcome:
-    """Call a plain function once. Every exception, and `sys.exit()`, becomes an outcome "raised"."""
+    """Call a plain function once. Whatever it raises, `sys.exit()` too, becomes an outcome "raised": no signal of the
+    user's arrives where it runs."""
     log = CallLog(num_samples)
     try:
-        returned = function(**arguments, **log.functions(log_names))
-    except (Exception, SystemExit) as error:
+        # What it returned may run code of the user's too: repr(), tolist(), item().
+        return check_values(function(**arguments, **log.functions(log_names)), log)
+    except BaseException as error:
         return failed_call("raised", user_traceback(error))
-    return check_values(returned, log)
 
 
 async def call_async(
@@ -188,16 +215,16 @@ async def call_async(
     try:
         async with limit:
             returned = await function(**arguments, **log.functions(log_names))
+        return check_values(returned, log)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # this library is closing
             raise
         return failed_call("raised", user_traceback(error))  # the function's own cancellation, leaking out
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
         return failed_call("raised", user_traceback(error))
-    return check_values(returned, log)
 
 
 def kill_own_group(*_: object) -> None:
@@ -227,7 +254,7 @@ def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, run
     """Serve one request: (function index, arguments, number of samples, log functions to pass)."""
     try:
         index, arguments, num_samples, log_names = pickle.loads(request)
-    except Exception as error:
+    except BaseException as error:
         return failed_call("raised", f"the samples cannot be loaded in a reward process:\n{user_traceback(error)}")
     is_async, function = functions[index]
     if is_async:
@@ -241,7 +268,7 @@ def serve(connection: Connection) -> None:
     sys.path[:] = search_path
     try:
         functions = [(is_async, pickle.loads(blob)) for is_async, blob in blobs]
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
         return
     connection.send_bytes(pickle.dumps(None))

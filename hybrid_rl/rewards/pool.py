@@ -137,11 +137,7 @@ class RewardProcess:
         if reply is None:
             self.kill()
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s; its process was killed")
-        try:
-            return CallOutcome(*pickle.loads(reply))
-        except Exception as error:
-            detail = f"values given to log_extra cannot be loaded here: {type(error).__name__}: {error}"
-            return failed_call("raised", detail)
+        return CallOutcome(*pickle.loads(reply))
 
     def kill(self) -> None:
         """Idempotent; the process is reaped."""

@@ -142,6 +142,25 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
     assert "SIGSEGV" in result.failures[1].detail
 
 
+def test_what_is_no_exception_is_told_with_its_traceback_too():
+    """It ends neither the process nor the call without a word."""
+
+    class Unforgiving(BaseException):
+        pass
+
+    def refuse(completions, log_extra):
+        log_extra("pid", [os.getpid()] * len(completions))
+        if "b" in completions:
+            raise Unforgiving("by the function")
+        return [1.0] * len(completions)
+
+    with RewardRunner(refuse, num_processes=1) as runner:
+        result = runner.score(samples("a", "b", "c"), None)
+    assert reasons(result) == [(11, "raised")]
+    assert "Unforgiving: by the function" in result.failures[0].detail and "in refuse" in result.failures[0].detail
+    assert result.extras["pid"][10] == result.extras["pid"][12]
+
+
 def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
     def f(completions):
         os._exit(1)
