@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -21,12 +22,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
 PARENT_CHECK_SECONDS = 0.5
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 RESERVED_METRICS = frozenset({"step"})
 
 
@@ -228,26 +231,72 @@ async def call_async(
 
 
 def kill_own_group(*_: object) -> None:
-    """End this process and everything that reward functions started from it."""
+    """End this process and what reward functions started from it, as far as it is in its group."""
     os.killpg(0, signal.SIGKILL)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Arrange that this process ends when the trainer does, even if it was killed.
+def end_with(parent_pid: int) -> None:
+    """Arrange that this process gets a SIGTERM when its parent ends, even if that was killed.
 
     The kernel's signal interrupts functions that hold the GIL for long but look for signals (a runaway regular
     expression); the watching thread serves systems without that signal.
     """
-    signal.signal(signal.SIGTERM, kill_own_group)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(PARENT_CHECK_SECONDS)
-        kill_own_group()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def keep(worker: int, parent_pid: int) -> NoReturn:
+    """Wait until the worker, a child of this process, is over, or until this process is told to end (SIGTERM) or has
+    lost its parent; then end all that the worker started, and end as the worker did. SIGTERM and SIGCHLD are blocked.
+
+    On Linux processes below this one become its children when their own parents end, whatever group or session they
+    are in: none is lost. Elsewhere those are found that stay in the worker's group.
+    """
+    end_with(parent_pid)
+    status: int | None = None
+    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == worker else status
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    spared: set[int] = set()  # of other users, by sudo
+    while left := children() - spared:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                spared.add(pid)
+        if left - spared:
+            ended = os.waitpid(-1, 0)
+            status = ended[1] if ended[0] == worker else status
+    if status is None:  # where nothing is listed
+        status = os.waitpid(worker, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def children() -> set[int]:
+    """The children of this process, ended ones too, where the system lists processes in /proc."""
+    found = set()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(entry)}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.add(int(entry))
+    return found
 
 
 def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner) -> CallOutcome:
@@ -283,7 +332,21 @@ def serve(connection: Connection) -> None:
             connection.send_bytes(reply)
 
 
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+def main(connection: int, parent_pid: int) -> None:
+    """Serve the trainer, process parent_pid, from a child of this process, which takes along what functions start."""
+    keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if worker := os.fork():
+        os.close(connection)
+        keep(worker, parent_pid)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, kill_own_group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_with(keeper)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(connection))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

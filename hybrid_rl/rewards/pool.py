@@ -33,6 +33,7 @@ START_SECONDS = 300.0
 """Time for a process to load the functions (which may load models)."""
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 5.0
+END_SECONDS = 10.0
 RETRIED = frozenset({"raised", "timeout", "died"})
 
 
@@ -60,16 +61,20 @@ def describe_exit(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a reward process with everything that it started, and reap it."""
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """End a reward process with everything that it started, and reap it."""
     if process.poll() is None:
+        process.terminate()  # it kills what is below it, which nobody else could find
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class RewardProcess:
-    """One process: started in a session of its own, so that killing it takes along what functions start."""
+    """One process that calls the functions, below one that ends it and all that functions start (`calling.keep`)."""
 
     def __init__(self) -> None:
         self.connection, theirs = multiprocessing.Pipe()
@@ -86,7 +91,7 @@ class RewardProcess:
         finally:
             theirs.close()
         # Without close(), the processes go with the interpreter or with the last reference.
-        self._finalizer = weakref.finalize(self, kill_group, self.process)
+        self._finalizer = weakref.finalize(self, end_process, self.process)
 
     def load(self, functions: bytes) -> None:
         """Send the functions and wait until they are loaded. Raises RewardError with the process's traceback."""
@@ -185,7 +190,7 @@ class ProcessPool:
             self.closed = True
             processes = list(self.processes.values())
         for process in processes:
-            kill_group(process.process)
+            end_process(process.process)
         atexit.unregister(self.close)
         for _ in self.threads:
             self.tasks.put(None)
