@@ -37,8 +37,9 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
-from hybrid_rl.data import PromptEncoder, PromptRow, SizedSource, StreamSource, load_source
+from hybrid_rl.data import SizedSource
 from hybrid_rl.errors import ConfigError, DataError, ModelError
+from hybrid_rl.inputs import Data, load_data
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
@@ -46,9 +47,6 @@ from hybrid_rl.report import check_trackers
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.workers import RewardSetup
 from hybrid_rl.workers.balance import assign_mini_batches
-
-Source = SizedSource | StreamSource
-PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -198,78 +196,6 @@ def _positions(settings: Any) -> int | None:
     return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
 
-def prompt_limit(config: TrainerConfig, max_positions: int | None) -> int | None:
-    """Longest prompt in tokens that leaves room for a completion, in the model and in a micro-batch; None where neither
-    says."""
-    completion = config.rollout.max_completion_length
-    given = {
-        "tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch,
-        "the model's positions": max_positions,
-    }
-    limits = {name: limit for name, limit in given.items() if limit is not None}
-    if not limits:
-        return config.data.max_prompt_length
-    name = min(limits, key=limits.__getitem__)
-    room = limits[name] - completion
-    if room < 1:
-        raise ConfigError(
-            f"max_completion_length={completion} leaves no room for a prompt: {name}={limits[name]}; lower it"
-            + (" or raise tokens_per_micro_batch" if name == "tokens_per_micro_batch" else "")
-        )
-    asked = config.data.max_prompt_length
-    if asked is not None and asked > room:
-        raise ConfigError(
-            f"max_prompt_length={asked} and max_completion_length={completion} exceed {name}={limits[name]}; lower "
-            f"one of them"
-        )
-    return asked or room
-
-
-@dataclass(frozen=True)
-class Data:
-    """The prompt sources of a run and the encoder that made them."""
-
-    encoder: PromptEncoder
-    train: Source
-    eval: SizedSource | None
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt; None for a stream, where it is not known."""
-        if not isinstance(self.train, SizedSource):
-            return None
-        return max(source.max_length for source in (self.train, self.eval) if source is not None)
-
-    @property
-    def first(self) -> PromptRow:
-        """The first training prompt."""
-        return self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
-
-    @property
-    def probe_ids(self) -> tuple[int, ...]:
-        """The start of the first training prompt."""
-        return tuple(self.first.prompt_ids[:PROBE_LENGTH])
-
-
-def load_data(train: Any, evaluation: Any, config: TrainerConfig, choice: ModelChoice) -> Data:
-    """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path)."""
-    encoder = PromptEncoder(
-        choice.tokenizer,
-        max_prompt_length=prompt_limit(config, choice.max_positions),
-        overlong_prompts=config.data.overlong_prompts,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
-    train = config.data.train_path if train is None else train
-    if train is None:
-        raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
-    source = load_source(train, encoder)
-    evaluation = config.data.eval_path if evaluation is None else evaluation
-    held_out = None if evaluation is None else load_source(evaluation, encoder)
-    if held_out is not None and not isinstance(held_out, SizedSource):
-        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
-    return Data(encoder, source, held_out)
-
-
 def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
     """The mini-batch of each sample of a training step, int64 [N], from the groups of the samples."""
     size = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
@@ -364,7 +290,7 @@ def prepare(
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
     check_critic(resolved)
-    data = load_data(train, evaluation, resolved, choice)
+    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
@@ -375,7 +301,7 @@ def prepare(
     check_tokenizer(choice.tokenizer, skeleton)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
-    check_demonstrations_of(data.train, resolved, choice.tokenizer, training)
+    check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.hardware import Hardware
-from hybrid_rl.data import SizedSource, StreamSource
+from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.backends import check_machine
@@ -120,7 +120,10 @@ def check_demonstrations_of(
     config: TrainerConfig,
     tokenizer: PreTrainedTokenizerBase,
     params: SamplingParams,
+    room: PromptRoom | None,
 ) -> None:
-    """Raise DataError where the algorithm learns from the dataset's own completions and they cannot be used."""
+    """Raise DataError where the algorithm learns from the dataset's own completions and they cannot be used. room: that
+    of prompts beside the longest completion."""
     if "demonstrations" in config.advantage.needs:
-        check_demonstrations(source, demonstration_encoder(tokenizer, config), params)
+        max_length = None if room is None else room.num_tokens + params.max_tokens
+        check_demonstrations(source, demonstration_encoder(tokenizer, config), params, max_length=max_length)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from hybrid_rl.assembly import Run
+from hybrid_rl.assembly import Run, check_stop_strings
 from hybrid_rl.controller import WorkerGroup
-from hybrid_rl.data import PromptSampler
+from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.collector import Collected, Collector, replay
 
 
@@ -50,3 +54,14 @@ def collect_step(
         max_refills=config.algorithm.max_refills,
         greedy_baseline="baseline_rewards" in config.advantage.needs,
     )
+
+
+def generation_of(
+    run: Run, prompts: Sequence[Any], given: Mapping[str, Any], stop_strings: Sequence[str] | str | None
+) -> tuple[list[PromptRow], SamplingParams]:
+    """The rows of prompts without a data set, and how their tokens are chosen. given: fields of SamplingParams, None
+    for what training does."""
+    chosen = {**given, "stop_strings": check_stop_strings(stop_strings, run.choice.tokenizer)}
+    params = replace(run.train_params, **{name: value for name, value in chosen.items() if value is not None})
+    encoded = run.data.encoder.encode(prompts)
+    return [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))], params

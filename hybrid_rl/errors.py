@@ -1,5 +1,9 @@
 """Errors that users see. Every message says what is wrong, the value, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 
 class HybridRLError(Exception):
     """Base of all errors that this library raises on purpose."""
@@ -60,3 +64,15 @@ class CheckpointError(HybridRLError, RuntimeError):
 
 class WorkerError(HybridRLError, RuntimeError):
     """A rank of a worker group failed, died or hung; the message names it and holds its traceback."""
+
+
+def do_all(*actions: Callable[[], object]) -> None:
+    """Do each of them, whatever becomes of the others; then raise the first error."""
+    failures: list[BaseException] = []
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

@@ -37,8 +37,23 @@ class JsonLines:
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record."""
-        self._pending += [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
+        self._pending += [self._line(record) for record in records]
         self.flush()
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        """What JSON cannot hold costs itself alone: a step is done when its records come, and must not be lost."""
+        try:
+            return _json(record)
+        except Exception:
+            written = {}
+            for name, value in record.items():
+                try:
+                    _json(value)
+                    written[str(name)] = value
+                except Exception as error:
+                    written[str(name)] = f"(cannot be written: {type(error).__name__}: {error})"
+                    logger.warning("%s: the column %r of a record cannot be written: %s", self.path, name, error)
+            return _json(written)
 
     def flush(self) -> bool:
         """Try to write what is pending; whether nothing is."""
@@ -74,6 +89,10 @@ class JsonLines:
         return len(self._pending)
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str) + "\n"
+
+
 class RunFolder:
     """`output_dir/name`, never one that holds another run's results: then a number is appended to the name."""
 
@@ -96,7 +115,7 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """One JSON object for a step; NaN and infinities are left out."""
-        self.metrics.write([{"step": step, **finite(metrics)}])
+        self.metrics.write([{"step": step} | finite(metrics) | {"step": step}])  # first, and whatever metrics there are
 
     def keep_until(self, step: int) -> int:
         """Drop the records of later steps: a resumed run makes them again. Returns how many steps' metrics went."""

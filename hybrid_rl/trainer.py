@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, read_state
-from hybrid_rl.collecting import collect_step, collector_of
+from hybrid_rl.collecting import collect_step, collector_of, generation_of
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.controller import WorkerGroup
-from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.data import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +24,7 @@ from hybrid_rl.errors import (
     HybridRLError,
     NoSignalError,
     NotYetSupportedError,
+    do_all,
 )
 from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.launch import start_workers
@@ -172,14 +172,13 @@ class Trainer:
         self._last_metrics = metrics
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
-        try:
-            if self._run.data.eval is not None and (is_last or (eval_steps is not None and step % eval_steps == 0)):
-                metrics.update(self.evaluate())
-        finally:
-            self._log_samples(step, result.batch)
-            self._log.metrics(step, metrics)
-            if self._save_due:
-                self._save_now(final=False)
+        is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
+        do_all(
+            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval is not None else {}),
+            lambda: self._log_samples(step, result.batch),
+            lambda: self._log.metrics(step, metrics),
+            lambda: self._save_now(final=False) if self._save_due else None,
+        )
         self._notify("on_step_end", step, result.batch, metrics)
 
     def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
@@ -200,7 +199,10 @@ class Trainer:
         metrics |= collected.metrics | self._handoff | largest(self.policy.memory_metrics())
         metrics |= cost_metrics(batch, timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
-        metrics |= {f"log_metric/{n}" if n in metrics else n: value for n, value in collected.logged.items()}
+        metrics |= {
+            f"log_metric/{n}" if n in metrics or n.startswith("eval/") else n: value
+            for n, value in collected.logged.items()
+        }
         return StepResult(batch, metrics)
 
     def _learn(
@@ -286,13 +288,9 @@ class Trainer:
             return []
         if num_generations < 1:
             raise ConfigError(f"num_generations={num_generations} must be at least 1")
-        given: dict[str, Any] = {"max_tokens": max_completion_length, "temperature": temperature}
-        given["stop_strings"] = assembly.check_stop_strings(stop_strings, self.tokenizer)
-        given |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        given["repetition_penalty"] = repetition_penalty
-        params = replace(self._run.train_params, **{name: value for name, value in given.items() if value is not None})
-        encoded = self._run.data.encoder.encode(prompts)
-        rows = [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))]
+        given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
+        rows, params = generation_of(self._run, prompts, given, stop_strings)
         batch = self.collector.rollout(
             rows,
             num_generations,

@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -23,6 +23,8 @@ _FIXED_TEMPLATE_KWARGS = frozenset(
         *("return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
     }
 )
+# What nobody looks at here takes longer to make than the ids.
+_IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False}
 # Keywords that apply_chat_template itself reads, so the template need not name them.
 _TEMPLATE_CALL_KWARGS = frozenset({"chat_template", "tools", "documents"})
 
@@ -42,6 +44,13 @@ class PromptRow:
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     columns: Mapping[str, Any]
+
+
+class PromptRoom(NamedTuple):
+    """Most tokens that a prompt may have whatever the configuration says, and what leaves so many."""
+
+    num_tokens: int
+    reason: str
 
 
 def shorten(value: Any, max_chars: int = 60) -> str:
@@ -132,6 +141,7 @@ class PromptEncoder:
         max_prompt_length: int | None,
         overlong_prompts: OverlongPolicy = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        room: PromptRoom | None = None,
     ) -> None:
         """
         Args:
@@ -140,6 +150,7 @@ class PromptEncoder:
             overlong_prompts: what happens to longer ones: `error`; `drop` the row; `truncate` to the last
                 `max_prompt_length` tokens.
             chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
+            room: what max_prompt_length could be raised to; None = anything.
 
         Raises:
             ConfigError: an option has an unusable value, or a keyword that the chat template does not read.
@@ -155,6 +166,7 @@ class PromptEncoder:
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.room = room
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
@@ -170,17 +182,18 @@ class PromptEncoder:
                 are mixed; messages without a chat template.
         """
         rows = range(len(prompts)) if rows is None else rows
-        kinds = [prompt_kind(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
-        for kind, row in zip(kinds, rows, strict=True):
-            check_same_kind(kinds[0], rows[0], kind, row)
-        if not kinds:
+        if not prompts:
             return []
-        ids = self._encode_text(prompts, rows) if kinds[0] == "text" else self._encode_messages(prompts, rows)
-        for one, prompt, row in zip(ids, prompts, rows, strict=True):
-            if not one:
-                raise DataError(
-                    f"row {row}: the prompt {shorten(prompt)} encodes to no token; change the prompt or the tokenizer."
-                )
+        first = prompt_kind(prompts[0], rows[0])
+        for prompt, row in zip(prompts, rows, strict=True):
+            check_same_kind(first, rows[0], prompt_kind(prompt, row), row)
+        ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows)
+        if not all(ids):
+            place = next(place for place, one in enumerate(ids) if not one)
+            raise DataError(
+                f"row {rows[place]}: the prompt {shorten(prompts[place])} encodes to no token; change the prompt or "
+                "the tokenizer."
+            )
         return ids
 
     def limit(self, ids: list[int], row: int) -> list[int] | None:
@@ -203,9 +216,15 @@ class PromptEncoder:
         """The error for `num_over` prompts that are too long, the longest of `longest` tokens."""
         return DataError(
             f"max_prompt_length={self.max_prompt_length}, but {num_over} prompt(s) are longer: the longest has "
-            f"{longest} tokens, the first is row {first_row}. Raise max_prompt_length to {longest}, or set "
+            f"{longest} tokens, the first is row {first_row}. {self.remedy(longest).capitalize()}, or set "
             "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)."
         )
+
+    def remedy(self, num_tokens: int) -> str:
+        """What to do about a prompt of so many tokens that is too long: raise the limit, where that is possible."""
+        if self.room is None or num_tokens <= self.room.num_tokens:
+            return f"raise max_prompt_length to {num_tokens}"
+        return f"shorten them: {self.room.reason} leaves room for {self.room.num_tokens} tokens"
 
     def _check_template_kwargs(self) -> None:
         template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
@@ -220,7 +239,7 @@ class PromptEncoder:
 
     def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
         def tokenize(batch: Sequence[Any]) -> list[list[int]]:
-            return self.tokenizer(list(batch), return_attention_mask=False)["input_ids"]
+            return self.tokenizer(list(batch), **_IDS_ONLY)["input_ids"]
 
         return _batch_or_blame(tokenize, prompts, rows, "cannot be tokenised")
 
@@ -263,6 +282,7 @@ class PromptEncoder:
             continue_final_message=continued,
             tokenize=tokenize,
             return_dict=tokenize,
+            tokenizer_kwargs=_IDS_ONLY if tokenize else None,
             **self.chat_template_kwargs,
         )
 

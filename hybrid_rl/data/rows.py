@@ -36,10 +36,11 @@ class SequenceRows:
         return self._rows[index]
 
     def prompts(self, start: int, stop: int) -> list[Any]:
-        found = []
+        found, names = [], set(self.column_names)
         for index in range(start, stop):
             row = self._rows[index]
-            row_columns(row, index, self.column_names)
+            if type(row) is not dict or row.keys() != names:
+                row_columns(row, index, self.column_names)
             found.append(row[PROMPT_COLUMN])
         return found
 

@@ -1,10 +1,13 @@
 """Prompt sources: a dataset of known length, tokenised up front, or a stream, tokenised as it comes."""
 
+import contextlib
+import gc
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,35 +50,43 @@ class SizedSource:
         self.column_names: tuple[str, ...] = rows.column_names
         self.num_dropped = 0
         self.num_truncated = 0
-        kept: list[int] = []
-        lengths: list[int] = []
+        kept: list[npt.NDArray[np.int64]] = []
+        lengths: list[npt.NDArray[np.int64]] = []
         chunks: list[npt.NDArray[np.int32]] = []
         over: list[tuple[int, int]] = []  # (row, tokens)
-        for row, ids in self._encoded(encoder):
-            if encoder.is_overlong(ids):
-                over.append((row, len(ids)))
-                if encoder.overlong_prompts == "error":
-                    continue  # every row is looked at, so that one message tells the whole story
-            limited = encoder.limit(ids, row)
-            if limited is not None:
-                kept.append(row)
-                lengths.append(len(limited))
-                chunks.append(np.asarray(limited, dtype=np.int32))
+        with _collector_paused():
+            for start, ids in self._encoded(encoder):
+                indices = np.arange(start, start + len(ids))
+                num_tokens = _lengths(ids)
+                longer = np.flatnonzero(num_tokens > (encoder.max_prompt_length or math.inf))
+                if longer.size:
+                    over += zip(indices[longer].tolist(), num_tokens[longer].tolist(), strict=True)
+                    if encoder.overlong_prompts == "error":
+                        continue  # every row is looked at, so that one message tells the whole story
+                    limited = [encoder.limit(one, start + place) for place, one in enumerate(ids)]
+                    indices = indices[[one is not None for one in limited]]
+                    ids = [one for one in limited if one is not None]
+                    num_tokens = _lengths(ids)
+                kept.append(indices)
+                lengths.append(num_tokens)
+                chunks.append(np.fromiter(chain.from_iterable(ids), np.int32, count=int(num_tokens.sum())))
         if over and encoder.overlong_prompts == "error":
             raise encoder.overlong_error(len(over), max(length for _, length in over), over[0][0])
-        if not kept:
+        self._kept = np.concatenate(kept)
+        if not self._kept.size:
+            shortest = min(length for _, length in over)
             raise DataError(
                 f"all {len(rows)} prompts are longer than max_prompt_length={encoder.max_prompt_length} and were "
-                f"dropped; the shortest has {min(length for _, length in over)} tokens: raise max_prompt_length."
+                f"dropped; the shortest has {shortest} tokens: {encoder.remedy(shortest)}."
             )
-        self.num_dropped = len(rows) - len(kept)
+        self.num_dropped = len(rows) - len(self._kept)
         self.num_truncated = len(over) - self.num_dropped
-        self._kept = np.asarray(kept, dtype=np.int64)
-        self._offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         self._ids = np.concatenate(chunks)
         self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
 
-    def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[int]]]:
+    def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
+        """Chunk by chunk the index of its first row, and the ids of all of its prompts."""
         first_kind: PromptKind | None = None
         for start in range(0, len(self._rows), _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, len(self._rows))
@@ -83,7 +94,7 @@ class SizedSource:
             kind = prompt_kind(prompts[0], start)
             first_kind = first_kind or kind
             check_same_kind(first_kind, 0, kind, start)
-            yield from zip(range(start, stop), encoder.encode(prompts, range(start, stop)), strict=True)
+            yield start, encoder.encode(prompts, range(start, stop))
 
     @property
     def max_length(self) -> int:
@@ -120,6 +131,7 @@ class StreamSource:
         self._encoder = encoder
         self.num_dropped = 0
         self.num_truncated = 0
+        self._shortest_dropped = 2**62
         for row in open_rows(0):
             self.column_names: tuple[str, ...] = row_columns(row, 0, None)
             self._kind = prompt_kind(row[PROMPT_COLUMN], 0)
@@ -174,13 +186,16 @@ class StreamSource:
         check_same_kind(self._kind, 0, prompt_kind(prompt, index), index)
         ids = self._encoder.encode([prompt], [index])[0]
         limited = self._encoder.limit(ids, index)
+        if limited is None:
+            self._shortest_dropped = min(len(ids), self._shortest_dropped)
         self.num_truncated += limited is not None and len(limited) < len(ids)
         return limited
 
     def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
         return DataError(
             f"{num_dropped} rows in a row, up to row {last_row}, are longer than "
-            f"max_prompt_length={self._encoder.max_prompt_length} and were dropped; raise max_prompt_length."
+            f"max_prompt_length={self._encoder.max_prompt_length} and were dropped; the shortest has "
+            f"{self._shortest_dropped} tokens: {self._encoder.remedy(self._shortest_dropped)}."
         )
 
 
@@ -252,6 +267,23 @@ def _mapping_error(dataset: Mapping[Any, Any]) -> DataError:
 
 def _other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != PROMPT_COLUMN}
+
+
+def _lengths(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(len, rows), np.int64, count=len(rows))
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without collections of garbage in between: lists of ids by the thousand set them off one after the other, each
+    over all that the imported libraries hold, and took half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _digest(*parts: bytes) -> str:

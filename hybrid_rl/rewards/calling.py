@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import json
 import math
 import numbers
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
@@ -20,12 +22,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 
 PARENT_CHECK_SECONDS = 0.5
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+RESERVED_METRICS = frozenset({"step"})
 
 
 class CallOutcome(NamedTuple):
@@ -61,25 +66,49 @@ class CallLog:
         self.metrics: list[tuple[str, float]] = []
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column to the log of samples: one value per sample of the call.
+        """Add a column to the log of samples: one value per sample of the call, kept as JSON gives it back: tuples as
+        lists, and what JSON does not know as its text.
 
-        Raises ValueError when the length differs from the number of samples.
+        Raises ValueError when the length differs from the number of samples, and for what cannot be written.
         """
+        check_name("log_extra", column)
         column_values = list(values)
         if len(column_values) != self.num_samples:
             raise ValueError(
                 f"log_extra({column!r}, ...) got {len(column_values)} values for {self.num_samples} samples; "
                 "give one value per sample"
             )
-        self.extras[column] = column_values
+        self.extras[column] = [as_json(value, column, position) for position, value in enumerate(column_values)]
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else."""
+        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else, ValueError
+        for a name that is taken."""
+        check_name("log_metric", name)
+        if name in RESERVED_METRICS:
+            raise ValueError(f"log_metric({name!r}, ...) would hide the {name} of the record; choose another name")
         self.metrics.append((name, to_number(value)))
 
     def functions(self, names: Sequence[str]) -> dict[str, Callable[..., None]]:
         """Those of the two log functions that the reward function accepts, as keyword arguments."""
         return {name: getattr(self, name) for name in names}
+
+
+def check_name(function: str, name: Any) -> None:
+    """Raise TypeError for a name that is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{function}({name!r}, ...): the name is of type {type(name).__name__}; use text")
+
+
+def as_json(value: Any, column: str, position: int) -> Any:
+    """A value of log_extra as it is written and read again. Here, while its function can still be told: records are
+    written when the step is done, and what the function changes later must not reach them."""
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except Exception as error:  # by what is wrong with it, or by an object's own __str__
+        raise ValueError(
+            f"log_extra({column!r}, ...): value {position} of type {type(value).__name__} cannot be written as JSON "
+            f"({type(error).__name__}: {error}); give text, numbers, None, lists, or dicts with text as keys"
+        ) from error
 
 
 def to_number(value: Any) -> float:
@@ -166,13 +195,14 @@ def user_traceback(error: BaseException) -> str:
 def call_sync(
     function: Callable[..., Any], arguments: dict[str, Any], num_samples: int, log_names: Sequence[str]
 ) -> CallOutcome:
-    """Call a plain function once. Every exception, and `sys.exit()`, becomes an outcome "raised"."""
+    """Call a plain function once. Whatever it raises, `sys.exit()` too, becomes an outcome "raised": no signal of the
+    user's arrives where it runs."""
     log = CallLog(num_samples)
     try:
-        returned = function(**arguments, **log.functions(log_names))
-    except (Exception, SystemExit) as error:
+        # What it returned may run code of the user's too: repr(), tolist(), item().
+        return check_values(function(**arguments, **log.functions(log_names)), log)
+    except BaseException as error:
         return failed_call("raised", user_traceback(error))
-    return check_values(returned, log)
 
 
 async def call_async(
@@ -188,46 +218,92 @@ async def call_async(
     try:
         async with limit:
             returned = await function(**arguments, **log.functions(log_names))
+        return check_values(returned, log)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # this library is closing
             raise
         return failed_call("raised", user_traceback(error))  # the function's own cancellation, leaking out
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
         return failed_call("raised", user_traceback(error))
-    return check_values(returned, log)
 
 
 def kill_own_group(*_: object) -> None:
-    """End this process and everything that reward functions started from it."""
+    """End this process and what reward functions started from it, as far as it is in its group."""
     os.killpg(0, signal.SIGKILL)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Arrange that this process ends when the trainer does, even if it was killed.
+def end_with(parent_pid: int) -> None:
+    """Arrange that this process gets a SIGTERM when its parent ends, even if that was killed.
 
     The kernel's signal interrupts functions that hold the GIL for long but look for signals (a runaway regular
     expression); the watching thread serves systems without that signal.
     """
-    signal.signal(signal.SIGTERM, kill_own_group)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(PARENT_CHECK_SECONDS)
-        kill_own_group()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def keep(worker: int, parent_pid: int) -> NoReturn:
+    """Wait until the worker, a child of this process, is over, or until this process is told to end (SIGTERM) or has
+    lost its parent; then end all that the worker started, and end as the worker did. SIGTERM and SIGCHLD are blocked.
+
+    On Linux processes below this one become its children when their own parents end, whatever group or session they
+    are in: none is lost. Elsewhere those are found that stay in the worker's group.
+    """
+    end_with(parent_pid)
+    status: int | None = None
+    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == worker else status
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    spared: set[int] = set()  # of other users, by sudo
+    while left := children() - spared:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                spared.add(pid)
+        if left - spared:
+            ended = os.waitpid(-1, 0)
+            status = ended[1] if ended[0] == worker else status
+    if status is None:  # where nothing is listed
+        status = os.waitpid(worker, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def children() -> set[int]:
+    """The children of this process, ended ones too, where the system lists processes in /proc."""
+    found = set()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(entry)}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.add(int(entry))
+    return found
 
 
 def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner) -> CallOutcome:
     """Serve one request: (function index, arguments, number of samples, log functions to pass)."""
     try:
         index, arguments, num_samples, log_names = pickle.loads(request)
-    except Exception as error:
+    except BaseException as error:
         return failed_call("raised", f"the samples cannot be loaded in a reward process:\n{user_traceback(error)}")
     is_async, function = functions[index]
     if is_async:
@@ -241,7 +317,7 @@ def serve(connection: Connection) -> None:
     sys.path[:] = search_path
     try:
         functions = [(is_async, pickle.loads(blob)) for is_async, blob in blobs]
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
         return
     connection.send_bytes(pickle.dumps(None))
@@ -256,7 +332,21 @@ def serve(connection: Connection) -> None:
             connection.send_bytes(reply)
 
 
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+def main(connection: int, parent_pid: int) -> None:
+    """Serve the trainer, process parent_pid, from a child of this process, which takes along what functions start."""
+    keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if worker := os.fork():
+        os.close(connection)
+        keep(worker, parent_pid)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, kill_own_group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_with(keeper)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(connection))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -18,8 +18,8 @@ Messages = list[dict[str, Any]]
 
 LOG_PARAMETERS = ("log_extra", "log_metric")
 LIBRARY_PARAMETERS = ("prompts", "completions", "completion_ids", "trainer_state", *LOG_PARAMETERS)
-# As in TRL these dataset columns are not passed on: the plural arguments stand for them.
-UNPASSED_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+# Dataset columns for which the plural argument stands. TRL leaves `completion` out too, but that is the data set's own.
+UNPASSED_COLUMNS = frozenset({"prompt", "completion_ids"})
 
 
 @dataclass(frozen=True)

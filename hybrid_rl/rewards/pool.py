@@ -32,6 +32,7 @@ START_SECONDS = 300.0
 """Time for a process to load the functions (which may load models)."""
 POLL_SECONDS = 0.2
 JOIN_SECONDS = 5.0
+END_SECONDS = 10.0
 RETRIED = frozenset({"raised", "timeout", "died"})
 
 
@@ -59,16 +60,20 @@ def describe_exit(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a reward process with everything that it started, and reap it."""
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """End a reward process with everything that it started, and reap it."""
     if process.poll() is None:
+        process.terminate()  # it kills what is below it, which nobody else could find
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class RewardProcess:
-    """One process: started in a session of its own, so that killing it takes along what functions start."""
+    """One process that calls the functions, below one that ends it and all that functions start (`calling.keep`)."""
 
     def __init__(self) -> None:
         from hybrid_rl.controller import child_environment  # imports torch: see `on_own_device`
@@ -87,7 +92,7 @@ class RewardProcess:
         finally:
             theirs.close()
         # Without close(), the processes go with the interpreter or with the last reference.
-        self._finalizer = weakref.finalize(self, kill_group, self.process)
+        self._finalizer = weakref.finalize(self, end_process, self.process)
 
     def load(self, functions: bytes) -> None:
         """Send the functions and wait until they are loaded. Raises RewardError with the process's traceback."""
@@ -138,11 +143,7 @@ class RewardProcess:
         if reply is None:
             self.kill()
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s; its process was killed")
-        try:
-            return CallOutcome(*pickle.loads(reply))
-        except Exception as error:
-            detail = f"values given to log_extra cannot be loaded here: {type(error).__name__}: {error}"
-            return failed_call("raised", detail)
+        return CallOutcome(*pickle.loads(reply))
 
     def kill(self) -> None:
         """Idempotent; the process is reaped."""
@@ -190,7 +191,7 @@ class ProcessPool:
             self.closed = True
             processes = list(self.processes.values())
         for process in processes:
-            kill_group(process.process)
+            end_process(process.process)
         atexit.unregister(self.close)
         for _ in self.threads:
             self.tasks.put(None)

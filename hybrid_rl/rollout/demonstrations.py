@@ -204,9 +204,14 @@ class Demonstrations:
 
 
 def check_demonstrations(
-    source: SizedSource | StreamSource, encoder: DemonstrationEncoder, params: SamplingParams
+    source: SizedSource | StreamSource,
+    encoder: DemonstrationEncoder,
+    params: SamplingParams,
+    *,
+    max_length: int | None = None,
 ) -> None:
     """Encode every completion of a dataset once (of a stream the first, the others as they come), before work starts.
+    max_length: most tokens of a prompt with its completion, None = any number.
 
     Raises DataError for a dataset without the column `completion`, and for rows that cannot be used.
     """
@@ -216,20 +221,28 @@ def check_demonstrations(
             f"{', '.join(repr(name) for name in source.column_names)}. Rename the one that holds the answer"
         )
     over: list[tuple[int, int]] = []  # (row, tokens)
+    longest_prompt = 0
     for rows in _chunks(source):
         for row, ids in zip(rows, encoder.encode(rows, params), strict=True):
+            longest_prompt = max(longest_prompt, len(row.prompt_ids))
             if len(ids) > params.max_tokens:
                 over.append((row.index, len(ids)))
     if over and encoder.overlong_completions == "error":
-        raise overlong_error(len(over), max(size for _, size in over), over[0][0], params)
+        room = None if max_length is None else max_length - longest_prompt
+        raise overlong_error(len(over), max(size for _, size in over), over[0][0], params, room)
 
 
-def overlong_error(num_over: int, longest: int, first_row: int, params: SamplingParams) -> DataError:
-    """The error for completions that are too long, the longest of `longest` tokens."""
+def overlong_error(
+    num_over: int, longest: int, first_row: int, params: SamplingParams, room: int | None = None
+) -> DataError:
+    """The error for completions that are too long, the longest of `longest` tokens. room: what max_completion_length
+    could be raised to, None = anything."""
+    remedy = f"Raise max_completion_length to {longest}, or shorten"
+    if room is not None and longest > room:
+        remedy = f"The longest prompt leaves room for {room} in the model and in a micro-batch: shorten"
     return DataError(
         f"max_completion_length={params.max_tokens}, but {num_over} completion(s) are longer: the longest has "
-        f"{longest} tokens with the one that ends it, the first is row {first_row}. Raise max_completion_length to "
-        f"{longest}, or shorten or remove such rows"
+        f"{longest} tokens with the one that ends it, the first is row {first_row}. {remedy} or remove such rows"
     )
 
 

@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"resharding", "memory", "data", "rewards", "checkpoint"}),
     frozenset({"rollout", "models"}),
     frozenset({"workers"}),
-    frozenset({"checks"}),
+    frozenset({"checks", "inputs"}),
     frozenset({"assembly", "runlog"}),
     frozenset({"launch", "collecting"}),
     frozenset({"trainer"}),

@@ -51,6 +51,27 @@ def run(tmp_path: Path) -> RunFolder:
 # --------------------------------------------------------------------------------------------------------- JsonLines
 
 
+def test_what_json_cannot_hold_costs_itself_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise ZeroDivisionError("no text")
+
+    file = JsonLines(tmp_path / "samples.jsonl")
+    file.write([{"step": 1, "odd": {("a", 1): 2}, "kind": Path("x")}, {"step": 1, "odd": Unprintable()}, {"step": 2}])
+    first, second, third = read_jsonl(file.path)
+    assert (
+        first["step"] == 1 and first["kind"] == "x" and first["odd"].startswith("(cannot be written: TypeError: keys")
+    )
+    assert second == {"step": 1, "odd": "(cannot be written: ZeroDivisionError: no text)"} and third == {"step": 2}
+    assert caplog.text.count("the column 'odd' of a record cannot be written") == 2
+
+
+def test_the_step_of_a_record_is_the_step(run: RunFolder) -> None:
+    run.log_metrics(3, {"step": 7.0, "reward": 1.0})
+    assert read_jsonl(run.metrics.path) == [{"step": 3, "reward": 1.0}]
+    assert run.keep_until(3) == 0
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
 def test_a_disk_that_fills_up_and_is_freed_again(forked: Forked, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

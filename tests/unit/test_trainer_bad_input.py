@@ -213,6 +213,12 @@ def test_output_dir_that_cannot_be_written(make_trainer, tmp_path) -> None:
         make_trainer(output_dir=str(tmp_path / "file" / "runs"))
 
 
+def test_a_prompt_that_no_key_can_make_room_for(make_trainer) -> None:
+    """The model has 64 positions: advice to raise max_prompt_length to 70 would end in the next error."""
+    with pytest.raises(DataError, match="Shorten them: the model's positions=64 less max_completion_length=5 leaves"):
+        make_trainer(train_dataset=[*sums(8), {"prompt": "1" * 70, "answer": "0"}])
+
+
 def test_overlong_prompts_can_be_dropped_or_cut(make_trainer) -> None:
     rows = [*sums(8), {"prompt": "1234567", "answer": "0"}]
     dropped = make_trainer(train_dataset=rows, max_prompt_length=5, overlong_prompts="drop", num_train_epochs=1.0)

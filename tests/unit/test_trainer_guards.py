@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError
+from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError, RewardError
 from hybrid_rl.models import CausalLM
 from tests.tiny import build_model, ids_of, spread, sums
 
@@ -52,6 +52,43 @@ def test_log_metric_does_not_hide_our_own_metrics(make_trainer) -> None:
 
     metrics = make_trainer(reward_funcs=logs, learning_rate=1e-3).step().metrics
     assert (metrics["learning_rate"], metrics["log_metric/learning_rate"], metrics["mine"]) == (1e-3, 9.0, 7.0)
+
+
+def test_logging_as_if_it_were_an_evaluation(make_trainer) -> None:
+    def logs(completion_ids, log_metric, **_):
+        log_metric("eval/accuracy", 9.0)
+        return shares(completion_ids)
+
+    metrics = make_trainer(reward_funcs=logs, train_dataset=sums(4), eval_dataset=sums(2), max_steps=2).step().metrics
+    assert metrics["log_metric/eval/accuracy"] == 9.0 and "eval/accuracy" not in metrics
+
+
+def test_an_odd_value_of_log_extra_ends_the_run_before_the_update_and_names_its_function(make_trainer, records) -> None:
+    def odd(completion_ids, trainer_state, log_extra, **_):
+        log_extra("where", [{("a", 1): 2} if trainer_state.global_step == 2 else "here"] * len(completion_ids))
+        return shares(completion_ids)
+
+    trainer = make_trainer(reward_funcs=odd, max_steps=3, save_steps=1)
+    with pytest.raises(
+        RewardError, match=r"(?s)reward odd: .*log_extra\('where', ...\): value 0 of type dict cannot be"
+    ):
+        trainer.fit()
+    assert [line["step"] for line in records(trainer)] == [0, 1]
+    assert {line["extra"]["where"] for line in records(trainer, name="samples.jsonl")} == {"here"}
+    assert (trainer.run_folder / "checkpoint-1" / "model.safetensors").is_file()
+
+
+def test_samples_that_cannot_be_logged_cost_neither_metrics_nor_checkpoint(make_trainer, records, monkeypatch) -> None:
+    trainer = make_trainer(max_steps=2, save_steps=1)
+
+    def refuse(*_: object) -> None:
+        raise ZeroDivisionError("no samples today")
+
+    monkeypatch.setattr(trainer, "_log_samples", refuse)
+    with pytest.raises(ZeroDivisionError):
+        trainer.step()
+    assert [line["step"] for line in records(trainer)] == [1]
+    assert (trainer.run_folder / "checkpoint-1" / "model.safetensors").is_file()
 
 
 def test_generating_inside_a_step_is_refused_and_in_a_callback_allowed(make_trainer) -> None:

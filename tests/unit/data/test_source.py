@@ -1,5 +1,6 @@
 """Every form of a dataset gives the same prompts; every unusable one is refused before work starts."""
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from hybrid_rl.data import source as source_module
-from hybrid_rl.data.prompts import PromptEncoder
+from hybrid_rl.data.prompts import PromptEncoder, PromptRoom
 from hybrid_rl.data.source import SizedSource, StreamSource, load_source
 from hybrid_rl.errors import DataError
 
@@ -161,6 +162,54 @@ def test_overlong_error_tells_the_whole_story(tokenizer: Any) -> None:
         sized(ROWS, encoder)
     with pytest.raises(DataError, match=r"but 1 prompt\(s\).* 6 tokens, the first is row 1"):
         list(stream(lambda: ROWS, encoder))
+
+
+def test_what_no_limit_can_make_room_for_is_not_advised(tokenizer: Any) -> None:
+    """A prompt of 8 tokens where the model has room for 7: to raise max_prompt_length would not help."""
+    room = PromptRoom(7, "the model's positions=9 less max_completion_length=2")
+    encoder = PromptEncoder(tokenizer, max_prompt_length=5, room=room)
+    with pytest.raises(DataError, match=r"8 tokens.* Shorten them: the model's positions=9 less .* for 7 tokens"):
+        sized(ROWS, encoder)
+    with pytest.raises(DataError, match="Raise max_prompt_length to 6, or set"):
+        sized(ROWS[:3], encoder)
+    dropping = PromptEncoder(tokenizer, max_prompt_length=3, overlong_prompts="drop", room=PromptRoom(3, "the model"))
+    for dataset in (ROWS, lambda: ROWS):
+        with pytest.raises(DataError, match="the shortest has 4 tokens: shorten them: the model leaves room for 3"):
+            for _ in load_source(dataset, dropping):  # type: ignore[union-attr]
+                pass
+
+
+def test_nothing_collects_garbage_while_rows_become_tokens(encoder: PromptEncoder, tokenizer: Any) -> None:
+    """Lists of ids by the thousand would set it off again and again, over all that the libraries hold."""
+    runs: list[str] = []
+    count = lambda phase, _: runs.append(phase)  # noqa: E731
+    rows = [{"prompt": f"{n % 10}+1="} for n in range(5000)]
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        source = sized(rows, encoder)
+        during = len(runs)
+        with pytest.raises(DataError):
+            sized([*rows, {"prompt": 7}], encoder)
+    finally:
+        gc.callbacks.remove(count)
+    assert len(source) == 5000 and during <= 2  # one may be due when it is over
+    assert gc.isenabled()
+
+
+def test_the_tokenizer_makes_nothing_but_ids(tokenizer: Any, chat_tokenizer: Any, monkeypatch: Any) -> None:
+    made: list[set[str]] = []
+    call = type(tokenizer).__call__
+
+    def recording(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        found = call(self, *arguments, **keywords)
+        made.append(set(found))
+        return found
+
+    monkeypatch.setattr(type(tokenizer), "__call__", recording)
+    sized(ROWS, PromptEncoder(tokenizer, max_prompt_length=None))
+    sized([{"prompt": [{"role": "user", "content": "1"}]}], PromptEncoder(chat_tokenizer, max_prompt_length=None))
+    assert made == [{"input_ids"}, {"input_ids"}]
 
 
 def test_overlong_drop(tokenizer: Any) -> None:

@@ -79,12 +79,13 @@ def test_columns_that_some_samples_lack_are_none_whatever_the_call():
     assert spec.arguments([sample(0, a=1)], None, ["c"])["c"] == [None]
 
 
-def test_prompt_and_completion_columns_are_not_passed_but_reserved_names_are_refused():
+def test_the_prompt_column_is_not_passed_and_reserved_names_are_refused():
     (spec,) = resolve(takes_everything, ["prompt", "completion", "completion_ids"])
     gold = RewardInput(0, "p", "c", [1], {"completion": "gold", "completion_ids": [9], "task": 1})
     arguments = spec.arguments([gold], None)
-    assert arguments.keys() == {"prompts", "completions", "completion_ids", "trainer_state", "task"}
-    assert arguments["completion_ids"] == [[1]]
+    columns = {"task", "completion"}
+    assert arguments.keys() == {"prompts", "completions", "completion_ids", "trainer_state"} | columns
+    assert (arguments["completion_ids"], arguments["completions"], arguments["completion"]) == ([[1]], ["c"], ["gold"])
     with pytest.raises(DataError, match="trainer_state"):
         spec.arguments([sample(trainer_state=1)], None)
     with pytest.raises(ConfigError, match=r"\['completions'\].*rename"):

@@ -142,6 +142,25 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
     assert "SIGSEGV" in result.failures[1].detail
 
 
+def test_what_is_no_exception_is_told_with_its_traceback_too():
+    """It ends neither the process nor the call without a word."""
+
+    class Unforgiving(BaseException):
+        pass
+
+    def refuse(completions, log_extra):
+        log_extra("pid", [os.getpid()] * len(completions))
+        if "b" in completions:
+            raise Unforgiving("by the function")
+        return [1.0] * len(completions)
+
+    with RewardRunner(refuse, num_processes=1) as runner:
+        result = runner.score(samples("a", "b", "c"), None)
+    assert reasons(result) == [(11, "raised")]
+    assert "Unforgiving: by the function" in result.failures[0].detail and "in refuse" in result.failures[0].detail
+    assert result.extras["pid"][10] == result.extras["pid"][12]
+
+
 def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
     def f(completions):
         os._exit(1)
@@ -163,6 +182,70 @@ def test_killing_takes_along_what_the_function_started(tmp_path):
     with RewardRunner(f, num_processes=1, timeout_seconds=1.0) as runner:
         assert reasons(runner.score(samples("a"), None)) == [(10, "timeout")]
     wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+DAEMON = """
+import os, sys, time
+for _ in range(2):  # as daemons do: the child of a child that has ended, in a session of its own
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+open(sys.argv[1] + ".new", "w").write(str(os.getpid()))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(3600)
+"""
+
+
+def starting_daemons(folder, end):
+    """A function that leaves a process behind, in a session of its own, with every call."""
+
+    def f(completions):
+        pid_file = folder / completions[0]
+        subprocess.run([sys.executable, "-c", DAEMON, str(pid_file)], check=True)
+        while not pid_file.exists():
+            time.sleep(0.01)
+        if completions[0] == "end":
+            end()
+        return [1.0] * len(completions)
+
+    return f
+
+
+needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sessions of their own are not found")
+
+
+@needs_subreaper
+@pytest.mark.parametrize("how", ["close", "timeout", "exit", "killed"])
+def test_a_daemon_that_a_function_started_ends_with_its_process(tmp_path, how):
+    ends = {
+        "close": lambda: None,
+        "timeout": lambda: time.sleep(3600),
+        "exit": lambda: os._exit(3),
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    }
+    limit = 6.0 if how == "timeout" else None
+    with RewardRunner(starting_daemons(tmp_path, ends[how]), num_processes=1, timeout_seconds=limit) as runner:
+        runner.score(samples("a"), None)
+        first = int((tmp_path / "a").read_text())
+        assert is_alive(first)  # as long as the process, which may want it in the next call
+        failures = reasons(runner.score(samples("end"), None))
+        assert failures == {"close": [], "timeout": [(10, "timeout")]}.get(how, [(10, "died")])
+        second = int((tmp_path / "end").read_text())
+        assert is_alive(first) == is_alive(second) == (how == "close")
+    assert not is_alive(first) and not is_alive(second)
+
+
+@needs_subreaper
+def test_a_daemon_does_not_outlive_a_killed_trainer(tmp_path):
+    body = f"import subprocess; subprocess.run([sys.executable, '-c', {DAEMON!r}, {str(tmp_path / 'pid')!r}]); "
+    body += "time.sleep(3600)"
+    script, pid = start_script(tmp_path, body, "time.sleep(3600)")
+    wait_until(lambda: (tmp_path / "pid").exists())
+    daemon = int((tmp_path / "pid").read_text())
+    assert is_alive(daemon)
+    script.kill()
+    script.communicate()
+    wait_until(lambda: not is_alive(pid) and not is_alive(daemon))
 
 
 def test_submissions_of_single_samples_use_all_processes():

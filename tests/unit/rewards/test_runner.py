@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,6 +82,90 @@ def test_logs_of_a_failed_call_are_dropped_and_those_of_its_repetition_kept():
 def test_log_extra_of_the_wrong_length_is_an_error_of_the_function():
     result = run(lambda completions, log_extra: log_extra("x", [1, 2]), samples("a"))
     assert "got 2 values for 1 samples" in result.failures[0].detail
+
+
+class Unprintable:
+    def __str__(self):
+        raise ZeroDivisionError("no text")
+
+
+def endless():
+    found = []
+    found.append(found)
+    return found
+
+
+UNWRITABLE = [{("a", 1): 2}, endless(), Unprintable(), [[Unprintable()]]]
+
+
+@pytest.mark.parametrize("value", UNWRITABLE, ids=["tuple key", "holds itself", "no text", "deep"])
+def test_what_no_record_can_hold_fails_the_sample_that_it_is_of(value):
+    """Not the run, when the update is done and its records are written."""
+
+    def f(completions, log_extra):
+        log_extra("odd", [value if text == "b" else text for text in completions])
+        return [1.0] * len(completions)
+
+    result = run(f, samples("a", "b", "c"))
+    assert reasons(result) == [("f", 11, "raised")]
+    assert r"log_extra('odd', ...): value 0 of type" in result.failures[0].detail
+    assert "cannot be written as JSON" in result.failures[0].detail
+    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 1.0])
+    assert result.extras == {"odd": {10: "a", 12: "c"}}
+
+
+def test_what_was_logged_is_what_it_was_when_it_was_logged():
+    shared = [1]
+
+    def f(completions, log_extra):
+        log_extra("list", [shared] * len(completions))
+        log_extra("kinds", [(1, {2: None}, np.float32(0.5), Path("x"))] * len(completions))
+        shared.append(shared)
+        return [1.0] * len(completions)
+
+    assert run(f, samples("a")).extras == {"list": {10: [1]}, "kinds": {10: [1, {"2": None}, "0.5", "x"]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("step", "would hide the step of the record"), (("a", 1), "is of type tuple; use text"), (None, "use text")],
+)
+def test_names_of_metrics_that_are_refused(name, message):
+    result = run(lambda completions, log_metric: [log_metric(name, 1.0) or 1.0 for _ in completions], samples("a"))
+    assert [reason for _, _, reason in reasons(result)] == ["raised"] and message in result.failures[0].detail
+    assert result.metrics == {}
+
+
+def test_the_name_of_a_column_is_text():
+    result = run(lambda completions, log_extra: [log_extra(7, completions) or 1.0 for _ in completions], samples("a"))
+    assert "log_extra(7, ...): the name is of type int; use text" in result.failures[0].detail
+
+
+class Refusing(list):
+    def tolist(self):
+        raise Unforgiving("no list")
+
+
+class Unforgiving(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("at", ["call", "values"])
+def test_whatever_a_function_raises_is_its_own_failure(asynchronous, at):
+    """Also what is no Exception, and what the values that it returned raise when they are looked at."""
+
+    def f(completions):
+        if at == "call":
+            raise Unforgiving("by the function")
+        return Refusing()
+
+    async def g(completions):
+        return f(completions)
+
+    (failure,) = run(g if asynchronous else f, samples("a")).failures
+    assert failure.reason == "raised" and "Unforgiving: " in failure.detail
+    assert ("by the function" if at == "call" else "no list") in failure.detail
 
 
 def test_wrong_count_fails_the_whole_call_without_another():

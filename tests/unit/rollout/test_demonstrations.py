@@ -320,10 +320,10 @@ def test_overlong_completions():
 # ------------------------------------------------------------------------------------------------ before work starts
 
 
-def checked(rows, params=PARAMS, **options):
+def checked(rows, params=PARAMS, max_length=None, **options):
     tokenizer = build_tokenizer()
     source = load_source(rows, PromptEncoder(tokenizer, max_prompt_length=None))
-    check_demonstrations(source, DemonstrationEncoder(tokenizer, **options), params)
+    check_demonstrations(source, DemonstrationEncoder(tokenizer, **options), params, max_length=max_length)
 
 
 def test_a_dataset_without_completions_is_refused():
@@ -345,6 +345,10 @@ def test_all_overlong_rows_are_told_of_at_once():
         DataError, match="max_completion_length=8, but 2 .* longest has 12 tokens .* row 1. Raise .* 12"
     ):
         checked(rows)
+    with pytest.raises(DataError, match="row 1. Raise .* 12"):
+        checked(rows, max_length=16)
+    with pytest.raises(DataError, match="row 1. The longest prompt leaves room for 11 .*: shorten or remove such rows"):
+        checked(rows, max_length=15)
     checked(rows, overlong_completions="truncate")
     checked(rows, SamplingParams(12, stop_token_ids=(EOS_ID,)))
 

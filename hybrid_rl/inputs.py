@@ -1,0 +1,94 @@
+"""The data of a run: which prompts fit, and the sources that they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.data import PromptEncoder, PromptRoom, PromptRow, SizedSource, StreamSource, load_source
+from hybrid_rl.errors import ConfigError
+
+Source = SizedSource | StreamSource
+PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
+
+
+def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom | None:
+    """What the model and a micro-batch leave for a prompt beside its completion; None where neither says.
+
+    Raises ConfigError where that is nothing, or less than max_prompt_length.
+    """
+    completion = config.rollout.max_completion_length
+    given = {
+        "tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch,
+        "the model's positions": max_positions,
+    }
+    limits = {name: limit for name, limit in given.items() if limit is not None}
+    if not limits:
+        return None
+    name = min(limits, key=limits.__getitem__)
+    room = limits[name] - completion
+    if room < 1:
+        raise ConfigError(
+            f"max_completion_length={completion} leaves no room for a prompt: {name}={limits[name]}; lower it"
+            + (" or raise tokens_per_micro_batch" if name == "tokens_per_micro_batch" else "")
+        )
+    asked = config.data.max_prompt_length
+    if asked is not None and asked > room:
+        raise ConfigError(
+            f"max_prompt_length={asked} and max_completion_length={completion} exceed {name}={limits[name]}; lower "
+            f"one of them"
+        )
+    return PromptRoom(room, f"{name}={limits[name]} less max_completion_length={completion}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """The prompt sources of a run and the encoder that made them."""
+
+    encoder: PromptEncoder
+    train: Source
+    eval: SizedSource | None
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt; None for a stream, where it is not known."""
+        if not isinstance(self.train, SizedSource):
+            return None
+        return max(source.max_length for source in (self.train, self.eval) if source is not None)
+
+    @property
+    def first(self) -> PromptRow:
+        """The first training prompt."""
+        return self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
+
+    @property
+    def probe_ids(self) -> tuple[int, ...]:
+        """The start of the first training prompt."""
+        return tuple(self.first.prompt_ids[:PROBE_LENGTH])
+
+
+def load_data(
+    train: Any, evaluation: Any, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, max_positions: int | None
+) -> Data:
+    """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path). max_positions: of the
+    model."""
+    room = prompt_room(config, max_positions)
+    encoder = PromptEncoder(
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length or (room.num_tokens if room else None),
+        overlong_prompts=config.data.overlong_prompts,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        room=room,
+    )
+    train = config.data.train_path if train is None else train
+    if train is None:
+        raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
+    source = load_source(train, encoder)
+    evaluation = config.data.eval_path if evaluation is None else evaluation
+    held_out = None if evaluation is None else load_source(evaluation, encoder)
+    if held_out is not None and not isinstance(held_out, SizedSource):
+        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
+    return Data(encoder, source, held_out)
