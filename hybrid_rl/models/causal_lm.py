@@ -259,9 +259,7 @@ def rotary_limit(config: Any, max_positions: int | None) -> LengthLimit | None:
         trained = rope.get("original_max_position_embeddings")
         limit = trained or getattr(config, "original_max_position_embeddings", max_positions)
         if kind in ("longrope", "dynamic") and limit is not None:
-            return LengthLimit(
-                limit, f"{kind} rotary scaling has other frequencies from there on, for all that is in a pass"
-            )
+            return LengthLimit(limit, f"{kind} rotary scaling changes the frequencies of a whole pass from there on")
     return None
 
 

@@ -80,7 +80,11 @@ class ContractEngine(GuardedEngine):
         faults: Iterable[Fault] = (),
     ) -> None:
         super().__init__(
-            vocab_size=vocab_size, max_positions=max_positions, max_num_waiting=config.max_num_waiting, decode=decode
+            vocab_size=vocab_size,
+            max_length=max_positions,
+            why=f"the model has {max_positions} positions",
+            max_num_waiting=config.max_num_waiting,
+            decode=decode,
         )
         self._config = config
         self._discard_weights = discard_weights

@@ -14,7 +14,8 @@ from hybrid_rl.rollout.stopping import StopStrings
 class GuardedEngine(RolloutEngine):
     """The half of a RolloutEngine that is alike in all: who may submit, pause, update, sleep and wake, and when.
 
-    vocab_size: token ids lie below it. max_positions: longest prompt and completion together, None = no limit.
+    vocab_size: token ids lie below it. max_length: longest prompt and completion together, None = no limit, for the
+    reason that `why` tells.
     max_num_waiting: requests that may wait. decode: token ids to text; only requests with stop strings need it.
     """
 
@@ -22,13 +23,14 @@ class GuardedEngine(RolloutEngine):
         self,
         *,
         vocab_size: int,
-        max_positions: int | None,
+        max_length: int | None,
+        why: str,
         max_num_waiting: int,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         super().__init__()
-        self._vocab_size, self._max_positions, self._max_num_waiting = vocab_size, max_positions, max_num_waiting
-        self._limit_words = f"the model's {max_positions} positions"
+        self._vocab_size, self._max_length, self._max_num_waiting = vocab_size, max_length, max_num_waiting
+        self._why = why
         self._decode = decode
         self._ids: set[int] = set()  # of the requests that are not finished
         self._aborted: set[int] = set()
@@ -81,10 +83,10 @@ class GuardedEngine(RolloutEngine):
         if outside:
             raise DataError(f"request {request.id}: token {outside[0]} is outside the vocabulary of {self._vocab_size}")
         length = len(request.prompt_ids) + params.max_tokens
-        if self._max_positions is not None and length > self._max_positions:
+        if self._max_length is not None and length > self._max_length:
             raise DataError(
                 f"request {request.id}: {len(request.prompt_ids)} prompt tokens and max_tokens={params.max_tokens} "
-                f"exceed {self._limit_words}; shorten the prompt, or ask for a shorter completion"
+                f"exceed {self._max_length} tokens ({self._why}); shorten the prompt, or ask for a shorter completion"
             )
         if length > self.kv_cache_tokens:
             raise DataError(

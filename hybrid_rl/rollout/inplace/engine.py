@@ -58,9 +58,11 @@ class InPlaceEngine(GuardedEngine):
         memory_share: float = 1.0,
         keeps_cache: bool | None = None,
     ) -> None:
+        limit = model.length_limit
         super().__init__(
             vocab_size=model.vocab_size,
-            max_positions=model.max_positions,
+            max_length=None if limit is None else limit.num_tokens,
+            why="" if limit is None else limit.why,
             max_num_waiting=config.max_num_waiting,
             decode=decode,
         )

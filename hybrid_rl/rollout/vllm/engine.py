@@ -85,13 +85,10 @@ class VLLMEngine(GuardedEngine):
         require_none_live()
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
-            max_positions=max_length,
+            max_length=max_length,
+            why="vLLM was built for the longest prompt and max_completion_length, which may be raised",
             max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
             decode=decode,
-        )
-        self._limit_words = (
-            f"the {max_length} tokens that vLLM was built for (longest prompt and max_completion_length, which may be "
-            f"raised)"
         )
         self._config = config
         self._layout = WeightLayout.of(named_weights(module).items())

@@ -201,7 +201,7 @@ def bad(identity=9, prompt_ids=(2, 3), max_tokens=4, **params):
         ([bad(prompt_ids=(2, VOCABULARY))], f"token {VOCABULARY} is outside"),
         ([bad(prompt_ids=(-1,))], "token -1 is outside"),
         ([bad(stop_token_ids=(VOCABULARY,))], f"token {VOCABULARY} is outside"),
-        ([bad(max_tokens=63)], "exceed the (model's 64 positions|64 tokens that vLLM)"),
+        ([bad(max_tokens=63)], r"exceed 64 tokens \((the model has 64 positions|vLLM was built)"),
         ([bad(7)], "request id 7 is in use"),
         ([bad(), bad()], "request id 9 is in use"),
     ],

@@ -11,6 +11,7 @@ from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.inplace import InPlaceEngine
+from tests.unit.models.families import build
 from tests.unit.rollout.engines import (
     IN_PLACE,
     TOKEN_BYTES,
@@ -108,6 +109,22 @@ def test_stop_strings_without_a_way_to_text_are_refused():
         engine.submit([request(0), request(1, stop_strings=("a",))], 1)
     assert engine.num_unfinished == 0
     assert len(rig.run([request(0)])[0].completion_ids) == 6
+
+
+def test_a_request_beyond_the_rotary_limit_is_refused_and_changes_no_other():
+    """One sequence beyond it would change the frequencies of all that are in its passes."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    module = build("qwen2", rope_parameters=rope, max_position_embeddings=128)
+    model = CausalLM(module)
+    model.verify()
+    engine = InPlaceEngine(model, InPlaceConfig(block_size=4), max_length=48)
+    rig = replace(inplace(), engine=engine, module=module).ready()
+    short = [request(i, 4 + i, 8) for i in range(3)]
+    alone = rig.run(short)
+    with pytest.raises(DataError, match=r"exceed 24 tokens \(longrope rotary scaling changes the frequencies"):
+        same_samples(rig.run([*short, request(9, 30, 6)])[:3], alone)
+    same_samples(rig.run(short), alone)
 
 
 # ----------------------------------------------------------------------------------------------- penalty, truncation
