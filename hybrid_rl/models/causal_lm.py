@@ -26,6 +26,7 @@ from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.models.unpacked import UnpackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
 # logit. transformers' eager attention takes its softmax in float32, in float64 models too.
@@ -34,15 +35,21 @@ VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
 
+# What carries more from token to token than attention does: linear attention, convolutions, state spaces.
+REMEDY = (
+    'set rollout.engine=hf (Trainer(engine="hf")), which trains and generates through the model\'s own forward, slower'
+)
+
+
 class CausalLM:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
     twice. The head is the module's language head, or the linear layer that a classification class (a critic, a reward
     model) has beside its backbone.
 
-    attention: what training and scoring run on, a name of backends.py or auto. compile: training and scoring run
-    transformer blocks through torch.compile, but for their attention. activation_offload: keep what the backward pass
-    needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for a module without such a
-    head or with float16 parameters.
+    attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
+    training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep
+    what the backward pass needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for
+    a module without such a head or with float16 parameters.
     """
 
     def __init__(
@@ -118,8 +125,16 @@ class CausalLM:
         first, again = checkpoint_contexts(self._configs, self._linears)
         return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
+        """What the module's own backbone gives for sequences of one length, int64 [B, L], without padding or mask."""
+        with self._linears.fast(token_ids.numel()):
+            return self.module.base_model(input_ids=token_ids, **arguments)
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
+        if isinstance(attention, UnpackedRow):
+            output = self.own_forward(attention.spread(token_ids), use_cache=False)
+            return attention.collect(output.last_hidden_state)
         functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
         with attention_functions(self._configs, functions), self._linears.fast(num_rows):
@@ -204,7 +219,7 @@ class CausalLM:
         try:
             mine = self._outputs(self.hidden_states(tokens, layout.positions().to(self.device), context))
         except (TypeError, AttributeError, RuntimeError) as error:
-            raise ModelError(f"{name} does not run with packed sequences: {error}") from error
+            raise ModelError(f"{name} does not run with {self.attention.words}: {error}{self._remedy()}") from error
         segments: Any = tokens.split(layout.lengths)
         roots, children = segments[: len(layout.roots)], segments[len(layout.roots) :]
         # Eager attention defines an architecture: the others leave out what they lack, SDPA Gemma-2's soft-capping.
@@ -217,10 +232,13 @@ class CausalLM:
         for what, gap in gaps.items():
             if not gap <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
                 raise ModelError(
-                    f"{name} gives other {what} with packed sequences (relative gap {gap:.1e}); this architecture is "
-                    f"not supported"
+                    f"{name} gives other {what} with {self.attention.words} (relative gap {gap:.1e}); this "
+                    f"architecture is not supported{self._remedy()}"
                 )
         return max(gaps.values())
+
+    def _remedy(self) -> str:
+        return f"; {REMEDY}" if self.attention.is_packed else ""
 
     def _outputs(self, hidden: Tensor) -> dict[str, Tensor]:
         """What `verify` compares. A head that is still zero shows nothing of what is below it."""
@@ -287,7 +305,7 @@ def _switch_off_noise(module: nn.Module) -> None:
 
 def _head_options(module: PreTrainedModel) -> HeadOptions:
     config = module.config.get_text_config()
-    scale = getattr(config, "logit_scale", None)
+    scale = getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None))
     if scale is None and getattr(config, "logits_scaling", None):
         scale = 1 / config.logits_scaling
     return HeadOptions(
