@@ -27,7 +27,6 @@ from hybrid_rl.checks import (
     check_rewards,
     check_teacher,
     load_settings,
-    tell_engine,
 )
 from hybrid_rl.config import (
     TrainerConfig,
@@ -355,7 +354,6 @@ def prepare(
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
     check_attention(resolved, hardware)
     tell_devices(resolved, hardware, module_device)
-    tell_engine(resolved)
     check_trackers(resolved.report_to)
     if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
         raise ConfigError(

@@ -31,18 +31,15 @@ logger = logging.getLogger("hybrid_rl")
 
 def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     """Raise ConfigError where the settled device and dtype, or the machine, cannot run the attention that is asked for.
-    What the architecture says is checked with the model."""
+    What the architecture says is checked with the model. Logs it where none is wanted."""
     settings = config.model
-    check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
-
-
-def tell_engine(config: TrainerConfig) -> None:
-    """Log what the choice of the engine means for training."""
     if isinstance(config.rollout, HFRolloutConfig):
         logger.warning(
             "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
             "and nothing packed; models that can be packed are faster with rollout.engine=inplace"
         )
+        return
+    check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
 
 
 def check_module_dtype(module: PreTrainedModel) -> None:

@@ -36,9 +36,7 @@ VERIFY_LAYOUT = Layout((5, 7), (2, 4), (0, 0))
 
 
 # What carries more from token to token than attention does: linear attention, convolutions, state spaces.
-REMEDY = (
-    'set rollout.engine=hf (Trainer(engine="hf")), which trains and generates through the model\'s own forward, slower'
-)
+REMEDY = 'if it is causal, rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
 
 
 class CausalLM:
@@ -218,6 +216,8 @@ class CausalLM:
         context = self.attention.context(layout, self.device)
         try:
             mine = self._outputs(self.hidden_states(tokens, layout.positions().to(self.device), context))
+        except ModelError as error:
+            raise ModelError(f"{error}{self._remedy()}") from error
         except (TypeError, AttributeError, RuntimeError) as error:
             raise ModelError(f"{name} does not run with {self.attention.words}: {error}{self._remedy()}") from error
         segments: Any = tokens.split(layout.lengths)
