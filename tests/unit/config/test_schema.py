@@ -19,8 +19,8 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
 
-ENGINES = ("inplace", "vllm", "hf")
-PLACES = [{"rollout": engine, "controller": backend} for engine in ENGINES for backend in ("local", "ray")]
+PLACES = [{"rollout": engine, "controller": backend} for engine in ("inplace", "vllm") for backend in ("local", "ray")]
+PLACES.append({"rollout": "hf", "controller": "local"})
 
 
 def members(given: dict[str, Any]) -> dict[str, str]:
