@@ -46,6 +46,23 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**LINEAR, **SHARED_EXPERT, "head_dim": 16}),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            "layer_types": LINEAR["layer_types"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", LINEAR),
     "jamba": (
         "JambaConfig",
