@@ -4,6 +4,7 @@ anything is loaded."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.hardware import Hardware
+from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
@@ -24,11 +26,19 @@ from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers import RewardSetup
 from hybrid_rl.workers.setup import demonstration_encoder
 
+logger = logging.getLogger("hybrid_rl")
+
 
 def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     """Raise ConfigError where the settled device and dtype, or the machine, cannot run the attention that is asked for.
-    What the architecture says is checked with the model."""
+    What the architecture says is checked with the model. Logs it where none is wanted."""
     settings = config.model
+    if isinstance(config.rollout, HFRolloutConfig):
+        logger.warning(
+            "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
+            "and nothing packed; models that can be packed are faster with rollout.engine=inplace"
+        )
+        return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
 
 

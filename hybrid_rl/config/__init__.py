@@ -1,5 +1,6 @@
 """Configuration: the schema, how it is loaded, and what is checked before any work starts."""
 
+from hybrid_rl.config.hf import HFConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
 from hybrid_rl.config.schema import (
     AlgorithmConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "CriticConfig",
     "EvalConfig",
     "FSDPConfig",
+    "HFConfig",
     "InPlaceConfig",
     "Leaf",
     "ModelConfig",

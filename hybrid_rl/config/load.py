@@ -244,7 +244,7 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
         if not owners:
             continue
         remedy = union.remedies.get(owners[0], "")
-        if (section, owners) == ("rollout", ["inplace"]):
+        if (tags[section], owners) == ("vllm", ["inplace"]):
             remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
         if union.tag is None:
             return f"key {path!r} would do nothing: {remedy}"

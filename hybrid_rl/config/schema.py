@@ -189,11 +189,17 @@ class VLLMConfig:
     )
 
 
+ENGINES = (
+    "inplace (embedded, any machine), vllm (in the trainer's processes) or hf (the model's own forward, in training "
+    "too: for linear attention, convolutions, state spaces and what else cannot be packed; slower)"
+)
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How completions are made for training."""
 
-    engine: str = key("inplace", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
+    engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
     temperature: float = key(1.0, "divides the logits, in the rollout and in the trainer alike", above=0)
     stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
@@ -210,7 +216,7 @@ class RolloutConfig:
 class InPlaceRolloutConfig(RolloutConfig):
     """rollout.engine=inplace."""
 
-    engine: Literal["inplace"] = key("inplace", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
+    engine: Literal["inplace"] = key("inplace", ENGINES)
     inplace: InPlaceConfig = field(default_factory=InPlaceConfig)
 
 
@@ -218,7 +224,7 @@ class InPlaceRolloutConfig(RolloutConfig):
 class VLLMRolloutConfig(RolloutConfig):
     """rollout.engine=vllm."""
 
-    engine: Literal["vllm"] = key("vllm", "inplace (embedded, any machine) or vllm (in the trainer's processes)")
+    engine: Literal["vllm"] = key("vllm", ENGINES)
     transport: Literal["auto", "ipc", "distributed", "disk"] = key(
         "auto",
         "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     AlgorithmConfig,
@@ -87,7 +88,9 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             infer=_eval_section,
             remedies={"sampled": "evaluation is greedy; set eval_temperature above 0"},
         ),
-        "rollout": Union("engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig}),
+        "rollout": Union(
+            "engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig, "hf": HFRolloutConfig}
+        ),
         "controller": Union(
             "backend",
             "local",

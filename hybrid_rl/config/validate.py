@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_rl.config.algorithm import needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
+from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
@@ -31,6 +32,7 @@ def resolve(
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
     _check_vllm(config, _number_of(config))
+    _check_hf(config)
     _check_mode(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
@@ -114,6 +116,21 @@ def _check_vllm(config: TrainerConfig, num_ranks: int) -> None:
         )
 
 
+def _check_hf(config: TrainerConfig) -> None:
+    if not isinstance(config.rollout, HFRolloutConfig):
+        return
+    if config.model.torch_compile:
+        raise ConfigError(
+            "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
+            "leave it out"
+        )
+    if "router_scores" in config.policy_loss.needs:
+        raise ConfigError(
+            f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
+            f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
+        )
+
+
 def _check_mode(config: TrainerConfig) -> None:
     if config.mode == "train" and config.rollouts_path is None:
         raise ConfigError("mode=train trains on saved rollouts: set rollouts_path to their folder")
@@ -138,6 +155,11 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         ),
         (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
         (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
+        (
+            isinstance(config.rollout, HFRolloutConfig),
+            "model.attention",
+            "rollout.engine=hf runs the attention that the model's own config names",
+        ),
         (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
         (not needs_reference(config), "controller.reference_ranks", "there is no reference model while beta=0"),
     ]

@@ -32,11 +32,12 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import compiled
+from hybrid_rl.models import compiled, unpacked
 from hybrid_rl.models.attention import AttentionContext, PackedAttention
 from hybrid_rl.models.compiled import CompiledAttention
 from hybrid_rl.models.row import Layout
 from hybrid_rl.models.shared import SharedAttention
+from hybrid_rl.models.unpacked import UnpackedRow
 from hybrid_rl.models.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 
 NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
@@ -82,8 +83,20 @@ class Backend:
     name: str
     kernel: Kernel | None = None
 
-    def context(self, layout: Layout, device: torch.device | str) -> AttentionContext:
-        """Attention of one row."""
+    @property
+    def is_packed(self) -> bool:
+        """Whether the sequences of a row run as one, rather than beside each other."""
+        return self.name != unpacked.NAME
+
+    @property
+    def words(self) -> str:
+        """How rows run, in messages."""
+        return "packed sequences" if self.is_packed else "sequences of other lengths beside it"
+
+    def context(self, layout: Layout, device: torch.device | str) -> AttentionContext | UnpackedRow:
+        """Attention of one row, or how it becomes sequences beside each other."""
+        if not self.is_packed:
+            return UnpackedRow(layout, device)
         if self.kernel is not None:
             return VarlenAttention(layout, self.kernel, device)
         if self.name == "compiled":
@@ -92,10 +105,12 @@ class Backend:
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
-    """The backend of that name, or for auto the best that runs here.
+    """The backend of that name, or for auto the best that runs here; for unpacked, none.
 
     Raises ConfigError where this machine, the dtype or the architecture cannot run the one that was asked for.
     """
+    if name == unpacked.NAME:
+        return Backend(name)
     if name == "auto":
         best = ("flash_attn_3", "varlen", "compiled", "sdpa")
         name = next(other for other in best if not obstacles(other, needs))

@@ -25,7 +25,11 @@ from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.models.unpacked import UnpackedRow
 from hybrid_rl.models.verify import LengthLimit, check_outputs, check_survey, verify_row
+
+# What carries more from token to token than attention does: linear attention, convolutions, state spaces.
+REMEDY = 'if it is causal, rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
 
 
 class CausalLM:
@@ -33,10 +37,10 @@ class CausalLM:
     twice. The head is the module's language head, or the linear layer that a classification class (a critic, a reward
     model) has beside its backbone.
 
-    attention: what training and scoring run on, a name of backends.py or auto. compile: training and scoring run
-    transformer blocks through torch.compile, but for their attention. activation_offload: keep what the backward pass
-    needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for a module without such a
-    head or with float16 parameters.
+    attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
+    training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep
+    what the backward pass needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for
+    a module without such a head or with float16 parameters.
     """
 
     def __init__(
@@ -119,8 +123,16 @@ class CausalLM:
         first, again = checkpoint_contexts(self._configs, self._linears)
         return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
+        """What the module's own backbone gives for sequences of one length, int64 [B, L], without padding or mask."""
+        with self._linears.fast(token_ids.numel()):
+            return self.backbone(input_ids=token_ids, **arguments)
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
+        if isinstance(attention, UnpackedRow):
+            output = self.own_forward(attention.spread(token_ids), use_cache=False)
+            return attention.collect(output.last_hidden_state)
         functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
         with attention_functions(self._configs, functions, attention), self._linears.fast(num_rows):
@@ -194,8 +206,13 @@ class CausalLM:
         Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently.
         """
-        self.masked_from = check_survey(self.module, self.backbone, self.device)
-        return check_outputs(self)
+        if not self.attention.is_packed:
+            return check_outputs(self)
+        try:
+            self.masked_from = check_survey(self.module, self.backbone, self.device)
+            return check_outputs(self)
+        except ModelError as error:
+            raise ModelError(f"{error}; {REMEDY}") from error
 
     def verify_row(self) -> PackedRow:
         """The row that a model is verified on; its labels are the second tokens of its segments."""
@@ -265,7 +282,7 @@ def rotary_limit(config: Any, max_positions: int | None) -> LengthLimit | None:
 
 def _head_options(module: PreTrainedModel) -> HeadOptions:
     config = module.config.get_text_config()
-    scale = getattr(config, "logit_scale", None)
+    scale = getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", None))
     if scale is None and getattr(config, "logits_scaling", None):
         scale = 1 / config.logits_scaling
     return HeadOptions(

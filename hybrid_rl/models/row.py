@@ -29,12 +29,14 @@ class Layout:
     """The segments of a row, in order.
 
     roots: tokens of each root, those with children first; children: tokens of each child, at least 1; parents: the
-    root of each child: 0 at first, then rising by 0 or 1.
+    root of each child: 0 at first, then rising by 0 or 1. is_filled: the last root fills the row up; nobody looks at
+    it.
     """
 
     roots: tuple[int, ...]
     children: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    is_filled: bool = False
 
     def __post_init__(self) -> None:
         steps = [after - before for before, after in zip((-1, *self.parents), self.parents, strict=False)]
@@ -116,6 +118,7 @@ class PackedRow:
             (*roots, *([filler] if filler else [])),
             tuple(own[index] for index in children),
             tuple(root for root, group in enumerate(shared) for _ in group),
+            is_filled=filler > 0,
         )
         prompt_rows, completion_rows = list(prompts), list(completions)
         parts = [prompt_rows[group[0]] for group in shared]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from hybrid_rl.models.load import first_line
 from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import Layout, PackedRow
 from hybrid_rl.models.survey import FARTHEST, LayerCall, surveyed
+from hybrid_rl.models.unpacked import UnpackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
 # logit. transformers' eager attention takes its softmax in float32, in float64 models too.
@@ -62,7 +64,7 @@ class Packed(Protocol):
         """Of the parameters."""
         ...
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
         """Last hidden states [T, H] of one packed row."""
         ...
 
@@ -134,7 +136,8 @@ def _why(call: LayerCall, config: Any) -> str:
 @torch.no_grad()
 def check_outputs(model: Packed) -> float:
     """Compare a packed forward of three sequences, two of which share a prompt, with the model's own forward of them;
-    the largest gap, relative to the largest number.
+    the largest gap, relative to the largest number. A model that does not run packed lays them beside each other, and
+    each is compared with a forward of it alone.
 
     Experts are those of the model's own forward in both: a router that decides closely sends a token elsewhere by
     rounding alone, and nothing is wrong. That its scores agree is checked. Raises ModelError where numbers differ.
@@ -142,24 +145,35 @@ def check_outputs(model: Packed) -> float:
     name = type(model.module).__name__
     row = verify_row(model)
     sequences = [sequence for sequence in whole_sequences(row) if len(sequence) > FILLER]
-    width = max(map(len, sequences))
-    # Behind its end a sequence repeats its last token, which causality hides from the others.
-    batch = torch.tensor([[*sequence, *sequence[-1:] * (width - len(sequence))] for sequence in sequences])
-    places, own = same_places(row, sequences, range(0, width * len(sequences), width))
+    context = model.attention.context(row.layout, model.device)
+    is_packed = not isinstance(context, UnpackedRow)
+    batches = padded(sequences) if is_packed else [[sequence] for sequence in sequences]
+    starts = accumulate((len(line) for batch in batches for line in batch), initial=0)
+    places, own = same_places(row, sequences, list(starts)[:-1])
     routing = HeldRouting(model.module)
     with own_attention(model.module), routing.recording(), named_failure(name, "in its own forward pass of token ids"):
-        expected = _plain_outputs(model, batch.to(model.device))
-    with named_failure(name, "with packed sequences"), routing.repeating(own):
-        hidden = model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+        passes = [_plain_outputs(model, torch.tensor(batch, device=model.device)) for batch in batches]
+    expected = {what: torch.cat([outputs[what] for outputs in passes]) for what in passes[0]}
+    # Beside each other sequences have more places than in a row.
+    spread = own if is_packed else context.spread(own).flatten()
+    with named_failure(name, f"with {model.attention.words}"), routing.repeating(spread):
+        hidden = model.hidden_states(row.token_ids, row.positions, context)
     found = {"logits": model.logits(hidden), "hidden states": hidden}
     gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
-    gaps |= routing.gaps(places)
+    gaps |= routing.gaps(places if is_packed else context.places()[places])
     for what, gap in gaps.items():
         if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
             raise ModelError(
-                f"{name} gives other {what} with packed sequences (relative gap {gap:.1e}){hint(model, routing)}"
+                f"{name} gives other {what} with {model.attention.words} (relative gap {gap:.1e}){hint(model, routing)}"
             )
     return max(gaps.values())
+
+
+def padded(sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """One batch of all sequences. After its end a sequence repeats its last token, which causality hides from the
+    others."""
+    width = max(map(len, sequences))
+    return [[[*sequence, *sequence[-1:] * (width - len(sequence))] for sequence in sequences]]
 
 
 def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.unpacked import NAME as UNPACKED
 from hybrid_rl.models.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
@@ -45,7 +48,7 @@ def build_model(
         )
     options = call_options(config, is_trained=is_trained)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(module, config.model.attention, **options)
+        return CausalLM(module, **options)
     region = "actor" if is_trained and isinstance(config.rollout, VLLMRolloutConfig) else None
     return filled(module, model.source, config, context, options, region=region)
 
@@ -58,16 +61,17 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
     """
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(value_model_of(model), config.model.attention, **options)
+        return CausalLM(value_model_of(model), **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
     if isinstance(model.source, BlockSource):
         model.source.get = context.get
     return filled(module, source, config, context, options)
 
 
-def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, bool]:
+def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
     """How a CausalLM of this configuration runs; what only training wants is left out of frozen models."""
     return {
+        "attention": UNPACKED if isinstance(config.rollout, HFRolloutConfig) else config.model.attention,
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
     }
@@ -78,7 +82,7 @@ def filled(
     source: WeightSource,
     config: TrainerConfig,
     context: RankContext,
-    options: dict[str, bool],
+    options: dict[str, Any],
     *,
     region: str | None = None,
 ) -> CausalLM:
@@ -89,7 +93,7 @@ def filled(
     if context.num_ranks == 1:
         load_weights(module, source, context.device)
         source.close()
-        return CausalLM(module, config.model.attention, **options)
+        return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
     load_weights(module, source, shards.device)
@@ -100,7 +104,7 @@ def filled(
     source.close()
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
-    return ShardedCausalLM(shards, config.model.attention, **options)
+    return ShardedCausalLM(shards, **options)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:

@@ -29,6 +29,7 @@ from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention import AttentionContext
 from hybrid_rl.models.blocks import transformer_blocks
+from hybrid_rl.models.unpacked import UnpackedRow
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.workers import fsdp_versions
 from hybrid_rl.workers.twin import Twin
@@ -161,7 +162,7 @@ class ShardedCausalLM(CausalLM):
         """The device that it computes on."""
         return self._device
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
         """See CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).hidden_states(token_ids, positions, attention))
 

@@ -14,17 +14,22 @@ from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.data import pack_by_tokens
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
+from hybrid_rl.models.attention import length_buckets
 
 Plan = list[list[list[int]]]  # mini-batches of micro-batches of sample indices
 
 
-def make_plan(batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: int, seed: int) -> Plan:
+def make_plan(
+    batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: int, seed: int, is_packed: bool = True
+) -> Plan:
     """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
     `mini_batch` says so, none where this rank has no such sample. A batch without that column is one mini-batch.
 
     No micro-batch computes more than tokens_per_micro_batch tokens, a prompt that samples share counted once. Samples
     of one prompt stay together where they fit. Samples of a micro-batch run from long to short, so that equal lengths
     lie side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
+    is_packed: False where samples are computed beside each other, each with its prompt and padded to the longest: those
+    of a micro-batch are then of similar length, and padding counts.
 
     Raises DataError for a sample over the cap and for a mini-batch that does not exist.
     """
@@ -37,6 +42,9 @@ def make_plan(batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: in
         rows_of[minis[row]].append(row)
     plan: Plan = []
     for rows in rows_of:
+        if not is_packed:
+            plan.append(_padded([prompts[row] + completions[row] for row in rows], rows, tokens_per_micro_batch))
+            continue
         pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
         for members in prompt_groups(batch["prompt_ids"], rows):
             prompt = prompts[members[0]]
@@ -47,6 +55,16 @@ def make_plan(batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: in
         micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
         plan.append([sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros])
     return plan
+
+
+def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Micro-batches of samples of similar length, from long to short."""
+    micros = []
+    for bucket in length_buckets(lengths):
+        members = sorted(bucket, key=lambda index: (-lengths[index], rows[index]))
+        padded = [lengths[members[0]]] * len(members)
+        micros += [[rows[members[i]] for i in micro] for micro in pack_by_tokens(padded, max_tokens)]
+    return micros
 
 
 def num_micro_batches(plan: Plan) -> list[int]:

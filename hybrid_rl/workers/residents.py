@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
-from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.rollout.embedded import EmbeddedEngine
 from hybrid_rl.workers.build import gathered_bytes
 from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.optimizer import Optimizer
@@ -32,8 +32,8 @@ def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
     return Resident(tag, lambda: optimizer.num_bytes)
 
 
-def engine_weights_resident(model: CausalLM, engine: InPlaceEngine) -> Resident:
-    """What the in-place engine decodes from beside the actor: the full weights, gathered while they are published and
+def engine_weights_resident(model: CausalLM, engine: EmbeddedEngine) -> Resident:
+    """What an embedded engine decodes from beside the actor: the full weights, gathered while they are published and
     generated with where the actor is sharded; nothing where it is not."""
     if not isinstance(model, ShardedCausalLM):
         engine.wake({WEIGHTS})  # they are the actor's, which stay
@@ -56,8 +56,8 @@ def _local_bytes(parameter: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def kv_cache_resident(engine: InPlaceEngine) -> Resident:
-    """The in-place engine's cache: given back while the actor trains, its content is lost."""
+def kv_cache_resident(engine: EmbeddedEngine) -> Resident:
+    """An embedded engine's cache: given back while the actor trains, its content is lost."""
     return Resident(
         KV_CACHE,
         lambda: engine.kv_cache_bytes,

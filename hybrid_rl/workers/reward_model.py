@@ -176,11 +176,12 @@ class RewardModels:
 def build_reward_model(entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> CausalLM:
     """The model of an entry on this rank, frozen. Collective where there are several."""
     model = entry.model
-    options = call_options(config, is_trained=False)
+    # They need not be of the policy's architecture, and run packed whatever the policy does.
+    options = call_options(config, is_trained=False) | {"attention": config.model.attention}
     if isinstance(model, PreTrainedModel):
         check_classifier(model, entry.name)
         if context.num_ranks == 1:
-            return CausalLM(model.requires_grad_(False), config.model.attention, **options)
+            return CausalLM(model.requires_grad_(False), **options)
         model = ModelRecipe.of_module(model, StateSource(model.state_dict()))
     if isinstance(model, str):
         model = classifier_recipe(model, trust_remote_code=config.model.trust_remote_code)

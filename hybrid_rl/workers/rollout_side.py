@@ -6,7 +6,9 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
@@ -22,6 +24,8 @@ from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.rollout import RolloutEngine
 from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
+from hybrid_rl.rollout.embedded import EmbeddedEngine
+from hybrid_rl.rollout.hf import HFEngine
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.rollout.lockstep import SharedEngine
 from hybrid_rl.rollout.threaded import ThreadedEngine
@@ -55,25 +59,25 @@ def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> R
     """The engine that the configuration names. Collective. Raises ConfigError where it cannot run here."""
     if isinstance(setup.config.rollout, VLLMRolloutConfig):
         return VLLMSide(setup, model, context)
-    return InPlaceSide(setup, model, context)
+    return EmbeddedSide(setup, model, context)
 
 
-class InPlaceSide(RolloutSide):
-    """The embedded engine: it decodes from the actor's modules, or from their gathered twin."""
+class EmbeddedSide(RolloutSide):
+    """An engine that decodes from the actor's modules, or from their gathered twin."""
 
-    engine: InPlaceEngine
+    engine: EmbeddedEngine
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
-        assert isinstance(setup.config.rollout, InPlaceRolloutConfig)
+        config = setup.config.rollout
         self._model = model
+        settings: Any = {"max_length": setup.engine_length, "decode": setup.decode}
+        settings["memory_share"] = 1 / num_ranks_of_host(context)
         with generating_model(model) as plain:
-            self.engine = InPlaceEngine(
-                plain,
-                setup.config.rollout.inplace,
-                max_length=setup.engine_length,
-                decode=setup.decode,
-                memory_share=1 / num_ranks_of_host(context),
-            )
+            if isinstance(config, HFRolloutConfig):
+                self.engine = HFEngine(plain, config.hf, **settings)
+            else:
+                assert isinstance(config, InPlaceRolloutConfig)
+                self.engine = InPlaceEngine(plain, config.inplace, **settings)
         self.residents = (engine_weights_resident(model, self.engine), kv_cache_resident(self.engine))
 
     def publish(self, version: int) -> HandoffReport:

@@ -6,7 +6,6 @@ that decode and chunks of prompts together.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 
@@ -14,11 +13,7 @@ import psutil
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.rollout.base import (
     KV_CACHE,
     WEIGHTS,
@@ -28,7 +23,7 @@ from hybrid_rl.rollout.base import (
     FinishReason,
     RolloutRequest,
 )
-from hybrid_rl.rollout.guards import GuardedEngine
+from hybrid_rl.rollout.embedded import EmbeddedEngine
 from hybrid_rl.rollout.inplace.blocks import BlockPool
 from hybrid_rl.rollout.inplace.kv_cache import PagedCache, ShapeRecorder
 from hybrid_rl.rollout.inplace.runner import Runner, Sampled
@@ -39,7 +34,7 @@ FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the c
 SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays
 
 
-class InPlaceEngine(GuardedEngine):
+class InPlaceEngine(EmbeddedEngine):
     """A RolloutEngine over a `CausalLM` of this process.
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
@@ -58,16 +53,7 @@ class InPlaceEngine(GuardedEngine):
         memory_share: float = 1.0,
         keeps_cache: bool | None = None,
     ) -> None:
-        limit = model.length_limit
-        super().__init__(
-            vocab_size=model.vocab_size,
-            max_length=None if limit is None else limit.num_tokens,
-            why="" if limit is None else limit.why,
-            max_num_waiting=config.max_num_waiting,
-            decode=decode,
-        )
-        self._model = model
-        self._weights = named_weights(model.module)
+        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
         with torch.inference_mode():
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -84,8 +70,6 @@ class InPlaceEngine(GuardedEngine):
         self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
         self._keeps_cache = keeps_cache
         self._has_slept = self._has_stayed = self._cache_is_awake = False
-        self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
-        self._num_generated_tokens = self._num_steps = 0
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -169,16 +153,11 @@ class InPlaceEngine(GuardedEngine):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            reason = self._finish_reason(sequence)
+            reason = self._finish_reason(sequence.request, sequence.tokens)
             if reason is not None:
                 self._scheduler.remove(sequence)
                 finished.append(self._finish(sequence, reason))
         return finished
-
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if self._is_stopped(sequence.request, sequence.tokens):
-            return "stop"
-        return "length" if len(sequence.tokens) >= sequence.request.params.max_tokens else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
         self._ids.discard(sequence.request.id)
@@ -187,24 +166,9 @@ class InPlaceEngine(GuardedEngine):
 
     # --------------------------------------------------------------------------------------- weights and memory
 
-    def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """See RolloutEngine. The source must be the very tensors that this engine decodes from."""
-        start = time.perf_counter()
-        self.require_update(version)
-        if not isinstance(source, TensorSource):
-            raise HandoffError(f"the in-place engine shares the trainer's tensors; a {type(source).__name__} has none")
-        current = named_weights(self._model.module)
-        if any(current.get(name) is not tensor for name, tensor in self._weights.items()):
-            raise HandoffError("modules of the model were replaced since the engine was made; make a new engine")
-        num_tensors = check_shared(source, current)
+    def _forget(self) -> None:
         self._drop_cache()
         self._runner.expect_moves()
-        self.policy_version = version
-        return HandoffReport(version, 0, num_tensors, time.perf_counter() - start)
-
-    def weight_layout(self) -> WeightLayout:
-        """See RolloutEngine."""
-        return WeightLayout.of(self._weights.items())
 
     def sleep(self, tags: Iterable[str]) -> None:
         """See RolloutEngine. The weights are the actor's: its own resident decides about their memory. The cache

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.config import HFConfig, InPlaceConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
 from hybrid_rl.rollout import FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
 from hybrid_rl.rollout.base import TAGS
 from hybrid_rl.rollout.contract_engine import ContractEngine, ContractModel
 from hybrid_rl.rollout.faults import Fault
+from hybrid_rl.rollout.hf import HFEngine
 from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.rollout.lockstep import SharedEngine
 from hybrid_rl.rollout.threaded import ThreadedEngine
@@ -24,10 +25,12 @@ from tests.unit.models.families import VOCABULARY, build
 
 @dataclass
 class Rig:
-    """An engine beside the trainer's model whose weights it gets."""
+    """An engine beside the trainer's model whose weights it gets. remembers_prefixes: it finds prompts that begin alike
+    in its cache."""
 
     engine: RolloutEngine
     module: Any
+    remembers_prefixes: bool = True
 
     def publish(self, version: int) -> HandoffReport:
         return self.engine.update_weights(TensorSource.of(self.module), version)
@@ -60,6 +63,17 @@ def inplace(
 def inplace_compiled(family: str = "qwen2", **settings: Any) -> Rig:
     """Blocks of 16 tokens, which the compiled attention needs."""
     return inplace(family, **{"block_size": 16, **settings})
+
+
+def hf(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, block_size: int = 4, **settings: Any) -> Rig:
+    """Through the module's own forward; its cache has no blocks. Memory is given in tokens of the in-place rig."""
+    module = build(family, dtype=dtype)
+    if "kv_cache_memory_bytes" in settings:
+        settings["kv_cache_memory_bytes"] = settings["kv_cache_memory_bytes"] // TOKEN_BYTES * (2 * 2 * (8 + 8) * 4)
+    settings.pop("enable_prefix_caching", None)
+    config = HFConfig(**{"max_num_seqs": 16, **settings})
+    engine = HFEngine(CausalLM(module, "unpacked"), config, max_length=48, decode=decode)
+    return Rig(engine, module, remembers_prefixes=False)
 
 
 class ContractTrainer(ContractModel):
@@ -113,7 +127,7 @@ def decode(token_ids: Sequence[int]) -> str:
 TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
 
 IN_PLACE: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
-FACTORIES = IN_PLACE | {"contract": contract, "threaded": threaded, "shared": shared}
+FACTORIES = IN_PLACE | {"hf": hf, "contract": contract, "threaded": threaded, "shared": shared}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

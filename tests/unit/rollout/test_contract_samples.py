@@ -21,7 +21,11 @@ from tests.unit.rollout.engines import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=FACTORIES)
+# rollout/hf/test_engine.py compares its samples with those of the in-place engine.
+ENGINES = [pytest.param(name, marks=pytest.mark.sweep if name == "hf" else ()) for name in FACTORIES]
+
+
+@pytest.fixture(params=ENGINES)
 def make(request):
     return FACTORIES[request.param]
 

@@ -255,6 +255,22 @@ def test_a_prompt_counts_once_for_what_is_together(cap: int, sizes: list[list[in
     assert sorted([count for count in counts if count] for counts in found) == sorted(sizes)
 
 
+@pytest.mark.parametrize("cap", [60, 80, 1000])
+def test_samples_beside_each_other_count_with_their_padding(cap: int) -> None:
+    """Every sample once, every forward under the cap as it is computed, and never a short one beside a long one."""
+    sizes = [(10, length) for length in (0, 3, 5, 9, 20, 41, 42, 50, 50, 7, 30)]
+    batch = batch_of([sizes[:5], sizes[5:]], list(range(11)))
+    (micros,) = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=cap, seed=0, is_packed=False)
+    assert sorted(row for micro in micros for row in micro) == list(range(11))
+    for micro in micros:
+        lengths = [sum(sizes[row]) for row in micro]
+        assert lengths[0] * len(lengths) <= cap
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] <= 32 or lengths[-1] >= 0.75 * lengths[0]
+    with pytest.raises(DataError, match="60 tokens"):
+        make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=59, seed=0, is_packed=False)
+
+
 def test_equal_prompts_of_two_groups_are_one() -> None:
     batch = batch_of([[(10, 3)], [(10, 3)]], [0, 1])
     assert make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=16, seed=0) == [[[0, 1]]]

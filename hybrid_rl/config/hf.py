@@ -1,0 +1,34 @@
+"""The keys of rollout.engine=hf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybrid_rl.config.schema import ENGINES, RolloutConfig
+from hybrid_rl.options import key
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The engine that decodes through the model's own forward, with the caches of transformers."""
+
+    max_num_seqs: int = key(256, "sequences that run at a time", minimum=1)
+    max_num_batched_tokens: int = key(
+        8192, "prompt tokens that are computed together; a prompt that is longer is computed alone", minimum=1
+    )
+    max_num_waiting: int = key(65536, "requests that may wait in the engine; more are refused", minimum=1)
+    kv_cache_memory_bytes: int | None = key(
+        None,
+        "what the caches of running sequences may take, each counted at its full length; None = room for max_num_seqs "
+        "full sequences, at most 40 % of free memory",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True)
+class HFRolloutConfig(RolloutConfig):
+    """rollout.engine=hf."""
+
+    engine: Literal["hf"] = key("hf", ENGINES)
+    hf: HFConfig = field(default_factory=HFConfig)

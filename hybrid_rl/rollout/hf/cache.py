@@ -1,0 +1,125 @@
+"""A model's own cache: keys and values, states of convolutions and recurrences, whatever transformers keeps there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+
+NAMES = ("past_key_values", "cache_params")  # under which models take a cache, and give it back
+
+
+@dataclass(frozen=True)
+class ModelCache:
+    """What a model keeps of B sequences of one length. name: the argument by which it takes it."""
+
+    name: str
+    cache: Cache
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these of the B sequences, in this order; one may be there several times, each with a copy of its own."""
+        index: Any = torch.tensor(rows, dtype=torch.int64)
+        self.cache.reorder_cache(index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.cache.layers))
+
+
+def next_states(model: CausalLM, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
+    """Last hidden states [B, H] of B sequences that begin, or go on, with int64 [B, L] tokens, and their cache.
+
+    Raises ModelError where the model gives no cache of transformers.
+    """
+    given = {} if cached is None else {cached.name: cached.cache}
+    output = model.own_forward(token_ids, use_cache=True, **given)
+    for name in NAMES:
+        cache = output.get(name)
+        if isinstance(cache, Cache):
+            return output.last_hidden_state[:, -1], ModelCache(name, cache)
+    raise ModelError(
+        f"{type(model.module).__name__} gives no cache of transformers (but {', '.join(output)}); rollout.engine=hf "
+        f"cannot generate with it"
+    )
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of a sequence in a cache: fixed_bytes, and token_bytes for each of its tokens (at most: windows have an
+    end)."""
+
+    fixed_bytes: int
+    token_bytes: int
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: CausalLM) -> CacheSize:
+        """Measured on sequences of one and two tokens."""
+        token = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        one, two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
+        return cls(2 * one - two, two - one)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes of a sequence of so many tokens."""
+        return self.fixed_bytes + self.token_bytes * num_tokens
+
+
+@torch.inference_mode()
+def check_cache(model: CausalLM) -> float:
+    """Compare what a model decodes with its cache, while rows of it are copied, turned round and dropped, with its
+    forward without one; the largest relative gap.
+
+    Raises ModelError where they differ, or where rows of the cache cannot be chosen.
+    """
+    name = type(model.module).__name__
+    tokens = torch.arange(2, 9, device=model.device) % model.vocab_size
+    a, b, c, d, e = tokens[:2], tokens[2:4], tokens[4:5], tokens[5:6], tokens[6:]
+    found = []
+    try:
+        _, cached = next_states(model, torch.stack([a, b]), None)
+        cached.select([1, 0, 0])
+        hidden, cached = next_states(model, torch.stack([c, d, c]), cached)
+        found.append(hidden)
+        cached.select([2, 1])
+        found.append(next_states(model, torch.stack([e, e]), cached)[0])
+    except ModelError:
+        raise
+    except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+        raise ModelError(
+            f"{name} does not decode with rows of its own cache: {error}; rollout.engine=hf cannot generate with it"
+        ) from error
+    expected = []
+    wholes: list[list[tuple[Tensor, ...]]] = [[(b, c), (a, d), (a, c)], [(a, c, e), (a, d, e)]]
+    for rows in wholes:
+        whole = torch.stack([torch.cat(row) for row in rows])
+        expected.append(model.own_forward(whole, use_cache=False).last_hidden_state[:, -1])
+    gap = max(relative_gap(*pair) for pair in zip(found, expected, strict=True))
+    if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
+        raise ModelError(
+            f"{name} decodes otherwise with its own cache than without it (relative gap {gap:.1e}); rollout.engine=hf "
+            f"cannot generate with it"
+        )
+    return gap
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in the layers of a cache: their attributes, some of them by number."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(vars(value))

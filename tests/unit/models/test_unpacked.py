@@ -1,0 +1,99 @@
+"""Architectures that cannot be packed, on unpacked rows: outputs and gradients of their own forward of each sample."""
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Jagged
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM, Layout, PackedRow
+from hybrid_rl.models.unpacked import UnpackedRow
+from tests.float64 import KeepFloat64
+from tests.unit.models.families import build
+from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
+from tests.unit.models.test_shared_prompts import check, gradients, own, samples
+
+FAMILIES = [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE)]
+DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.sweep)]
+# Some families take the logarithm of a decay, or their experts' products, in float32 of their own accord.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+def unpacked(name, **changes):
+    return CausalLM(build_hybrid(name, **changes), "unpacked")
+
+
+def close(mine, expected, dtype, what):
+    scale = float(expected.detach().abs().max())
+    gap = float((mine.detach().double() - expected.detach().double()).abs().max())
+    assert gap <= TOLERANCE[dtype] * max(scale, 1e-30), f"{what}: {gap / scale:.1e}"
+
+
+def test_a_row_becomes_whole_sequences_and_back():
+    """Two roots, of which the first has two children; what fills the row up becomes no sequence."""
+    layout = Layout((2, 3, 4), (1, 2), (0, 0), is_filled=True)
+    row = UnpackedRow(layout)
+    spread = row.spread(torch.arange(12))
+    assert spread.tolist() == [[2, 3, 4, 4], [0, 1, 9, 9], [0, 1, 10, 11]]
+    assert row.collect(spread[..., None])[:, 0].tolist() == [0, 1, 2, 3, 4, 2, 2, 2, 2, 9, 10, 11]
+    with pytest.raises(ModelError, match="12 tokens but got 11"):
+        row.spread(torch.arange(11))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_runs_unpacked_and_the_packed_one_says_how(name):
+    module = build_hybrid(name)
+    with pytest.raises(ModelError, match="rollout.engine=hf"):
+        CausalLM(module).verify()
+    assert CausalLM(module, "unpacked").verify() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_entropies_and_gradients_are_those_of_every_sample_alone(name, dtype):
+    model = unpacked(name, dtype=dtype)
+    with KeepFloat64():
+        expected = own(model.module, *samples())
+        found = model.row_logprobs(PackedRow.of(*samples(), model.device), 1.0)
+    for mine, theirs, what in zip(found, expected, ("logprobs", "entropies"), strict=True):
+        close(mine, theirs, dtype, what)
+    close(gradients(model.module, found), gradients(model.module, expected), dtype, "gradients")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recomputed_activations_change_nothing(name):
+    model = unpacked(name)
+    row = PackedRow.of(*samples(), model.device)
+    expected = gradients(model.module, model.row_logprobs(row, 1.0))
+    model.enable_gradient_checkpointing()
+    close(gradients(model.module, model.row_logprobs(row, 1.0)), expected, torch.float32, "gradients")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_architecture_that_can_be_packed_gives_the_same_unpacked(dtype):
+    packed, beside = CausalLM(build("qwen2", dtype=dtype)), CausalLM(build("qwen2", dtype=dtype), "unpacked")
+    row = PackedRow.of(*samples(), packed.device)
+    with KeepFloat64():
+        expected, found = packed.row_logprobs(row, 0.7), beside.row_logprobs(row, 0.7)
+    for mine, theirs in zip(found, expected, strict=True):
+        check(mine, theirs, dtype, "logprobs, entropies")
+    check(gradients(beside.module, found), gradients(packed.module, expected), dtype, "gradients")
+
+
+def test_samples_of_a_row_do_not_see_each_other():
+    """Linear attention in a packed row would carry the first sample into the second."""
+    model = unpacked("qwen3_next")
+    prompts, completions = samples()
+    row = PackedRow.of(prompts, completions, model.device)
+    with torch.no_grad():
+        together = model.row_logprobs(row, 1.0)[0]
+        alone = [
+            model.row_logprobs(PackedRow.of(*(Jagged.from_rows([p]) for p in pair), model.device), 1.0)[0]
+            for pair in zip(prompts, completions, strict=True)
+            if len(pair[1])
+        ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    with pytest.raises(ModelError, match="sequences of other lengths beside it"):
+        CausalLM(build("an encoder"), "unpacked").verify()
