@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hybrid_rl.errors import ModelError
 
@@ -38,6 +42,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes a model of this config: vision-language models, which are trained on text
+    here, are not among its causal LMs."""
+    own_code = getattr(config, "auto_map", None) or {}
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees and not is_causal else AutoModelForCausalLM
+
+
 def load_model(
     path: str, *, dtype: str, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -46,7 +59,8 @@ def load_model(
     refuse_missing_folder(path)
     target = torch.device(device)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        loaded: Any = auto_class(config).from_pretrained(
             path,
             dtype=DTYPES[dtype],
             device_map=None if target.type == "cpu" else {"": target},

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import transformers
 
-from tests.unit.models.families import SUPPORTED, build
+from tests.tiny import build_tokenizer
+from tests.unit.models.families import SUPPORTED, VISION, build, build_vision
 
 TEMPERATURE = 1.3
 
@@ -32,3 +34,25 @@ def test_a_step_has_the_gradient_of_the_plain_model(name: str, make_trainer) -> 
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4  # engine and trainer, both fp32
     assert metrics["grad_norm"] > 1e-3
     assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(before, batch), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", *(pytest.param(n, marks=pytest.mark.sweep) for n in list(VISION)[1:])])
+def test_a_vision_language_model_learns_text_from_its_folder_and_from_its_checkpoint(
+    name: str, make_trainer, tmp_path
+) -> None:
+    """On text: the tower stays as it was."""
+    module = build_vision(name)
+    module.save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    trainer = make_trainer(str(tmp_path / "model"), max_steps=1, save_steps=1)
+    trainer.fit()
+    saved = trainer.run_folder / "checkpoint-1"
+    again = make_trainer(str(saved), max_steps=1)
+    _, metrics = again.step()
+    assert metrics["grad_norm"] > 0 and metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    trained = dict(transformers.AutoModelForImageTextToText.from_pretrained(saved).state_dict())
+    changed = {key for key, value in trained.items() if not torch.equal(value, before[key])}
+    assert changed and not any("visual" in key or "vision" in key or "projector" in key for key in changed)
+    resumed = make_trainer(str(tmp_path / "model"), max_steps=2, resume=str(saved))
+    resumed.fit()

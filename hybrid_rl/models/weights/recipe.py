@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_init_weights
 
 from hybrid_rl.errors import ModelError
+from hybrid_rl.models.load import auto_class
 from hybrid_rl.models.weights.sources import FolderSource, WeightSource
 
 
@@ -101,7 +102,8 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     # Some classes draw random numbers while they are built, although nothing of them stays.
     with init_empty_weights(include_buffers=False), no_init_weights(), torch.random.fork_rng(devices=[]):
         if recipe.model_class is None:
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
+            loader = auto_class(config)
+            module = loader.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         else:
             module = recipe.model_class._from_config(config, dtype=dtype)
     if recipe.path is not None and module.can_generate():

@@ -53,6 +53,31 @@ SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", {"hidden_act": "relu2"}),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {}),
 }
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOWER |= {"image_size": 16, "patch_size": 4}
+QWEN_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+QWEN_TOWER |= {"out_hidden_size": 32}
+QWEN_TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+IMAGE = {"image_token_index": 90}
+# Vision-language models, trained on text. name: (config class, settings of the text model, of the tower, of both).
+VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", SECTIONS, {**QWEN_TOWER, "fullatt_block_indexes": [0]}, QWEN_TOKENS),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        {**SECTIONS, "head_dim": 8},
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        QWEN_TOKENS,
+    ),
+    "mistral3": ("Mistral3Config", {"model_type": "mistral"}, {**TOWER, "model_type": "pixtral"}, IMAGE),
+    "internvl": (
+        "InternVLConfig",
+        {"model_type": "qwen2"},
+        {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        {"image_token_id": 90},
+    ),
+    "llava": ("LlavaConfig", {"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model"}, IMAGE),
+}
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "attention sinks": ("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 8}),
     "an encoder": ("BertConfig", "BertForMaskedLM", {}),
@@ -81,3 +106,12 @@ def build(
             if parameter.dim() > 1:
                 parameter.mul_(5)
     return model.to(dtype).eval()
+
+
+def build_vision(name: str) -> PreTrainedModel:
+    """A vision-language model. The same weights per name."""
+    config_class, text, tower, further = VISION[name]
+    config = getattr(transformers, config_class)(text_config=BASE | text, vision_config=tower, **further)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForImageTextToText.from_config(config).eval()

@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from tests.unit.models.families import EOS, VOCABULARY, build
+from hybrid_rl.models import CausalLM, check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from tests.unit.models.families import EOS, VISION, VOCABULARY, build, build_vision
 
 
 @pytest.fixture
@@ -83,6 +85,22 @@ def test_a_folder_without_weights_or_config_is_a_model_error(folder, name):
     (folder / name).unlink()
     with pytest.raises(ModelError, match="cannot load model"):
         load_model(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_folder_of_a_vision_language_model_is_loaded_for_text(tmp_path, name):
+    """They are no causal LMs to transformers; in this process and on ranks, which build from the folder's config."""
+    module = build_vision(name)
+    module.save_pretrained(tmp_path)
+    recipe = ModelRecipe.of_folder(str(tmp_path))
+    on_rank = build_on_meta(recipe, torch.float32)
+    load_weights(on_rank, recipe.source, "cpu")
+    tokens = torch.randint(2, 80, (1, 7))
+    expected = module(input_ids=tokens).logits
+    for loaded in (load_model(str(tmp_path), dtype="float32"), on_rank):
+        assert type(loaded) is type(module)
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, expected)
+        assert CausalLM(loaded).verify() < 2e-6
 
 
 class FakeTokenizer:
