@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
@@ -84,6 +85,8 @@ def check_rewards(
         raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
     if not functions and has_eval:
         raise ConfigError("evaluation wants a reward: pass reward_funcs=, or leave eval_dataset (eval_path) out")
+    if not functions:
+        _refuse_what_rewards_would_feed(config)
     added: list[Any] = [] if functions else [no_reward]
     if config.rewards.overlong_buffer is not None:
         added.append(overlong_penalty(config.rollout.max_completion_length, config.rewards.overlong_buffer))
@@ -92,7 +95,39 @@ def check_rewards(
             load_settings(str(entry.model), config)
     setup = RewardSetup([*functions, *added], columns, len(added))
     with contextlib.closing(setup.runner(config)) as runner:
+        _check_step_rewards(config, is_dense=runner.is_dense)
         return setup, runner.names
+
+
+def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:
+    """Raise ConfigError for options that do nothing, or end the first step, where every completion has the reward 0."""
+    algorithm = config.algorithm
+    if algorithm.max_refills:
+        raise ConfigError(
+            f"max_refills={algorithm.max_refills} replaces groups whose rewards are all equal, but there is no reward; "
+            "pass reward_funcs=, or leave it out"
+        )
+    if algorithm.positive_nll_coef and not learns_from_demonstrations(config):
+        raise ConfigError(
+            f"positive_nll_coef={algorithm.positive_nll_coef} is for samples with a positive reward, but there is no "
+            "reward; pass reward_funcs=, or leave it out"
+        )
+
+
+def _check_step_rewards(config: TrainerConfig, *, is_dense: bool) -> None:
+    """Raise ConfigError where an estimator wants rewards of single tokens and gets none, or the other way round."""
+    advantage, loss = config.advantage, config.policy_loss
+    if advantage.needs_step_rewards and not is_dense:
+        raise ConfigError(
+            "token_level=true normalises the rewards of single tokens, but no reward function gives any: it would do "
+            "nothing; decorate one with hybrid_rl.rewards.dense_reward, or leave it out"
+        )
+    if advantage.uses_step_rewards and loss.is_per_completion and is_dense:
+        raise ConfigError(
+            f"a reward function gives a number per token, which advantage={advantage.estimator} "  # type: ignore[attr-defined]
+            f"uses token by token, but policy_loss={loss.objective} has one ratio per completion, "  # type: ignore[attr-defined]
+            f"through which each token would get the mean of their advantages; {one_advantage_remedy(config)}"
+        )
 
 
 def load_settings(path: str, config: TrainerConfig) -> Any:

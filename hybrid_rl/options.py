@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import field
+from numbers import Real
 from typing import Any
 
 
@@ -15,11 +18,33 @@ def key(
     above: float | None = None,
     below: float | None = None,
     takes_rest: bool = False,
+    remedy: str = "",
 ) -> Any:
     """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones. takes_rest:
-    names that its section does not have become entries of this mapping."""
+    names that its section does not have become entries of this mapping. remedy: what to do about a value that is out of
+    bounds, where that is not to choose another one."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata["takes_rest"] = takes_rest
+    metadata |= {"takes_rest": takes_rest, "remedy": remedy}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
+    """What is wrong with a value of an option, "must be at least 0"; empty where it is within bounds or no number.
+    metadata: of the field, from `key`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return ""
+    if not math.isfinite(value):
+        return "must be a finite number"
+    bounds = (
+        ("minimum", "at least", lambda limit: value >= limit),
+        ("maximum", "at most", lambda limit: value <= limit),
+        ("above", "above", lambda limit: value > limit),
+        ("below", "below", lambda limit: value < limit),
+    )
+    for bound, words, holds in bounds:
+        limit = metadata.get(bound)
+        if limit is not None and not holds(limit):
+            return f"must be {words} {limit}" + (f": {metadata['remedy']}" if metadata.get("remedy") else "")
+    return ""

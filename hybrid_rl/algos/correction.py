@@ -14,8 +14,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.kl import check_columns, kl_estimate
+from hybrid_rl.algos.columns import check_columns, ratio_of
+from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.records import Record
 from hybrid_rl.options import key
 
 _MODE = "how the gap between engine and trainer is corrected"
@@ -65,27 +67,30 @@ def importance_ratio(
     - "sequence": the product over the unmasked tokens of its completion, the same at all of them
     - "geometric": its n-th root over these n tokens, exp of the mean of the logs
 
-    The product is the only unbiased one for whole completions; its spread grows with their length. May be inf.
+    The product is the only unbiased one for whole completions; its spread grows with their length. At most e^20
+    (`ratio_of`); NaN where both say that the token cannot be.
     logprobs, rollout_logprobs: float [T]; mask: bool [T]; rows: int64 [T], in 0..num_rows-1, every sample whole.
     """
     check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
     gap = logprobs.detach().double() - rollout_logprobs.detach().double()
     log_ratio = torch.where(mask, gap, torch.zeros_like(gap))
     if level == "token":
-        return log_ratio.exp()
+        return ratio_of(log_ratio)
     total = row_sum(log_ratio, rows, num_rows)
     if level == "sequence":
-        return total.exp()[rows]
+        return ratio_of(total)[rows]
     if level == "geometric":
-        return (total / row_sum(mask.double(), rows, num_rows).clamp(min=1)).exp()[rows]
+        return ratio_of(total / row_sum(mask.double(), rows, num_rows).clamp(min=1))[rows]
     raise ValueError(f"level={level!r} is unknown; use token, sequence or geometric")
 
 
 def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float) -> Corrected:
-    """Truncated importance sampling: min(ratio, cap). It zeroes nothing. ratio: float [T]; mask: bool [T]."""
+    """Truncated importance sampling: min(ratio, cap). It zeroes nothing but a ratio that is no number, which counts as
+    rejected. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
-    weights = torch.where(mask, ratio.clamp(max=cap), torch.zeros_like(ratio))
-    return Corrected(weights, torch.zeros_like(mask), mask & (ratio > cap))
+    kept = mask & ~ratio.isnan()
+    weights = torch.where(kept, ratio.clamp(max=cap), torch.zeros_like(ratio))
+    return Corrected(weights, mask & ~kept, mask & (ratio > cap))
 
 
 def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
@@ -124,7 +129,7 @@ def vetoed(ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, veto: fl
 
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(Record):
     """Base of the records. is_active: False where nothing is done."""
 
     is_active: ClassVar[bool] = True

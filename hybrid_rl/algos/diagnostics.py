@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.correction import Corrected
-from hybrid_rl.algos.kl import check_columns, kl_estimate
+from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
 
 
@@ -42,7 +43,7 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
         return {}
     mine, theirs, rows = trainer[mask].double(), engine[mask].double(), rows[mask]
     log_ratio = mine - theirs
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     has_tokens = torch.zeros(num_rows, dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
     ordered = ratio.sort().values
     found = {

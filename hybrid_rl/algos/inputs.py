@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards, masked_log_ratio
+
 
 def alone(value: Any) -> list[Any]:
     """`gather` of one rank."""
     return [value]
+
+
+_PER_SAMPLE = ("rewards", "baseline_rewards")
+_PER_TOKEN = (
+    *("rows", "mask", "token_rewards", "rollout_logprobs", "logprobs"),
+    *("ref_logprobs", "teacher_logprobs", "values", "sum_pi_squared"),
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,9 @@ class AdvantageInputs:
     values, sum_pi_squared (sum over the vocabulary of p^2): float64 [T]; baseline_rewards: float64 [N], NaN where it
     could not be scored. gather: the same call on every rank gives the values of all ranks, in order; rank: this one's
     place there.
+
+    Raises ValueError for columns of other shapes, a mask that is not bool, rows that do not ascend within 0..N-1, and
+    infinite rewards.
     """
 
     rewards: Tensor
@@ -43,6 +55,23 @@ class AdvantageInputs:
     baseline_rewards: Tensor | None = None
     gather: Callable[[Any], list[Any]] = alone
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        check_rewards(**{name: column for name in _PER_SAMPLE if (column := getattr(self, name)) is not None})
+        if self.groups.shape != self.rewards.shape:
+            raise ValueError(f"groups must be [{len(self.rewards)}] as rewards, not {tuple(self.groups.shape)}")
+        check_columns(**{name: column for name in _PER_TOKEN if (column := getattr(self, name)) is not None})
+        check_ascending(self.rows, len(self.rewards))
+
+    def needed(self, name: str) -> Tensor:
+        """A column that is not always there. Raises ValueError where it is missing."""
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise ValueError(
+                f"the column {name} is None, but this estimator cannot do without it; give AdvantageInputs(..., "
+                f"{name}=...), or name it in the estimator's `needs`, which brings it in a run"
+            )
+        return column
 
     @property
     def scored(self) -> Tensor:
@@ -102,15 +131,13 @@ class LossInputs:
 
     def __post_init__(self) -> None:
         names = ("logprobs", "old_logprobs", "advantages", "mask", "rows", "entropy", "rollout_logprobs")
-        shapes = {name: tuple(getattr(self, name).shape) for name in names}
-        if self.logprobs.dim() != 1 or len(set(shapes.values())) != 1:
-            raise ValueError(f"every column of a loss must be [T], one number per token, not {shapes}")
+        check_columns(**{name: getattr(self, name) for name in names})
 
     @property
     def log_ratio(self) -> Tensor:
-        """ln of policy / old policy, [T] with gradient; 0 where masked, where an overflow of exp would reach the
-        gradient as 0 * inf."""
-        return torch.where(self.mask, self.logprobs - self.old_logprobs.detach(), torch.zeros_like(self.logprobs))
+        """ln of policy / old policy, [T] with gradient, 0 where masked: see `columns.masked_log_ratio`. Take
+        `columns.ratio_of` of it rather than exp, which overflows."""
+        return masked_log_ratio(self.logprobs, self.old_logprobs, self.mask)
 
 
 @dataclass(frozen=True)
@@ -145,3 +172,9 @@ class PolicyLoss:
     clipped_high: Tensor
     per_sample: bool = False
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def unclipped(cls, per_token: Tensor, weight: Tensor, metrics: Mapping[str, Tensor] | None = None) -> PolicyLoss:
+        """The loss of an objective that stops no gradient. per_token, weight: float [T]."""
+        nothing = torch.zeros_like(per_token, dtype=torch.bool)
+        return cls(per_token, weight, weight.detach(), nothing, nothing, metrics=dict(metrics or {}))

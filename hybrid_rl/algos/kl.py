@@ -6,14 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import at_least_float32, bounded, check_columns
+
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-
-
-def check_columns(**columns: Tensor) -> None:
-    """Raise ValueError unless all of these are [T], one value per token: unlike shapes would broadcast."""
-    shapes = {name: tuple(column.shape) for name, column in columns.items()}
-    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
-        raise ValueError(f"every column must be [T], one value per token, not {shapes}; pass them flat, of the same T")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -23,7 +18,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     - k1 = -ln r: unbiased, may be negative
     - k2 = (ln r)^2 / 2: biased, never negative
-    - k3 = r - 1 - ln r: unbiased, never negative
+    - k3 = r - 1 - ln r: unbiased, never negative; ln r above 20 counts as 20, in value and slope (`bounded`)
     - abs = |ln r|: no KL; its mean is at least the KL
 
     What minimising one really does is another matter than its value. Expected gradients over tokens of the policy, as a
@@ -37,32 +32,38 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     - abs: that of sum |policy - reference|, twice the total variation; that of its own mean; neither
     """
     check_columns(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    log_ratio = ref_logprobs - logprobs
+    log_ratio = at_least_float32(ref_logprobs) - at_least_float32(logprobs)
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
+        log_ratio = bounded(log_ratio)
         return log_ratio.expm1() - log_ratio
     if estimator == "abs":
         return log_ratio.abs()
     raise ValueError(f"estimator={estimator!r} is unknown; use {', '.join(ESTIMATORS[:-1])} or {ESTIMATORS[-1]}")
 
 
-def exact_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def exact_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """KL(policy || reference) at each place, sum over the vocabulary of p (ln p - ln p_ref): float [T].
 
     Its gradient is that of KL(policy || reference) at this place, whoever sampled the tokens: no importance weight
     belongs on it. What a token changes about the places after it is left out, as with every penalty in the loss.
 
     log_probs: float [T, V] with gradient, natural logs, normalised; ref_log_probs: [T, V], taken as constant. Tokens
-    that the policy cannot make (ln p = -inf) count 0; where the reference alone excludes a token the KL is inf.
+    that the policy cannot make (ln p = -inf) count 0; where the reference alone excludes a token the KL is inf. mask:
+    bool [T]; where it is False the KL is 0 without gradient, whatever stands there.
     """
     if log_probs.dim() != 2 or log_probs.shape != ref_log_probs.shape:
         raise ValueError(
             f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must both be [T, V], "
             "the whole vocabulary at each token"
         )
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.shape != log_probs.shape[:1]:
+            raise ValueError(f"mask must be bool [{len(log_probs)}], not {mask.dtype} {tuple(mask.shape)}")
+        log_probs = log_probs.masked_fill(~mask[:, None], -torch.inf)
     # torch.where before the product: 0 * inf would be NaN, in the value and in the gradient.
     gap = torch.where(log_probs.isneginf(), torch.zeros_like(log_probs), log_probs - ref_log_probs.detach())
     return (log_probs.exp() * gap).sum(1)

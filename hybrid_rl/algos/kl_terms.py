@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybrid_rl.algos.records import Record
 from hybrid_rl.options import key
 
 _WHERE = "where a KL penalty against the reference stands: none, loss or reward"
 
 
 @dataclass(frozen=True)
-class KLTerm:
+class KLTerm(Record):
     """Base of the records. in_loss, in_reward: where the penalty stands."""
 
     in_loss: ClassVar[bool] = False
@@ -23,7 +25,13 @@ class NoKL(KLTerm):
     """No reference model."""
 
     kl_in: Literal["none"] = key("none", _WHERE)
-    beta: float = key(0.0, "weight of the KL penalty; above 0 sets kl_in=loss", minimum=0, maximum=0)
+    beta: float = key(
+        0.0,
+        "weight of the KL penalty; above 0 sets kl_in=loss",
+        minimum=0,
+        maximum=0,
+        remedy="kl=none has no penalty to weigh; leave kl out, or choose kl=loss or kl=reward",
+    )
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,11 @@ class _Weighted(KLTerm):
     reference_reset_steps: int | None = key(
         None, "every n training steps the policy becomes the new reference; None = never (ProRL)", minimum=1
     )
+
+    @property
+    def inert_options(self) -> Mapping[str, str]:
+        """See Record."""
+        return {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
 
 
 @dataclass(frozen=True)

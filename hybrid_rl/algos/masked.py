@@ -9,14 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import at_least_float32, check_columns
+
 
 def row_sum(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Sum of `values` [T] per sample, [num_rows]. rows: int64 [T], the sample of each token."""
+    """Sum of `values` [T] per sample, [num_rows], in their dtype, of float16 and bfloat16 in float32. rows: int64 [T],
+    the sample of each token."""
+    values = at_least_float32(values)
     return values.new_zeros(num_rows).index_add_(0, rows, values)
 
 
 def row_mean(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Mean of `values` [T] over the tokens of each sample where mask [T] is True; 0 for a sample without any."""
+    """Mean of `values` [T] over the tokens of each sample where mask, bool [T], is True, [num_rows]; 0 for a sample
+    without any. In their dtype, of float16 and bfloat16 in float32. rows: int64 [T]."""
+    check_columns(values=values, mask=mask, rows=rows)
+    values = at_least_float32(values)
     weight = mask.to(values.dtype)
     # torch.where, not a product: a masked value may be inf or NaN.
     total = row_sum(torch.where(mask, values, torch.zeros_like(values)), rows, num_rows)
@@ -43,7 +50,14 @@ def token_weights(
     - "dr_grpo": 1 / (num_samples * max_completion_length) (Dr. GRPO, arXiv:2503.20783)
     - "sequence_sum": 1 / num_samples, the mean over samples of the sum over their tokens (with a sequence-level loss
       LUSPO's, arXiv:2602.05261)
+
+    Raises ValueError for an unknown loss_type, negative counts, and a max_completion_length below 1 where it counts.
     """
+    check_columns(mask=mask, rows=rows)
+    if num_tokens < 0 or num_samples < 0:
+        raise ValueError(f"num_tokens={num_tokens} and num_samples={num_samples} are counts; give 0 or more")
+    if loss_type == "dr_grpo" and max_completion_length < 1:
+        raise ValueError(f"max_completion_length={max_completion_length} is what dr_grpo divides by; give 1 or more")
     on = mask.to(torch.float32)
     if loss_type == "dapo":
         return on / max(num_tokens, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
 from hybrid_rl.algos.records import PolicyObjective
@@ -32,8 +33,12 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     Raises ConfigError for records that do not go together.
     """
     algorithm = config.algorithm
+    if learns_from_demonstrations(config):  # a prompt has one
+        algorithm = dataclasses.replace(algorithm, num_generations=1)
+        config = dataclasses.replace(config, algorithm=algorithm)
     _check_group(config)
     _check_kl(config)
+    _check_credit(config)
     old = algorithm.old_logprobs
     if old == "detach" and updates > 1 and config.policy_loss.uses_old_logprobs:
         raise ConfigError(
@@ -49,7 +54,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     if old == "auto":
         wants = config.policy_loss.uses_old_logprobs and updates > 1
         old = "recompute" if wants or needs_logprobs(config) else "detach"
-    if old == "rollout" and config.policy_loss.uses_proximal:
+    if old == "rollout" and config.policy_loss.uses_proximal and not learns_from_demonstrations(config):
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "  # type: ignore[attr-defined]
             f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
@@ -59,22 +64,91 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
             f"policy_loss={config.policy_loss.objective} reads the routers of the model as it runs, "  # type: ignore[attr-defined]
             f"which compiled blocks hide; set torch_compile=false"
         )
-    if config.correction.is_active and config.policy_loss.corrects_rollout:
-        raise ConfigError(
-            f"policy_loss={config.policy_loss.objective} weighs what the engine sampled itself; "  # type: ignore[attr-defined]
-            f"leave correction out"
-        )
-    if config.correction.is_active and "rollout_logprobs" in config.advantage.needs:
-        raise ConfigError(
-            f"advantage={config.advantage.estimator} weighs what the engine sampled itself; "  # type: ignore[attr-defined]
-            f"leave correction out"
-        )
-    if config.correction.is_active and old == "rollout":
-        raise ConfigError(
-            "correction compares trainer and engine, but with old_logprobs=rollout the ratio itself starts from the "
-            "engine's logprobs; use recompute, or correction=none"
-        )
+    _check_engine(config, old)
     return dataclasses.replace(algorithm, old_logprobs=old)
+
+
+def learns_from_demonstrations(config: TrainerConfig) -> bool:
+    """Whether samples are the dataset's own completions, so that no engine samples and no reward tells them apart."""
+    return "demonstrations" in config.advantage.needs
+
+
+def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool, str, str]]:
+    """Keys of an algorithm that other keys leave without effect: whether it is so, the path, the reason. has_eval:
+    whether there is data for evaluation, which has rewards of its own."""
+    for section in ("advantage", "policy_loss", "kl", "correction"):
+        for option, reason in getattr(config, section).inert_options.items():
+            yield True, f"{section}.{option}", reason
+    estimator = config.advantage.estimator  # type: ignore[attr-defined]
+    shown = learns_from_demonstrations(config)
+    without = f"advantage={estimator} learns from the dataset's completions"
+    yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
+    yield shown, "algorithm.mask_truncated_completions", f"{without}, none of which is cut off"
+    yield shown and config.algorithm.num_generations != 1, "algorithm.num_generations", f"{without}, one per prompt"
+    for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
+        yield shown and not has_eval, f"rewards.{name}", f"{without}, and nothing is evaluated: no reward is called"
+    yield shown and not has_eval, "rewards.max_reward_failure_share", f"{without}, and nothing is evaluated"
+    ignored = not config.advantage.needs_rewards and not (config.algorithm.positive_nll_coef and not shown)
+    yield ignored, "rewards.overlong_buffer", f"advantage={estimator} learns without rewards"
+
+
+def _check_credit(config: TrainerConfig) -> None:
+    """A loss with one ratio per completion wants one advantage per completion: else each token gets the mean of all."""
+    advantage, loss = config.advantage, config.policy_loss
+    if not loss.is_per_completion:
+        return
+    why = ""
+    if advantage.tells_tokens_apart:
+        why = "tells the tokens of a completion apart"
+    elif advantage.uses_step_rewards and config.kl.in_reward:
+        why = "tells the tokens of a completion apart where kl=reward gives each a reward"
+    if why:
+        raise ConfigError(
+            f"advantage={advantage.estimator} {why}, but policy_loss={_loss_name(config)} has one ratio "  # type: ignore[attr-defined]
+            f"per completion, through which each token would get the mean of their advantages; "
+            f"{one_advantage_remedy(config)}"
+        )
+
+
+def one_advantage_remedy(config: TrainerConfig) -> str:
+    """What to do where a loss with one ratio per completion meets advantages of single tokens."""
+    if hasattr(config.policy_loss, "importance_sampling_level"):
+        return "use importance_sampling_level=sequence_token, or an estimator with one advantage per completion"
+    return "use another loss (policy_loss=clip), or an estimator with one advantage per completion"
+
+
+def _loss_name(config: TrainerConfig) -> str:
+    name: str = config.policy_loss.objective  # type: ignore[attr-defined]
+    level = getattr(config.policy_loss, "importance_sampling_level", None)
+    return name if level in (None, "token") else f"{name} with importance_sampling_level={level}"
+
+
+def _check_engine(config: TrainerConfig, old: str) -> None:
+    """What the engine sampled is weighed once, and by what did sample. old: old_logprobs, once `auto` is settled."""
+    estimator, objective = config.advantage.estimator, config.policy_loss.objective  # type: ignore[attr-defined]
+    takers = {
+        f"advantage={estimator}": "rollout_logprobs" in config.advantage.needs,
+        f"policy_loss={objective}": config.policy_loss.corrects_rollout,
+        "old_logprobs=rollout": old == "rollout" and config.policy_loss.uses_old_logprobs,
+        "correction": config.correction.is_active,
+    }
+    found = [name for name, takes in takers.items() if takes]
+    if found and learns_from_demonstrations(config):
+        raise ConfigError(
+            f"{found[0]} compares with the engine that sampled, but advantage={estimator} learns from the dataset's "
+            f"completions, which no engine did; leave it out, or choose another"
+        )
+    if len(found) > 1 and "old_logprobs=rollout" in found:
+        found.remove("old_logprobs=rollout")
+        raise ConfigError(
+            f"{found[0]} compares trainer and engine, but with old_logprobs=rollout both are the engine, and the ratio "
+            f"itself starts from it; use recompute, or leave {found[0].partition('=')[0]} out"
+        )
+    if len(found) > 1:
+        remedy = "leave correction out" if found[-1] == "correction" else "use policy_loss=clip or reinforce"
+        raise ConfigError(
+            f"{found[0]} weighs what the engine sampled itself, and {found[-1]} would a second time; {remedy}"
+        )
 
 
 def _who_needs_logprobs(config: TrainerConfig) -> str:
@@ -91,6 +165,11 @@ def _check_group(config: TrainerConfig) -> None:
         raise ConfigError(
             f"num_generations={size}: advantage={config.advantage.estimator} "  # type: ignore[attr-defined]
             f"compares the completions of a group; use at least {least}"
+        )
+    if size < config.policy_loss.min_generations:
+        raise ConfigError(
+            f"policy_loss={_loss_name(config)} compares the completions of a group, but each has one here "
+            f"(num_generations={size}); use another loss"
         )
     if config.algorithm.max_refills and size < 2:
         raise ConfigError(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_UPPER = "set correction_cap (of correction=tis) or correction_high (of correction=mis)"
+_NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
+
 # What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
 HABITS: Mapping[str, str] = MappingProxyType(
     {
@@ -40,9 +43,58 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "vllm_importance_sampling_correction": "set correction: tis, mis, icepop, kl_rejection or none",
         "vllm_importance_sampling_mode": "set correction: tis truncates, mis leaves out; correction_level is token or "
         "sequence",
-        "vllm_importance_sampling_cap": "set correction_cap (of correction=tis) or correction_high (of correction=mis)",
+        "vllm_importance_sampling_cap": _UPPER,
+        "vllm_importance_sampling_clip_max": _UPPER,
+        "vllm_importance_sampling_clip_min": "set correction_low (of correction=mis or icepop)",
         "rollout_is": "set correction=tis with correction_level and correction_cap",
+        "rollout_is_threshold": _UPPER,
+        "rollout_is_batch_normalize": "weights of a correction are not normalised",
         "rollout_rs": "set correction=kl_rejection with correction_threshold",
+        "rollout_rs_threshold": "set correction_threshold (of correction=kl_rejection) or correction_high (of mis)",
+        "rollout_token_veto_threshold": "set correction_veto",
+        "tis_imp_ratio_cap": "set correction=tis with correction_cap",
+        "off_policy_mask_threshold": "not offered; correction=kl_rejection leaves out completions, whatever their "
+        "advantage, on which engine and trainer are too far apart",
+        "top_entropy_quantile": "not offered: all tokens are in the loss; policy_loss=clip_cov and simko treat some by "
+        "their covariance or entropy",
+        "multi_objective_aggregation": "rewards are added with reward_weights before the estimator normalises them",
+        "entropy_target": "not offered: entropy_coef is fixed",
+        "sync_ref_model": "set reference_reset_steps: every n steps the policy becomes the reference",
+        "ref_model_sync_steps": "set reference_reset_steps: every n steps the policy becomes the reference",
+        "ref_model_mixup_alpha": "not offered: at reference_reset_steps the policy becomes the reference whole",
+        "router_aux_loss_coef": "not offered: there is no load-balancing loss, and routers learn from the policy loss",
+        "cast_lm_head_to_fp32": "not offered: the head has the dtype of the model; logits and logprobs are float32",
+        "num_generations_eval": "not offered: evaluation makes one completion per prompt",
+        "disable_dropout": "dropout is off always: ratios need the same network twice",
+        "shuffle_dataset": "set shuffle",
+        "max_prompt_len": "set max_prompt_length",
+        "vllm_max_model_length": "it follows from the data; set max_prompt_length and max_completion_length",
+        "vllm_enable_sleep_mode": "vLLM sleeps while the policy trains; nothing need be set",
+        "vllm_server_base_url": _NO_SERVER,
+        "vllm_server_host": _NO_SERVER,
+        "vllm_server_port": _NO_SERVER,
+        "use_transformers_paged": "the in-place engine has a paged cache of its own",
+        "use_liger_kernel": "logprobs are computed without holding all logits; nothing need be set",
+        "log_unique_prompts": "set log_completions, a number",
+        "num_completions_to_print": "set log_completions, a number",
+        "remove_unused_columns": "rewards get every column of the data",
+        "ds3_gather_for_generation": "there is no DeepSpeed here; each rank gathers the weights for a rollout",
+        "max_tool_calling_iterations": "not offered: a completion is one turn",
+        "clip_ratio_low": "set epsilon",
+        "clip_ratio_high": "set epsilon_high",
+        "clip_ratio_c": "set dual_clip (of policy_loss=clip); clip_ratio_c is a key of policy_loss=dppo",
+        "norm_adv_by_std_in_grpo": "set scale_rewards=group or none",
+        "kl_loss_type": "set kl_estimator: k1, k2 (verl's mse), k3, abs or exact (full)",
+        "kl_penalty": "set kl_estimator: k1 (verl's kl), k2 (mse), k3 or abs",
+        "critic_warmup": "set critic_warmup_steps",
+        "use_dynamic_bsz": "micro-batches are cut by tokens_per_micro_batch always",
+        "ppo_max_token_len_per_gpu": "set tokens_per_micro_batch",
+        "ppo_micro_batch_size": "set tokens_per_micro_batch: micro-batches are cut by tokens",
+        "ppo_micro_batch_size_per_gpu": "set tokens_per_micro_batch: micro-batches are cut by tokens",
+        "use_rollout_log_probs": "set old_logprobs=rollout",
+        "total_training_steps": "set max_steps",
+        "save_freq": "set save_steps",
+        "test_freq": "set eval_steps",
         "loss_agg_mode": "set loss_type",
         "warmup_ratio": "set warmup_steps, a number of optimizer steps",
         "vllm_mode": "set rollout.engine=vllm; it shares the GPUs with the trainer",

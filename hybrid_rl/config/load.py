@@ -8,7 +8,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unions import UNIONS, Union
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.options import range_error
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> 
         owners = [m for m in union.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
         if not owners:
             continue
-        remedy = union.remedies.get(owners[0], "")
+        remedy = union.remedies.get(owners[0], "") if tags[section] == union.default else ""
         if (tags[section], owners) == ("vllm", ["inplace"]):
             remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
         if union.tag is None:
@@ -283,17 +284,9 @@ def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str,
 
 def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
     converted = _typed(path, expected, value)
-    if isinstance(converted, (int, float)) and not isinstance(converted, bool):
-        bounds: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-            ("minimum", "at least", lambda limit: converted >= limit),
-            ("maximum", "at most", lambda limit: converted <= limit),
-            ("above", "above", lambda limit: converted > limit),
-            ("below", "below", lambda limit: converted < limit),
-        )
-        for bound, words, holds in bounds:
-            limit = metadata[bound]
-            if limit is not None and not holds(limit):
-                raise ConfigError(f"{path}={value!r} must be {words} {limit}")
+    problem = range_error(converted, metadata)
+    if problem:
+        raise ConfigError(f"{path}={value!r} {problem}")
     return converted
 
 

@@ -29,7 +29,7 @@ class Union:
 
     infer: from all given leaves (name to value) and the members chosen so far, the member where none is named; None
     where nothing speaks for one. Without a tag the member is always inferred. remedies: what to do who gives a key of a
-    member that is not chosen.
+    member beside the default one.
     """
 
     tag: str | None

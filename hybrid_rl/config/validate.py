@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from hybrid_rl.config.algorithm import needs_reference, resolve_algorithm
+from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
@@ -168,6 +168,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         for item in dataclasses.fields(FSDPConfig)
     ]
     rules += [(config.model.device == "cpu", "fsdp.cpu_offload", "on CPUs everything is in host memory anyway")]
+    rules += inert_keys(config, has_eval=has_eval)
     rules += [
         (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
         for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")

@@ -151,11 +151,12 @@ def micro_batch_value_loss(
     parts add up to the loss. mask: bool [M], tokens with a target, on the CPU; num_tokens: those of the mini-batch on
     all ranks.
     """
-    values = micro_batch_values(model, batch)
-    own, count = values.detach(), int(mask.sum())
-    on, *columns = upload([mask, batch["values"].values, batch["returns"].values], own.device)
-    # Without a target a token is its own, of loss 0: a NaN in the column would reach the gradient through any mask.
-    old, returns = (torch.where(on, column.to(own.dtype), own) for column in columns)
+    values, count = micro_batch_values(model, batch), int(mask.sum())
+    on, *columns = upload([mask, batch["values"].values, batch["returns"].values], values.device)
+    # Without a target all three are 0, and so is the loss: a NaN would reach the gradient through any mask.
+    values, old, returns = (
+        torch.where(on, column.to(values.dtype), torch.zeros_like(values)) for column in (values, *columns)
+    )
     losses = clipped_value_loss(values, old, returns, clip)
     sums = MetricSums()
     sums.mean("critic/clip_ratio", value_clipped(values, old, returns, clip).sum(), count)

@@ -13,21 +13,47 @@ from hybrid_rl.algos.kl_terms import KLInReward
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
+from hybrid_rl.errors import DataError
+
+# Losses, and the squares that a gradient norm is summed from, are float32: beyond this the norm would not be finite,
+# and every update be skipped.
+LARGEST_ADVANTAGE = 1e12
 
 
 def with_advantages(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> Batch:
     """Add advantages, one per completion token, and returns where there is a critic; needs whole groups. Collective.
 
-    beta: present weight of a KL penalty in the reward.
+    beta: present weight of a KL penalty in the reward. Raises DataError for advantages or returns that are no numbers,
+    or too large for gradients in float32.
     """
     inputs = advantage_inputs(batch, config, context, beta)
     found = config.advantage.compute(inputs)
     _check(found, inputs, type(config.advantage).__name__)
     completions = batch["completion_ids"]
-    columns = {"advantages": completions.with_values(found.advantages.float())}
+    columns = {"advantages": found.advantages}
     if found.returns is not None:
-        columns["returns"] = completions.with_values(found.returns.float())
-    return batch.with_columns(**columns)
+        columns["returns"] = found.returns
+    for what, column in columns.items():
+        _check_size(what, column, inputs, type(config.advantage).__name__)
+    return batch.with_columns(
+        # Where no policy made the token nothing may stand that a loss of one's own could trip over.
+        **{what: completions.with_values(torch.where(inputs.mask, c, 0.0).float()) for what, c in columns.items()}
+    )
+
+
+def _check_size(what: str, column: Tensor, inputs: AdvantageInputs, name: str) -> None:
+    """Raise DataError for a number of a scored sample that no gradient can be made of."""
+    bad = inputs.mask & inputs.scored[inputs.rows] & ~(column.abs() <= LARGEST_ADVANTAGE)
+    if not bool(bad.any()):
+        return
+    token = int(bad.nonzero()[0, 0])
+    reward = float(inputs.rewards[inputs.rows[token]])
+    raise DataError(
+        f"{name}.compute gave {what} of {float(column[token]):.4g} for a completion with the reward {reward:.4g}; they "
+        f"must be numbers of at most {LARGEST_ADVANTAGE:g}, beyond which gradients overflow. Scale the rewards "
+        "(reward_weights), normalise them (advantage.scale_rewards), or look for logprobs and values that are not "
+        "finite"
+    )
 
 
 def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
@@ -56,6 +82,13 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
     if isinstance(config.kl, KLInReward):
         assert logprobs is not None and reference is not None
         penalty = kl_reward(logprobs, reference, mask, beta, config.kl.kl_estimator)
+        if not bool(penalty.isfinite().all()):
+            token = int((~penalty.isfinite()).nonzero()[0, 0])
+            raise DataError(
+                f"kl=reward: the penalty of a token is {float(penalty[token])}, with ln p = "
+                f"{float(logprobs[token]):.4g} of the policy and {float(reference[token]):.4g} of the reference; look "
+                "for logits of -inf or NaN"
+            )
         token_rewards = token_rewards + penalty
         rewards = rewards + torch.zeros_like(rewards).index_add(0, rows, penalty)
     return AdvantageInputs(

@@ -232,12 +232,12 @@ def _kl_per_token(
         assert inputs.log_probs is not None and terms.reference is not None
         with torch.no_grad():
             reference = terms.reference.row_distribution(row, terms.config.rollout.temperature)
-        return exact_kl(inputs.log_probs, reference)
+        return exact_kl(inputs.log_probs, reference, inputs.mask)
     if ref_logprobs is None:
         raise DataError("a KL penalty in the loss needs the column ref_logprobs; score the batch with the reference")
-    # torch.where: where the mask is off an overflow of exp would reach the gradient as 0 * inf.
-    ref_logprobs = torch.where(inputs.mask, ref_logprobs, inputs.logprobs.detach())
-    estimate = kl_estimate(inputs.logprobs, ref_logprobs, kl.kl_estimator)
+    # Where the mask is off both are 0: -inf less -inf, or an overflow of exp, would reach the gradient as NaN.
+    mine, theirs = (_masked(column, inputs.mask) for column in (inputs.logprobs, ref_logprobs))
+    estimate = kl_estimate(mine, theirs, kl.kl_estimator)
     return estimate * loss.weight if kl.use_bias_correction_kl else estimate
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import Groups, whole_batch
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
+from hybrid_rl.algos.columns import check_rewards
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.records import AdvantageEstimator
@@ -75,12 +76,13 @@ class ReMax(AdvantageEstimator):
 
     estimator: Literal["remax"] = key("remax", "the advantage estimator")
     needs = frozenset({"baseline_rewards"})
+    uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""
-        assert inputs.baseline_rewards is not None
+        baseline = inputs.needed("baseline_rewards")
         advantages = greedy_baseline_advantages(
-            inputs.rewards, inputs.baseline_rewards, inputs.token_rewards, inputs.mask, inputs.rows
+            inputs.rewards, baseline, inputs.token_rewards, inputs.mask, inputs.rows
         )
         return Advantages(advantages)
 
@@ -155,7 +157,7 @@ def length_weighted_advantages(rewards: Tensor, groups: Tensor, lengths: Tensor)
         raise ValueError(f"lengths must be [N] as rewards, not {tuple(lengths.shape)} and {tuple(rewards.shape)}")
     lengths = lengths.to(torch.float64)
     total = found.sum(lengths)
-    baseline = found.sum(lengths * found.rewards) / total.clamp(min=1)
+    baseline = found.sum(lengths / total.clamp(min=1)[found.index] * found.rewards)
     keep = found.compared & (total > 0)[found.index]
     return torch.where(keep, found.rewards - baseline[found.index], 0.0)
 
@@ -172,10 +174,7 @@ def greedy_baseline_advantages(
     token_rewards: float [T]; mask: bool [T]; rows: int64 [T], ascending. Returns float64 [T]: 0 where masked, and for
     samples without one of the two rewards.
     """
-    if rewards.dim() != 1 or baseline_rewards.shape != rewards.shape:
-        raise ValueError(
-            f"rewards and baseline_rewards must be [N], not {tuple(rewards.shape)} and {tuple(baseline_rewards.shape)}"
-        )
+    check_rewards(rewards=rewards, baseline_rewards=baseline_rewards)
     steps = Steps.of(mask, rows, len(rewards))
     ahead = steps.discounted(steps.take(step_rewards(rewards, token_rewards, mask, rows)), 1.0)
     known = ~(rewards.isnan() | baseline_rewards.isnan())[steps.rows]

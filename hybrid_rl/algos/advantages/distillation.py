@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos.advantages.grpo import group_relative_advantages
+from hybrid_rl.algos.columns import check_columns
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 from hybrid_rl.algos.records import AdvantageEstimator
 from hybrid_rl.options import key
@@ -26,17 +27,19 @@ class Distillation(AdvantageEstimator):
         minimum=0,
     )
     needs = frozenset({"logprobs", "teacher_logprobs"})
-    needs_rewards = False
+    needs_rewards = takes_kl_rewards = False
+    tells_tokens_apart = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.group_advantage_coef > 0:
             object.__setattr__(self, "needs_rewards", True)
+            object.__setattr__(self, "takes_kl_rewards", True)
             object.__setattr__(self, "min_generations", 2)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. Samples without a reward learn from the teacher all the same."""
-        assert inputs.logprobs is not None and inputs.teacher_logprobs is not None
-        advantages = reverse_kl_advantages(inputs.logprobs, inputs.teacher_logprobs, inputs.mask)
+        advantages = reverse_kl_advantages(inputs.needed("logprobs"), inputs.needed("teacher_logprobs"), inputs.mask)
         if self.group_advantage_coef > 0:
             relative = group_relative_advantages(inputs.rewards, inputs.groups)
             advantages = advantages + self.group_advantage_coef * inputs.per_token(relative)
@@ -53,7 +56,5 @@ def reverse_kl_advantages(logprobs: Tensor, teacher_logprobs: Tensor, mask: Tens
     logprobs: float [T], of the policy at the start of the training step; teacher_logprobs: float [T], of the same
     tokens; mask: bool [T]. Returns float64 [T], 0 where masked.
     """
-    shapes = [tuple(column.shape) for column in (logprobs, teacher_logprobs, mask)]
-    if mask.dim() != 1 or len(set(shapes)) > 1:
-        raise ValueError(f"logprobs, teacher_logprobs and mask must all be [T], not {shapes}")
+    check_columns(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     return torch.where(mask, teacher_logprobs.double() - logprobs.double(), 0.0)

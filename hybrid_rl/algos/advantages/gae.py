@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.steps import Steps, check_columns, step_rewards
+from hybrid_rl.algos.advantages.steps import Steps, check_steps, step_rewards
 from hybrid_rl.algos.advantages.whitening import whitened
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 from hybrid_rl.algos.records import AdvantageEstimator
@@ -24,6 +24,7 @@ class GAE(AdvantageEstimator):
     lam: float = key(0.95, "lambda: 1 = returns less values, 0 = errors of single steps", minimum=0, maximum=1)
     whiten_advantages: bool = key(True, "normalise advantages over all tokens of the batch")
     needs = frozenset({"values"})
+    tells_tokens_apart = uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""
@@ -46,6 +47,7 @@ class VAPO(AdvantageEstimator):
     length_adaptive_alpha: float = key(0.05, "lambda of the policy = 1 - 1 / (alpha * length)", above=0)
     whiten_advantages: bool = key(True, "normalise advantages over all tokens of the batch")
     needs = frozenset({"values"})
+    tells_tokens_apart = uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""
@@ -74,7 +76,7 @@ def generalized_advantages(
     rows: int64 [T], ascending, in 0..num_rows-1; lam: one number, or float [num_rows], one per sample. Both results are
     float64 [T], 0 where masked.
     """
-    check_columns(num_rows, rows=rows, rewards=rewards, values=values, mask=mask)
+    check_steps(num_rows, rows=rows, rewards=rewards, values=values, mask=mask)
     if isinstance(lam, Tensor) and lam.shape != (num_rows,):
         raise ValueError(f"lam must be a number or [{num_rows}], one per sample, not {tuple(lam.shape)}")
     steps = Steps.of(mask, rows, num_rows)
@@ -93,12 +95,14 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
     """
     if lengths.dim() != 1 or not alpha > 0:
         raise ValueError(f"lengths must be [N] and alpha above 0, not {tuple(lengths.shape)} and {alpha}")
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ValueError(f"lengths are numbers of tokens, but one is {int(lengths.min())}; give 0 or more")
     return (1 - 1 / (alpha * lengths.to(torch.float64).clamp(min=1))).clamp(min=0)
 
 
 def _values_and_rewards(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    assert inputs.values is not None
-    return inputs.values.double(), step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
+    rewards = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
+    return inputs.needed("values").double(), rewards
 
 
 def _of_scored(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_rewards
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 
 STD_FLOOR = 1e-4  # as in TRL, so that the same batch gives the same numbers; rewards are of the order of 1
@@ -32,9 +33,11 @@ class Groups:
 
     @classmethod
     def of(cls, rewards: Tensor, groups: Tensor) -> Groups:
-        """rewards: float [N], NaN where a sample could not be scored; groups: int64 [N], any numbers."""
-        if rewards.dim() != 1 or groups.shape != rewards.shape:
+        """rewards: float [N], NaN where a sample could not be scored; groups: int64 [N], any numbers. Raises ValueError
+        for infinite rewards."""
+        if groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must be [N], not {tuple(rewards.shape)} and {tuple(groups.shape)}")
+        check_rewards(rewards=rewards)
         rewards, scored = rewards.to(torch.float64), ~rewards.isnan()
         _, index = groups.unique(return_inverse=True)
         zeros = rewards.new_zeros(int(index.max()) + 1 if index.numel() else 0)
@@ -70,8 +73,9 @@ class Groups:
 
     def std(self) -> Tensor:
         """Sample standard deviation (n - 1) of the rewards of each group, float64 [G]; 0 for fewer than two."""
-        squares = self.sum((self.rewards - self.mean(self.rewards)[self.index]) ** 2)
-        return (squares / (self.counts - 1).clamp(min=1)).sqrt()
+        unit = power_of_two(torch.where(self.has_signal, self.high - self.low, torch.ones_like(self.low)))
+        squares = self.sum(((self.rewards - self.mean(self.rewards)[self.index]) / unit[self.index]) ** 2)
+        return unit * (squares / (self.counts - 1).clamp(min=1)).sqrt()
 
     def ranking(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The scored samples, group after group, ascending in `values` [N] and in their order where values are equal:
@@ -115,9 +119,20 @@ class Groups:
             return self.robust_std() + STD_FLOOR
         if scale_rewards == "batch":
             scored = self.rewards[self.scored]
-            std = scored.std() if len(scored) > 1 else self.rewards.new_zeros(())
-            return (std + STD_FLOOR).expand_as(self.counts)
+            if len(scored) < 2:
+                return torch.full_like(self.counts, STD_FLOOR)
+            unit = power_of_two(scored.abs().max())
+            return (unit * (scored / unit).std() + STD_FLOOR).expand_as(self.counts)
         raise ValueError(f"scale_rewards={scale_rewards!r} is unknown; use group, batch, mad or none")
+
+
+def power_of_two(sizes: Tensor) -> Tensor:
+    """The power of two at or below each size, at least 1: float64, of the shape of `sizes`, which are finite.
+
+    Numbers up to that size are divided by it before they are squared: squares of rewards of 1e154 and more are no
+    float64. Divided and multiplied by a power of two, other numbers keep every bit.
+    """
+    return torch.ldexp(torch.ones_like(sizes), (sizes.frexp().exponent - 1).clamp(min=0))
 
 
 def group_has_signal(rewards: Tensor, groups: Tensor) -> Tensor:

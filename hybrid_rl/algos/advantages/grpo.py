@@ -35,8 +35,11 @@ class GRPO(AdvantageEstimator):
     min_generations = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.token_level:  # a KL penalty would make a step of every token
             object.__setattr__(self, "takes_kl_rewards", False)
+            object.__setattr__(self, "uses_step_rewards", True)
+            object.__setattr__(self, "needs_step_rewards", True)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. The standard deviation of the batch is that of all ranks."""

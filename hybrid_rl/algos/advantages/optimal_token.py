@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.steps import Steps, check_columns, step_rewards
+from hybrid_rl.algos.advantages.steps import Steps, check_steps, step_rewards
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 from hybrid_rl.algos.records import AdvantageEstimator
 from hybrid_rl.options import key
@@ -23,16 +23,16 @@ class OptimalTokenBaseline(AdvantageEstimator):
     estimator: Literal["optimal_token_baseline"] = key("optimal_token_baseline", "the advantage estimator")
     needs = frozenset({"logprobs", "sum_pi_squared"})
     min_generations = 2
+    tells_tokens_apart = uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""
-        assert inputs.logprobs is not None and inputs.sum_pi_squared is not None
         advantages = optimal_token_advantages(
             inputs.rewards,
             inputs.token_rewards,
             inputs.groups,
-            inputs.logprobs,
-            inputs.sum_pi_squared,
+            inputs.needed("logprobs"),
+            inputs.needed("sum_pi_squared"),
             inputs.mask,
             inputs.rows,
         )
@@ -59,7 +59,7 @@ def optimal_token_advantages(
     sum_pi_squared: float [T]; mask: bool [T]; rows: int64 [T], ascending. Returns float64 [T].
     """
     columns = {"token_rewards": token_rewards, "logprobs": logprobs, "sum_pi_squared": sum_pi_squared}
-    check_columns(len(rewards), rows=rows, mask=mask, **columns)
+    check_steps(len(rewards), rows=rows, mask=mask, **columns)
     steps = Steps.of(mask, rows, len(rewards))
     ahead = steps.discounted(steps.take(step_rewards(rewards, token_rewards, mask, rows)), 1.0)
     # (1 - p)^2 + the p^2 of other tokens: below 0 by rounding only.

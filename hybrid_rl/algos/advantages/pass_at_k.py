@@ -25,6 +25,7 @@ class PassAtK(AdvantageEstimator):
     takes_kl_rewards = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # With k = n there is one subset, which has nothing to be compared with.
         object.__setattr__(self, "min_generations", self.pass_k + 1)
 

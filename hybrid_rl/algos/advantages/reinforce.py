@@ -22,6 +22,12 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     estimator: Literal["reinforce_plus_plus"] = key("reinforce_plus_plus", "the advantage estimator")
     gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
+    uses_step_rewards = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma < 1:
+            object.__setattr__(self, "tells_tokens_apart", True)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. The paper's KL penalty per token comes in with token_rewards (kl=reward)."""

@@ -11,20 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards
 from hybrid_rl.algos.masked import row_sum
 
 
-def check_columns(num_rows: int, **columns: Tensor) -> None:
-    """Refuse columns that are not all [T], and `rows` that do not ascend within 0..num_rows-1."""
-    shapes = {name: tuple(column.shape) for name, column in columns.items()}
-    if any(column.dim() != 1 for column in columns.values()) or len(set(shapes.values())) > 1:
-        raise ValueError(f"columns of tokens must all be [T], not {shapes}")
-    rows = columns["rows"]
-    if len(rows) and (bool((rows.diff() < 0).any()) or int(rows[0]) < 0 or int(rows[-1]) >= num_rows):
-        raise ValueError(
-            f"rows must ascend within 0..{num_rows - 1}, one sample after another, not {rows[:8].tolist()}..; "
-            "sort the tokens by sample"
-        )
+def check_steps(num_rows: int, **columns: Tensor) -> None:
+    """Refuse columns that are not all [T], a mask that is not bool, and rows that do not ascend in 0..num_rows-1."""
+    check_columns(**columns)
+    check_ascending(columns["rows"], num_rows)
 
 
 @dataclass(frozen=True)
@@ -103,12 +97,20 @@ def step_rewards(rewards: Tensor, token_rewards: Tensor, mask: Tensor, rows: Ten
     rewards: float [N], the total of a sample, NaN where it could not be scored; token_rewards: float [T], the part of
     it that belongs to single tokens; mask: bool [T]; rows: int64 [T], ascending. What is left of the total belongs to
     the last step. A reward at a token that the policy did not make belongs to the step before it, which led there;
-    before the first step, to none. Samples that were not scored have no rewards.
+    before the first step, to none. Samples that were not scored have no rewards. Raises ValueError for infinite
+    rewards, and for rewards of tokens of a scored sample that are no numbers.
     """
-    check_columns(len(rewards), rows=rows, mask=mask, token_rewards=token_rewards)
+    check_rewards(rewards=rewards)
+    check_steps(len(rewards), rows=rows, mask=mask, token_rewards=token_rewards)
     steps = Steps.of(mask, rows, len(rewards))
     scored = ~rewards.isnan()
     dense = torch.where(scored[rows], token_rewards.double(), torch.zeros_like(token_rewards, dtype=torch.float64))
+    if not bool(dense.isfinite().all()):
+        token = int((~dense.isfinite()).nonzero()[0, 0])
+        raise ValueError(
+            f"token_rewards has {float(dense[token])} at token {token}, of sample {int(rows[token])}; give finite "
+            "numbers"
+        )
     outcome = torch.where(scored, rewards.double() - row_sum(dense, rows, len(rewards)), 0.0)
     earned = torch.where(steps.is_last, outcome[steps.rows], 0.0)
     step = mask.cumsum(0) - 1  # of each token: the last step at or before it, perhaps of an earlier sample

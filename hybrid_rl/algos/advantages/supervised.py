@@ -21,7 +21,7 @@ class SFT(AdvantageEstimator):
 
     estimator: Literal["sft"] = key("sft", "the advantage estimator")
     needs = frozenset({"demonstrations"})
-    needs_rewards = False
+    needs_rewards = takes_kl_rewards = False
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. Samples without a reward count as well."""
@@ -39,6 +39,7 @@ class Rejection(AdvantageEstimator):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reward_threshold is None and self.num_best is None:
             raise ConfigError(
                 "reward_threshold=None and num_best=None accept every completion; give one, or use advantage=sft"

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.steps import Steps, check_columns, step_rewards
+from hybrid_rl.algos.advantages.steps import Steps, check_steps, step_rewards
+from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
 from hybrid_rl.algos.records import AdvantageEstimator
 from hybrid_rl.errors import ConfigError
@@ -29,19 +30,21 @@ class VTrace(AdvantageEstimator):
     rho_clip: float = key(1.0, "upper bound of the weight of a step's own error: what the critic converges to", above=0)
     c_clip: float = key(1.0, "upper bound of the weight of later errors: how fast it does; at most rho_clip", above=0)
     needs = frozenset({"values", "logprobs", "rollout_logprobs"})
+    tells_tokens_apart = uses_step_rewards = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.c_clip > self.rho_clip:
             raise ConfigError(f"c_clip={self.c_clip} must be at most rho_clip={self.rho_clip} (arXiv:1802.01561)")
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""
-        assert inputs.values is not None and inputs.logprobs is not None and inputs.rollout_logprobs is not None
+        values = inputs.needed("values")
         advantages, targets = vtrace(
             step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows),
-            inputs.values,
-            inputs.logprobs,
-            inputs.rollout_logprobs,
+            values,
+            inputs.needed("logprobs"),
+            inputs.needed("rollout_logprobs"),
             inputs.mask,
             inputs.rows,
             len(inputs.rewards),
@@ -51,7 +54,7 @@ class VTrace(AdvantageEstimator):
             c_clip=self.c_clip,
         )
         keep = inputs.mask & inputs.scored[inputs.rows]
-        own = torch.where(inputs.mask, inputs.values.double(), 0.0)
+        own = torch.where(inputs.mask, values.double(), 0.0)
         return Advantages(torch.where(keep, advantages, 0.0), torch.where(keep, targets, own))
 
 
@@ -83,10 +86,10 @@ def vtrace(
     rows: int64 [T], ascending, in 0..num_rows-1. Both results are float64 [T], 0 where masked.
     """
     columns = {"values": values, "logprobs": logprobs, "rollout_logprobs": rollout_logprobs}
-    check_columns(num_rows, rows=rows, rewards=rewards, mask=mask, **columns)
+    check_steps(num_rows, rows=rows, rewards=rewards, mask=mask, **columns)
     steps = Steps.of(mask, rows, num_rows)
     reward, value = steps.take(rewards), steps.take(values)
-    ratio = (steps.take(logprobs) - steps.take(rollout_logprobs)).exp()
+    ratio = ratio_of(steps.take(logprobs) - steps.take(rollout_logprobs))
     rho, c = ratio.clamp(max=rho_clip), lam * ratio.clamp(max=c_clip)
     error = rho * (reward + gamma * steps.next(value) - value)
     targets = value + steps.discounted(error, gamma * c)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.advantages.groups import power_of_two
+
 VARIANCE_FLOOR = 1e-8  # TRL's, a standard deviation of 1e-4: rewards are of the order of 1
 
 
@@ -27,8 +29,10 @@ def whitened(values: Tensor, keep: Tensor, gather: Callable[[Any], list[Any]]) -
     counts, sums, lows, highs = zip(*gather((len(kept), float(kept.sum()), low, high)), strict=True)
     count = sum(counts)
     mean = math.fsum(sums) / max(count, 1)
-    squares = math.fsum(gather(float(((kept - mean) ** 2).sum())))
+    # What is squared is of the order of 1 (`power_of_two`): squares of 1e154 and more are no float64.
+    unit = float(power_of_two(torch.tensor(max(highs) - min(lows) if count else 1.0, dtype=torch.float64)))
+    squares = math.fsum(gather(float((((kept - mean) / unit) ** 2).sum())))
     if count < 2 or min(lows) == max(highs):
         return torch.zeros_like(values, dtype=torch.float64)
-    deviation = math.sqrt(squares / (count - 1) + VARIANCE_FLOOR)
+    deviation = unit * math.sqrt(squares / (count - 1) + VARIANCE_FLOOR / unit / unit)
     return torch.where(keep, (values.to(torch.float64) - mean) / deviation, 0.0)

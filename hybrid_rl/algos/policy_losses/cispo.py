@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio, unclipped
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -50,8 +50,9 @@ def cispo_policy_loss(
     logprobs, old_logprobs, advantages: float [T]; mask: bool [T]. Gradients flow through logprobs only.
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
+    ratio = ratio_of(masked_log_ratio(logprobs, old_logprobs, mask))
     detached = ratio.detach()
     weight = detached.clamp(min=0.0 if epsilon is None else 1 - epsilon, max=1 + epsilon_high)
-    per_token = -weight * advantages.detach() * torch.where(mask, logprobs, torch.zeros_like(logprobs))
-    return unclipped(per_token, ratio, {"cispo_clip_ratio": (weight != detached).float()})
+    logprobs = torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    per_token = -weight * masked_advantages(advantages, mask) * logprobs
+    return PolicyLoss.unclipped(per_token, ratio, {"cispo_clip_ratio": (weight != detached).float()})

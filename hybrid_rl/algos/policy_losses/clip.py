@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
 from hybrid_rl.algos.masked import row_mean
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
@@ -34,11 +34,17 @@ class Clip(PolicyObjective):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.delta is not None and self.dual_clip is not None:
             raise ConfigError(
                 f"delta={self.delta} and dual_clip={self.dual_clip} both bound the loss of tokens with a negative "
                 "advantage; leave one of them out"
             )
+
+    @property
+    def is_per_completion(self) -> bool:  # type: ignore[override]
+        """See PolicyObjective."""
+        return self.importance_sampling_level == "sequence"
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """See PolicyObjective."""
@@ -87,8 +93,9 @@ def clipped_policy_loss(
       (GSPO-token, eq. 14), so that advantages may differ between tokens.
 
     logprobs, old_logprobs, advantages: float [T]; mask: bool [T]; rows: int64 [T], the sample of each token in
-    0..num_rows-1, every sample whole. Gradients flow through logprobs only. clipped_low and clipped_high are the two
-    sides of the clip; the share of tokens beyond `delta` or `dual_clip` is a metric of its own.
+    0..num_rows-1, every sample whole. Gradients flow through logprobs only; ratios above e^20 count as e^20, in value
+    and slope (`ratio_of`). clipped_low and clipped_high are the two sides of the clip; the share of tokens beyond
+    `delta` or `dual_clip` is a metric of its own.
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, rows=rows)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
@@ -101,10 +108,10 @@ def clipped_policy_loss(
         raise ValueError(
             f"importance_sampling_level={importance_sampling_level!r} is unknown; use token, sequence or sequence_token"
         )
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
-    advantages = advantages.detach()
+    advantages = masked_advantages(advantages, mask)
     per_token = -torch.minimum(unclipped * advantages, bounded * advantages)
     if dual_clip is not None:
         per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)

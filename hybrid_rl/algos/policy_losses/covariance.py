@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss, WholeMiniBatch
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
-from hybrid_rl.algos.policy_losses.columns import check_columns, unclipped
 from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -34,6 +35,13 @@ class ClipCov(PolicyObjective):
     epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
     epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
     needs = frozenset({"old_logprobs"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ConfigError(
+                f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}: no token lies between"
+            )
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
         """1 for tokens without gradient, float32 [T]."""
@@ -100,9 +108,9 @@ def selected_kl_policy_loss(log_ratio: Tensor, advantages: Tensor, selected: Ten
     log_ratio: float [T], ln of policy / old policy, with gradient; advantages: float [T]; selected: bool [T].
     """
     check_columns(log_ratio=log_ratio, advantages=advantages, selected=selected)
-    ratio = log_ratio.exp()
+    ratio = ratio_of(log_ratio)
     penalty = torch.where(selected, coef * log_ratio.abs(), torch.zeros_like(log_ratio))
-    return unclipped(
+    return PolicyLoss.unclipped(
         -ratio * advantages.detach() + penalty, ratio, {"covariance/selected_share": selected.to(ratio.dtype)}
     )
 

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
 from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -93,8 +93,8 @@ def decoupled_policy_loss(
     """-(p_prox / p_behav) * min(r * A, clip(r, 1 - epsilon, 1 + epsilon_high) * A), r = p / p_prox.
 
     AReaL, arXiv:2505.24298, section 5.2 (after arXiv:2110.00641). p_behav made the tokens; p_prox is
-    recent. p_prox / p_behav is a constant of the update; it is not truncated (for a truncated one: objective "clip"
-    with a truncating correction). `weight` and `ratio` of the result are p / p_behav.
+    recent. p_prox / p_behav is a constant of the update; it is not truncated below e^20 (for a truncated one: objective
+    "clip" with a truncating correction). `weight` and `ratio` of the result are p / p_behav.
 
     logprobs, proximal_logprobs, behavior_logprobs, advantages: float [T]; mask: bool [T]; rows: int64 [T], in
     0..num_rows-1. Gradients flow through logprobs only.
@@ -103,8 +103,8 @@ def decoupled_policy_loss(
     loss = clipped_policy_loss(
         logprobs, proximal_logprobs, advantages, mask, rows, num_rows, epsilon=epsilon, epsilon_high=epsilon_high
     )
-    behavior_weight = masked_log_ratio(proximal_logprobs.detach(), behavior_logprobs, mask).exp()
-    weight = behavior_weight * loss.weight
+    behavior_weight = ratio_of(masked_log_ratio(proximal_logprobs.detach(), behavior_logprobs, mask))
+    weight = ratio_of(masked_log_ratio(logprobs, behavior_logprobs, mask))
     return dataclasses.replace(
         loss,
         per_token=behavior_weight * loss.per_token,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import bounded, check_columns, masked_log_ratio
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -50,6 +51,19 @@ class DPPO(PolicyObjective):
         """See PolicyObjective: the ratio of the binary divergences does."""
         return self.divergence_type in ("binary_tv", "binary_kl")
 
+    @property
+    def uses_old_logprobs(self) -> bool:  # type: ignore[override]
+        """See PolicyObjective."""
+        return not self.corrects_rollout
+
+    @property
+    def inert_options(self) -> Mapping[str, str]:
+        """See Record."""
+        if not self.corrects_rollout:
+            return {}
+        reason = f"divergence_type={self.divergence_type} looks at the sampled token alone; use topk_tv or topk_kl"
+        return {"num_top": reason}
+
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """See PolicyObjective."""
         scope, kind = self.divergence_type.split("_")
@@ -84,13 +98,14 @@ def divergence_policy_loss(
     log_ratio: ln of policy / old policy, with gradient; advantages; divergence: D(old || policy). All float [T].
     """
     check_columns(log_ratio=log_ratio, advantages=advantages, divergence=divergence)
-    ratio, advantages = log_ratio.exp(), advantages.detach()
+    log_ratio, advantages = bounded(log_ratio), advantages.detach()
+    ratio = log_ratio.exp()
     detached = ratio.detach()
     outside = divergence.detach() > threshold
     blocked_high = (advantages > 0) & (detached > 1) & outside
     blocked_low = (advantages < 0) & (detached < 1) & outside
-    bounded = detached if clip_ratio_c is None else detached.clamp(max=clip_ratio_c)
-    surrogate = bounded * (log_ratio - log_ratio.detach()).exp()
+    weight = detached if clip_ratio_c is None else detached.clamp(max=clip_ratio_c)
+    surrogate = weight * (log_ratio - log_ratio.detach()).exp()
     per_token = torch.where(blocked_high | blocked_low, torch.zeros_like(surrogate), -surrogate * advantages)
     return PolicyLoss(
         per_token=per_token,

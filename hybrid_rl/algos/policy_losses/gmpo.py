@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
 from hybrid_rl.algos.masked import row_mean
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -22,6 +22,7 @@ class GMPO(PolicyObjective):
     objective: Literal["gmpo"] = key("gmpo", "the policy loss")
     epsilon: float = key(0.4, "clip of the log ratio below 0", above=0)
     epsilon_high: float | None = key(None, "clip of the log ratio above 0; None = epsilon", above=0)
+    is_per_completion = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """See PolicyObjective."""
@@ -54,7 +55,8 @@ def geometric_mean_policy_loss(
     GMPO, arXiv:2507.20673: tokens are clipped one by one and on one side, min(log ratio, epsilon_high) where
     A > 0 and max(log ratio, -epsilon) elsewhere, in log space. Every token has the value of its completion, so the
     token mean of a completion (loss_type "grpo") is the paper's. Where advantages differ between the tokens of a
-    completion, which the paper does not have, each token is clipped by its own sign and has its own A.
+    completion, which the paper does not have, each token is clipped by its own sign and has its own A in the value; in
+    the gradient each gets the mean of all of them.
 
     logprobs, old_logprobs, advantages: float [T]; mask: bool [T]; rows: int64 [T], the sample of each token in
     0..num_rows-1, every sample whole; log_shift: float [T], a constant to add to the log ratio before the clip.
@@ -65,10 +67,10 @@ def geometric_mean_policy_loss(
     if log_shift is not None:
         check_columns(logprobs=logprobs, log_shift=log_shift)
         log_ratio = log_ratio + torch.where(mask, log_shift.detach(), torch.zeros_like(log_shift))
-    advantages = advantages.detach()
+    advantages = masked_advantages(advantages, mask)
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=epsilon_high), log_ratio.clamp(min=-epsilon))
-    mean = row_mean(clipped, mask, rows, num_rows)[rows].exp()
-    weight = row_mean(log_ratio, mask, rows, num_rows)[rows].exp()
+    mean = ratio_of(row_mean(clipped, mask, rows, num_rows)[rows])
+    weight = ratio_of(row_mean(log_ratio, mask, rows, num_rows)[rows])
     detached = log_ratio.detach()
     return PolicyLoss(
         per_token=-advantages * mean,

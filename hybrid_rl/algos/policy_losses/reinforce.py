@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio, unclipped
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -32,5 +32,6 @@ def reinforce_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Te
     the old policy is reported and takes no part.
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    weight = masked_log_ratio(logprobs, old_logprobs, mask).exp()
-    return unclipped(-advantages.detach() * torch.where(mask, logprobs, torch.zeros_like(logprobs)), weight)
+    weight = ratio_of(masked_log_ratio(logprobs, old_logprobs, mask))
+    logprobs = torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    return PolicyLoss.unclipped(-masked_advantages(advantages, mask) * logprobs, weight)

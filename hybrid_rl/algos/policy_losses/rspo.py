@@ -30,6 +30,7 @@ class RSPO(PolicyObjective):
         0.8, "least factor of the ratio where the routers of a token have moved (gamma_min)", above=0, maximum=1
     )
     needs = frozenset({"router_scores"})
+    is_per_completion = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """See PolicyObjective."""

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio, unclipped
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -51,10 +51,10 @@ def soft_gated_policy_loss(
     plain ratio.
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
-    advantages = advantages.detach()
+    ratio = ratio_of(masked_log_ratio(logprobs, old_logprobs, mask))
+    advantages = masked_advantages(advantages, mask)
     temperature = torch.full_like(ratio, temperature_neg).masked_fill(advantages > 0, temperature_pos)
     gate = torch.sigmoid(temperature * (ratio - 1))
     # What is left of the gradient of the plain ratio, 1 at the old policy.
     share = (4 * gate * (1 - gate)).detach()
-    return unclipped(-4 / temperature * gate * advantages, ratio, {"sapo/gate": share})
+    return PolicyLoss.unclipped(-4 / temperature * gate * advantages, ratio, {"sapo/gate": share})

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.columns import check_columns
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -91,13 +91,13 @@ def simko_policy_loss(
         log_ratio - mix_topk_coef * (log_ratio - log_ratio.detach()) + mix_topk_coef * (lifted - lifted.detach()),
         log_ratio,
     )
-    ratio = log_surrogate.exp()
+    ratio = ratio_of(log_surrogate)
     detached = ratio.detach()
     bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     scaled = torch.where(punished, lambda_top1 * advantages, advantages)
     return PolicyLoss(
         per_token=-torch.minimum(ratio * scaled, bounded * scaled),
-        weight=log_ratio.exp(),
+        weight=ratio_of(log_ratio),
         ratio=detached,
         clipped_low=(detached < 1 - epsilon) & (advantages < 0),
         clipped_high=(detached > 1 + epsilon_high) & (advantages > 0),

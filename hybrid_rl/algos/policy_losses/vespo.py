@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.columns import check_columns, masked_log_ratio, unclipped
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -62,19 +62,21 @@ def gamma_kernel_policy_loss(
 
     VESPO, arXiv:2602.10693, section 3.4. W is the importance weight of the completion, with no division by its length;
     k_pos and lambda_pos are meant where A >= 0, k_neg and lambda_neg elsewhere. The kernel is 1 at W = 1. It is
-    computed from ln W in float64 and needs no bounds on W: it vanishes where W overflows or underflows.
+    computed from ln W in float64 and needs no bounds on W: it vanishes where W overflows or underflows. Where lambda is
+    0 it does not; it is at most e^20 (`ratio_of`).
 
     logprobs, old_logprobs, advantages: float [T]; mask: bool [T]; rows: int64 [T], the sample of each token in
     0..num_rows-1, every sample whole. Gradients flow through ln p only. `weight` is the ratio of each token.
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, rows=rows)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
-    log_weight = row_sum(log_ratio.detach().double(), rows, num_rows)[rows]
-    advantages = advantages.detach()
+    # e^700 is a float64, and 0 times it a number.
+    log_weight = row_sum(log_ratio.detach().double(), rows, num_rows)[rows].clamp(max=700)
+    advantages = masked_advantages(advantages, mask)
     is_positive = advantages >= 0
     k = torch.full_like(log_weight, k_neg).masked_fill(is_positive, k_pos)
     decay = torch.full_like(log_weight, lambda_neg).masked_fill(is_positive, lambda_pos)
-    kernel = (k * log_weight - decay * torch.expm1(log_weight)).exp().to(logprobs.dtype)
+    kernel = ratio_of(k * log_weight - decay * torch.expm1(log_weight)).to(logprobs.dtype)
     per_token = -kernel * advantages * torch.where(mask, logprobs, torch.zeros_like(logprobs))
     metrics = {"vespo/kernel": kernel, "vespo/log_weight": log_weight.to(logprobs.dtype)}
-    return unclipped(per_token, log_ratio.exp(), metrics)
+    return PolicyLoss.unclipped(per_token, ratio_of(log_ratio), metrics)

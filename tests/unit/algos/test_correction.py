@@ -306,7 +306,7 @@ def test_a_ratio_beyond_floats(level: str) -> None:
     assert KLRejection().weigh(given).weights.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("correction", [MIS(), IcePop(), KLRejection()])
+@pytest.mark.parametrize("correction", [TIS(), MIS(), IcePop(), KLRejection(), KLRejection(correction_cap=2.0)])
 def test_what_is_no_number_is_left_out(correction: Correction) -> None:
     given = inputs([1.0, 1.0], [1.0])
     logprobs = given.logprobs.clone()

@@ -183,5 +183,5 @@ def test_no_name_is_taken(columns: dict[str, Tensor]) -> None:
 
 def test_columns_must_have_one_length(columns: dict[str, Tensor]) -> None:
     for name in columns:
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(ValueError, match="must all be"):
             gap_diagnostics(**{**columns, name: columns[name][:-1]}, num_rows=30)

@@ -143,9 +143,9 @@ def test_unknown_estimator() -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (4,), (5, 1)])
 def test_unlike_shapes_do_not_broadcast(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="must all be"):
         kl_estimate(REFERENCE, torch.zeros(shape), "k1")
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match="must all be"):
         kl_reward(REFERENCE, REFERENCE, torch.ones(shape, dtype=torch.bool), 0.1, "k1")
     with pytest.raises(ValueError, match="the whole vocabulary"):
         exact_kl(REFERENCE[None], torch.zeros(shape))

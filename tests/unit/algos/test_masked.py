@@ -76,6 +76,20 @@ def test_row_sum_and_mean_by_hand() -> None:
     assert row_mean(VALUES, MASK, ROWS, 4).tolist() == [2.0, 0.0, 0.0, 5.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_long_sums_of_short_floats_do_not_stand_still(dtype: torch.dtype) -> None:
+    """In bfloat16 256 + 1 is 256: 1024 times .01 would have the mean .0156, and the sum of 4096 numbers be 256."""
+    rows = torch.zeros(4096, dtype=torch.int64)
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = values.double().sum().item()
+    assert row_sum(values, rows, 1).dtype == torch.float32
+    assert row_sum(values, rows, 1).item() == pytest.approx(exact, rel=1e-5) and exact > 2000
+    hundredths = torch.full((1024,), 0.01, dtype=dtype)
+    assert row_mean(hundredths, rows[:1024] == 0, rows[:1024], 1).item() == pytest.approx(0.01, rel=5e-3)
+    counts = torch.full((4096,), 1, dtype=torch.int64)
+    assert row_sum(counts, rows, 1).tolist() == [4096]
+
+
 @pytest.mark.parametrize("wild", [math.nan, math.inf])
 def test_masked_values_do_not_count_at_all(wild: float) -> None:
     values = torch.where(MASK, VALUES, wild).requires_grad_()

@@ -167,9 +167,10 @@ def test_every_record_has_a_preset() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_given_besides_wins(name: str) -> None:
-    given = {"algorithm": name, "loss_type": "dr_grpo", "num_generations": 64}
+    size = 1 if name == "sft" else 64  # a prompt has one demonstration
+    given = {"algorithm": name, "loss_type": "dr_grpo", "num_generations": size}
     config = resolve(*load_config(given))
-    assert (config.algorithm.loss_type, config.algorithm.num_generations) == ("dr_grpo", 64)
+    assert (config.algorithm.loss_type, config.algorithm.num_generations) == ("dr_grpo", size)
 
 
 def test_a_paper_is_named() -> None:

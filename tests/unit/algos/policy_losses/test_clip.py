@@ -82,6 +82,41 @@ def test_dual_clip_is_delta_above_the_upper_bound(ratio: float, advantage: float
         Clip(delta=3.0, dual_clip=2.0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence_token"},
+        {"delta": 4.0},
+        {"dual_clip": 3.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("advantage", "value", "slope"), [(1.0, -1.2, 0.0), (0.0, 0.0, 0.0), (-1.0, None, None)])
+def test_a_ratio_beyond_float32(
+    options: dict[str, Any], advantage: float, value: float | None, slope: float | None
+) -> None:
+    """ln p = -1 and -90 before: e^89 is no float32. Clipped it has no gradient; what is not clipped ends at e^20, and
+    what two-sided or dual clip bounds at their bound, again without a gradient."""
+    if value is None:
+        bound = options.get("delta", options.get("dual_clip"))
+        value, slope = (math.exp(20), math.exp(20)) if bound is None else (bound, 0.0)
+    logprob, one = torch.tensor([-1.0], requires_grad=True), torch.zeros(1, dtype=torch.int64)
+    loss = clipped_policy_loss(
+        logprob,
+        torch.tensor([-90.0]),
+        torch.tensor([advantage]),
+        one == 0,
+        one,
+        1,
+        **{"epsilon": 0.2, "epsilon_high": 0.2, **options},
+    )
+    loss.per_token.sum().backward()
+    assert logprob.grad is not None
+    assert (loss.per_token.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-6)
+
+
 def test_at_the_old_policy_the_gradient_is_that_of_reinforce() -> None:
     """Ratio exactly 1 (old = own logprobs, detached): value -A, gradient -A, not half of it at the tie of the min."""
     logprobs = torch.tensor([-0.1, -2.0, -7.0], requires_grad=True)
@@ -114,7 +149,7 @@ def test_sequence_level_is_gspo(sequences: dict[str, Tensor]) -> None:
         **sequences, num_rows=2, epsilon=0.5, epsilon_high=0.5, importance_sampling_level="sequence"
     )
     assert loss.ratio.tolist() == pytest.approx([1.221403] * 5, abs=5e-7)
-    assert loss.per_token.tolist() == pytest.approx([-1.221403] * 2 + [2 * 1.221403] * 3, abs=1e-6)
+    assert loss.per_token.tolist() == pytest.approx([-1.221403] * 2 + [2 * 1.221403, 0, 2 * 1.221403], abs=1e-6)
     loss.per_token[sequences["mask"]].sum().backward()
     gradient = sequences["logprobs"].grad
     assert gradient is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,6 +92,17 @@ def test_masked_tokens_have_no_part_in_it(name: str, dtype: torch.dtype) -> None
         results.append((loss.per_token.detach()[MASK], gradient))
     for per_token, gradient in results[1:]:
         assert torch.equal(per_token, results[0][0]) and torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_an_advantage_that_is_no_number_at_a_masked_token_reaches_nothing(name: str, wild: float) -> None:
+    """Where a completion has one ratio, the gradient of all of its tokens passes there."""
+    record, given = RECORDS[name], columns()
+    loss, gradient = loss_and_gradient(record, given, **extras(record, given))
+    given["advantages"] = torch.where(MASK, given["advantages"], wild)
+    spoilt, found = loss_and_gradient(record, given, **extras(record, given))
+    assert torch.equal(spoilt.per_token[MASK], loss.per_token[MASK]) and torch.equal(found, gradient)
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -59,3 +59,21 @@ def test_the_gate_closes_smoothly_and_faster_for_negative_advantages() -> None:
     gate = loss.metrics["sapo/gate"][MASK]
     positive = given["advantages"][MASK] > 0
     assert 0 < gate[~positive].max() < gate[positive].min() < 1
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_ratio_beyond_float32_meets_a_closed_gate(advantage: float) -> None:
+    """-4 / tau times A, and no gradient: it was 0 * inf."""
+    logprob = torch.tensor([-1.0], requires_grad=True)
+    loss = soft_gated_policy_loss(
+        logprob,
+        torch.tensor([-90.0]),
+        torch.tensor([advantage]),
+        torch.tensor([True]),
+        temperature_pos=1.0,
+        temperature_neg=1.05,
+    )
+    loss.per_token.sum().backward()
+    assert logprob.grad is not None
+    expected = -4.0 * advantage if advantage > 0 else -4 / 1.05 * advantage
+    assert (loss.per_token.item(), logprob.grad.item()) == pytest.approx((expected, 0.0), rel=1e-6)

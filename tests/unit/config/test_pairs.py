@@ -1,0 +1,309 @@
+"""Sections of an algorithm that count something twice, compare with nothing or leave each other without effect are
+refused, with the reason; their neighbours are not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from hybrid_rl.checks import check_rewards
+from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards import dense_reward
+from tests.unit.algos.variants import records
+
+
+def resolved(has_eval: bool = False, **keys: Any) -> TrainerConfig:
+    return resolve(*load_config(None, keys), has_eval=has_eval)
+
+
+def refused(message: str, has_eval: bool = False, **keys: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(has_eval, **keys)
+
+
+# ------------------------------------------------------------------------------ what the engine sampled is weighed once
+
+ENGINE_LOSSES = [name for name, record in records(POLICY_LOSSES).items() if record().corrects_rollout]
+ENGINE_ESTIMATORS = [name for name, record in records(ADVANTAGES).items() if "rollout_logprobs" in record().needs]
+ACTIVE = [name for name, record in records(CORRECTIONS).items() if record.is_active]
+
+
+def test_who_weighs_the_engine() -> None:
+    assert set(ENGINE_LOSSES) == {"decoupled", "a3po", "dppo"} and ENGINE_ESTIMATORS == ["vtrace"]
+
+
+@pytest.mark.parametrize("loss", ENGINE_LOSSES)
+@pytest.mark.parametrize("estimator", ENGINE_ESTIMATORS)
+def test_an_estimator_and_a_loss_do_not_both(estimator: str, loss: str) -> None:
+    refused(
+        f"advantage={estimator} weighs what the engine sampled itself, and policy_loss={loss} would a second time; use "
+        "policy_loss=clip or reinforce",
+        advantage=estimator,
+        policy_loss=loss,
+    )
+    resolved(advantage=estimator)
+    resolved(policy_loss=loss)
+
+
+@pytest.mark.parametrize("correction", ACTIVE)
+def test_a_correction_is_the_only_one(correction: str) -> None:
+    for keys in [{"policy_loss": loss} for loss in ENGINE_LOSSES] + [{"advantage": name} for name in ENGINE_ESTIMATORS]:
+        refused("and correction would a second time; leave correction out", correction=correction, **keys)
+    refused(
+        "both are the engine.*use recompute, or leave correction out", correction=correction, old_logprobs="rollout"
+    )
+    resolved(correction=correction)
+
+
+@pytest.mark.parametrize("keys", [{"algorithm": "impala"}, {"advantage": "vtrace"}])
+def test_v_trace_does_not_compare_the_engine_with_itself(keys: dict[str, Any]) -> None:
+    message = "advantage=vtrace compares trainer and engine, but with old_logprobs=rollout both are the engine"
+    refused(message, old_logprobs="rollout", **keys)
+    assert resolved(**keys).algorithm.old_logprobs == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        *(({"correction": name}, "correction") for name in ACTIVE),
+        *(({"policy_loss": name}, f"policy_loss={name}") for name in ENGINE_LOSSES),
+        ({"policy_loss": "vespo", "old_logprobs": "rollout"}, "old_logprobs=rollout"),
+        ({"old_logprobs": "rollout"}, "old_logprobs=rollout"),
+    ],
+    ids=str,
+)
+def test_demonstrations_have_no_engine(keys: dict[str, Any], what: str) -> None:
+    refused(
+        f"{what} compares with the engine that sampled, but advantage=sft .* which no engine did",
+        advantage="sft",
+        **keys,
+    )
+    resolved(advantage="sft", policy_loss="dppo", divergence_type="topk_tv")
+
+
+def test_losses_that_compare_with_the_engine_alone_compute_no_old_logprobs() -> None:
+    for loss in ("a3po", "dppo"):
+        assert resolved(policy_loss=loss, num_iterations=2).algorithm.old_logprobs == "detach"
+    config = resolved(policy_loss="dppo", divergence_type="topk_kl", num_iterations=2)
+    assert config.algorithm.old_logprobs == "recompute"
+
+
+# -------------------------------------------------------------------------------- one ratio for a whole completion
+
+ONE_RATIO: list[dict[str, Any]] = [
+    {"importance_sampling_level": "sequence"},
+    {"policy_loss": "gmpo"},
+    {"policy_loss": "rspo"},
+]
+APART: list[dict[str, Any]] = [
+    *({"advantage": name} for name in ("gae", "vapo", "vtrace", "optimal_token_baseline", "distillation")),
+    {"advantage": "reinforce_plus_plus", "gamma": 0.9},
+    {"algorithm": "ppo"},
+]
+IN_REWARD: list[dict[str, Any]] = [{"advantage": "remax"}, {"advantage": "reinforce_plus_plus"}]
+
+
+@pytest.mark.parametrize("loss", ONE_RATIO, ids=str)
+@pytest.mark.parametrize("estimator", APART, ids=str)
+def test_advantages_of_single_tokens_want_ratios_of_single_tokens(
+    loss: dict[str, Any], estimator: dict[str, Any]
+) -> None:
+    refused(
+        "tells the tokens of a completion apart, but policy_loss=.* has one ratio per completion", **loss, **estimator
+    )
+    if "importance_sampling_level" in loss:
+        refused("use importance_sampling_level=sequence_token", **loss, **estimator)
+        resolved(importance_sampling_level="sequence_token", **estimator)
+    resolved(**estimator)
+
+
+@pytest.mark.parametrize("loss", ONE_RATIO, ids=str)
+@pytest.mark.parametrize("estimator", IN_REWARD, ids=str)
+def test_so_do_rewards_of_single_tokens(loss: dict[str, Any], estimator: dict[str, Any]) -> None:
+    resolved(**loss, **estimator)
+    refused("apart where kl=reward gives each a reward, but policy_loss", kl="reward", beta=0.1, **loss, **estimator)
+    config = resolved(**loss, **estimator)
+    with pytest.raises(ConfigError, match="a reward function gives a number per token, which advantage=.*one ratio"):
+        check_rewards(per_token, config, (), has_eval=False)
+    check_rewards(per_token, resolved(**estimator), (), has_eval=False)
+    check_rewards(per_completion, config, (), has_eval=False)
+
+
+@pytest.mark.parametrize("loss", ONE_RATIO, ids=str)
+def test_estimators_that_take_sums_of_rewards_go_with_any(loss: dict[str, Any]) -> None:
+    for name, record in records(ADVANTAGES).items():
+        if not record().tells_tokens_apart and not record().uses_step_rewards and record().takes_kl_rewards:
+            config = resolved(advantage=name, kl="reward", beta=0.1, **loss)
+            check_rewards(per_token, config, (), has_eval=False)
+
+
+@dense_reward
+def per_token(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    return [[0.0] * len(ids) for ids in completion_ids]
+
+
+def per_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [0.0] * len(completion_ids)
+
+
+# -------------------------------------------------------------------------------------------------------- no effect
+
+
+@pytest.mark.parametrize(
+    ("keys", "remedy"),
+    [
+        ({"kl_horizon": 100000, "beta": 0.1}, {"kl_target": 0.1}),
+        ({"kl_horizon": 100000, "beta": 0.1, "kl": "reward", "advantage": "rloo"}, {"kl_target": 0.1}),
+        ({"num_top": 5, "policy_loss": "dppo"}, {"divergence_type": "topk_tv"}),
+        ({"num_top": 5, "policy_loss": "dppo", "divergence_type": "binary_kl"}, {"divergence_type": "topk_kl"}),
+        ({"max_refills": 2, "advantage": "sft"}, {"advantage": "rloo"}),
+        ({"mask_truncated_completions": True, "advantage": "sft"}, {"advantage": "rloo"}),
+        ({"num_generations": 4, "algorithm": "sft"}, {"num_generations": 1}),
+        ({"overlong_buffer": 8, "advantage": "sft"}, {"advantage": "rloo"}),
+        ({"overlong_buffer": 8, "advantage": "distillation"}, {"group_advantage_coef": 0.5}),
+        ({"overlong_buffer": 8, "advantage": "distillation"}, {"positive_nll_coef": 0.1}),
+        ({"reward_weights": [1.0], "advantage": "sft"}, {"has_eval": True}),
+        ({"reward_processes": 2, "advantage": "sft"}, {"has_eval": True}),
+        ({"reward_timeout_seconds": 2.0, "advantage": "sft"}, {"has_eval": True}),
+        ({"score_by": "group", "advantage": "sft"}, {"has_eval": True}),
+        ({"max_reward_failure_share": 0.5, "advantage": "sft"}, {"has_eval": True}),
+    ],
+    ids=str,
+)
+def test_keys_that_would_do_nothing(keys: dict[str, Any], remedy: dict[str, Any]) -> None:
+    name = next(iter(keys))
+    refused(rf"\b{name}={re.escape(repr(keys[name]))} would do nothing: ", **keys)
+    resolved(**{**keys, **remedy})
+
+
+@pytest.mark.parametrize("keys", [{"advantage": "sft"}, {"advantage": "distillation"}])
+def test_a_kl_in_rewards_that_play_no_part(keys: dict[str, Any]) -> None:
+    refused("cannot take a KL penalty as part of the reward; use kl=loss", kl="reward", beta=0.1, **keys)
+    resolved(kl="loss", beta=0.1, **keys)
+    resolved(kl="reward", beta=0.1, advantage="distillation", group_advantage_coef=0.5)
+
+
+@pytest.mark.parametrize("keys", [{"advantage": "sft"}, {"advantage": "gae", "num_generations": 1}])
+def test_a_loss_that_compares_a_group_wants_one(keys: dict[str, Any]) -> None:
+    refused(
+        "policy_loss=lambda_grpo compares the completions of a group, but each has one",
+        policy_loss="lambda_grpo",
+        **keys,
+    )
+    resolved(policy_loss="lambda_grpo", advantage="gae")
+
+
+def test_a_prompt_has_one_demonstration() -> None:
+    config = resolved(advantage="sft")
+    assert config.algorithm.num_generations == 1
+    resolve(*load_config(config), has_eval=False)  # as it is read back from a run folder, every key given
+
+
+def test_covariances_between_bounds_that_hold_nothing() -> None:
+    refused("clip_cov_lb=6.0 must be below clip_cov_ub=5.0", policy_loss="clip_cov", clip_cov_lb=6.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_refills": 2}, "max_refills=2 replaces groups whose rewards are all equal, but there is no reward"),
+        ({"positive_nll_coef": 0.1}, "positive_nll_coef=0.1 is for samples with a positive reward, but there is no"),
+    ],
+)
+def test_what_rewards_would_feed_wants_one(keys: dict[str, Any], message: str) -> None:
+    config = resolved(advantage="distillation", **keys)
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(None, config, (), has_eval=False)
+    check_rewards(per_completion, config, (), has_eval=False)
+
+
+def test_process_supervision_wants_rewards_of_single_tokens() -> None:
+    config = resolved(token_level=True)
+    with pytest.raises(ConfigError, match="token_level=true .* no reward function gives any: .*dense_reward"):
+        check_rewards(per_completion, config, (), has_eval=False)
+    check_rewards([per_completion, per_token], config, (), has_eval=False)
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"kl": "reward", "beta": 0.1, "use_bias_correction_kl": True},
+            "key 'use_bias_correction_kl' would do nothing: it belongs to kl.kl_in=loss, not reward$",
+        ),
+        ({"use_bias_correction_kl": True}, "it belongs to kl.kl_in=loss, not none; set beta above 0$"),
+        (
+            {"kl": "none", "beta": 0.1},
+            "kl.beta=0.1 must be at most 0: kl=none has no penalty to weigh; leave kl out, or choose kl=loss or",
+        ),
+        ({"vllm_importance_sampling_clip_max": 3.0}, "set correction_cap .* or correction_high"),
+        ({"vllm_importance_sampling_clip_min": 0.1}, r"set correction_low \(of correction=mis or icepop\)"),
+        ({"clip_ratio_high": 0.28}, "set epsilon_high$"),
+        ({"clip_ratio_low": 0.2}, "set epsilon$"),
+        ({"clip_ratio_c": 3.0}, r"set dual_clip \(of policy_loss=clip\)"),
+        ({"top_entropy_quantile": 0.2}, "not offered: all tokens are in the loss"),
+    ],
+    ids=str,
+)
+def test_what_is_told(keys: dict[str, Any], message: str) -> None:
+    refused(message, **keys)
+
+
+# Of TRL 1.16's GRPOConfig what is neither a key here nor a setting of transformers' trainer.
+TRL = [
+    "model_init_kwargs",
+    "disable_dropout",
+    "cast_lm_head_to_fp32",
+    "remove_unused_columns",
+    "num_generations_eval",
+    "ds3_gather_for_generation",
+    "shuffle_dataset",
+    "generation_batch_size",
+    "steps_per_generation",
+    "top_p",
+    "top_k",
+    "min_p",
+    "generation_kwargs",
+    "repetition_penalty",
+    "use_transformers_paged",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_enable_sleep_mode",
+    "multi_objective_aggregation",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "top_entropy_quantile",
+    "max_tool_calling_iterations",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "off_policy_mask_threshold",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "use_liger_kernel",
+    "router_aux_loss_coef",
+    "entropy_target",
+]
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_every_name_of_trl_gets_an_answer(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({name: 1})
+    assert "did you mean" not in str(caught.value) and len(str(caught.value)) > len(f"unknown key {name!r}") + 10
