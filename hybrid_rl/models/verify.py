@@ -146,8 +146,8 @@ def check_outputs(model: Packed) -> float:
     row = verify_row(model)
     sequences = [sequence for sequence in whole_sequences(row) if len(sequence) > FILLER]
     context = model.attention.context(row.layout, model.device)
-    is_packed = not isinstance(context, UnpackedRow)
-    batches = padded(sequences) if is_packed else [[sequence] for sequence in sequences]
+    beside = context if isinstance(context, UnpackedRow) else None
+    batches = padded(sequences) if beside is None else [[sequence] for sequence in sequences]
     starts = accumulate((len(line) for batch in batches for line in batch), initial=0)
     places, own = same_places(row, sequences, list(starts)[:-1])
     routing = HeldRouting(model.module)
@@ -155,12 +155,12 @@ def check_outputs(model: Packed) -> float:
         passes = [_plain_outputs(model, torch.tensor(batch, device=model.device)) for batch in batches]
     expected = {what: torch.cat([outputs[what] for outputs in passes]) for what in passes[0]}
     # Beside each other sequences have more places than in a row.
-    spread = own if is_packed else context.spread(own).flatten()
+    spread = own if beside is None else beside.spread(own).flatten()
     with named_failure(name, f"with {model.attention.words}"), routing.repeating(spread):
         hidden = model.hidden_states(row.token_ids, row.positions, context)
     found = {"logits": model.logits(hidden), "hidden states": hidden}
     gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
-    gaps |= routing.gaps(places if is_packed else context.places()[places])
+    gaps |= routing.gaps(places if beside is None else beside.places()[places])
     for what, gap in gaps.items():
         if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
             raise ModelError(
@@ -169,11 +169,11 @@ def check_outputs(model: Packed) -> float:
     return max(gaps.values())
 
 
-def padded(sequences: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+def padded(sequences: Sequence[list[int]]) -> list[list[list[int]]]:
     """One batch of all sequences. After its end a sequence repeats its last token, which causality hides from the
     others."""
     width = max(map(len, sequences))
-    return [[[*sequence, *sequence[-1:] * (width - len(sequence))] for sequence in sequences]]
+    return [[sequence + sequence[-1:] * (width - len(sequence)) for sequence in sequences]]
 
 
 def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:
