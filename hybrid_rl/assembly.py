@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
-from hybrid_rl.checkpoint import find_checkpoint, read_state
+from hybrid_rl.checkpoint import check_checkpoint, find_checkpoint, read_state, resumed_folder
 from hybrid_rl.checks import (
     check_attention,
     check_critic,
@@ -43,6 +43,8 @@ from hybrid_rl.inputs import Data, load_data
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.others import has_folder
+from hybrid_rl.owners import FolderLock
 from hybrid_rl.report import check_trackers
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.workers import RewardSetup
@@ -228,6 +230,12 @@ class Run:
     eval_params: SamplingParams
     max_steps: int
     resume: Path | None
+    lock: FolderLock | None = None  # on the run folder that goes on
+
+    @property
+    def module(self) -> PreTrainedModel | None:
+        """The user's own module where it is trained in place."""
+        return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
 
     @property
     def teacher_path(self) -> str | None:
@@ -270,8 +278,11 @@ def prepare(
     config: Any,
     overrides: Mapping[str, Any],
     processing_classes: Any = None,
+    *,
+    closing: contextlib.ExitStack,
 ) -> Run:
-    """Check what the user gave, cheapest first. Raises ConfigError, DataError, ModelError or CheckpointError."""
+    """Check what the user gave, cheapest first. closing: gets what lets go of the run folder. Raises ConfigError,
+    DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
     module_device = device_of(model)
@@ -286,7 +297,13 @@ def prepare(
             "rollout.engine=vllm needs vLLM, which is not installed here: make vllm (CPU), or pip install vllm (CUDA; "
             "README, Two commands)"
         )
-    resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name)
+    # Locked before it is looked at: a run that ends just now may still write a checkpoint.
+    folder = resumed_folder(resolved.resume, resolved.output_dir, resolved.run_name)
+    is_ours, lock = folder is not None and has_folder(folder), None
+    if folder is not None and folder.is_dir() and not is_ours:
+        lock, is_ours = FolderLock(folder), True
+        closing.callback(lock.release)
+    resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
     check_critic(resolved)
@@ -302,7 +319,9 @@ def prepare(
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
-    return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume)
+    if resume is not None:
+        check_checkpoint(resume)
+    return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume, lock)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

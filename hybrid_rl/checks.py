@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.checkpoint import check_model
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
@@ -131,8 +132,10 @@ def _check_step_rewards(config: TrainerConfig, *, is_dense: bool) -> None:
 
 
 def load_settings(path: str, config: TrainerConfig) -> Any:
-    """The config of a model by name or folder. Raises ModelError where it cannot be read."""
+    """The config of a model by name or folder. Raises ModelError where it cannot be read, CheckpointError for the model
+    of a checkpoint that is damaged."""
     refuse_missing_folder(path)
+    check_model(Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
@@ -146,6 +149,7 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
+    check_model(Path(path))
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(

@@ -56,6 +56,17 @@ def collect_step(
     )
 
 
+def evaluation_metrics(run: Run, collector: Collector, version: int, state: TrainerState) -> dict[str, float]:
+    """Metrics of one sample for each prompt of the evaluation data; their names begin with `eval/`."""
+    data = run.data.eval
+    assert data is not None
+    rows, purpose = [data[index] for index in range(len(data))], f"evaluation/{state.global_step}"
+    collected = collector.rollout(rows, 1, run.eval_params, version, state, purpose=purpose)
+    metrics = {f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]}
+    metrics["eval/accuracy"] = float((collected.batch["rewards"] >= run.config.eval.success_reward).double().mean())
+    return metrics
+
+
 def generation_of(
     run: Run, prompts: Sequence[Any], given: Mapping[str, Any], stop_strings: Sequence[str] | str | None
 ) -> tuple[list[PromptRow], SamplingParams]:

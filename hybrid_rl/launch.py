@@ -50,7 +50,7 @@ class Workers(NamedTuple):
         try:
             self.policy.save_rollout(batch, step, folder)
         except StorageError as error:
-            if must:
+            if must or self.policy.has_ended:
                 raise
             logger.warning("the rollout of step %d is not saved: %s", step, error)
 

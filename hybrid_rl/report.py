@@ -126,6 +126,10 @@ class RunFolder:
                 self.write_text(path.name, "".join(line.decode() + "\n" for line in lines))
         return sum(_step_of(line) > step for line in metrics)
 
+    def has_record(self, step: int) -> bool:
+        """Whether there are metrics of a step."""
+        return self.metrics.path.exists() and any(_step_of(line) == step for line in _lines(self.metrics.path))
+
     def finish(self, lost: Iterable[Path] = ()) -> None:
         """Draw the curves and write what is pending. lost: files of others that could not be written.
 

@@ -14,8 +14,11 @@ import transformers
 
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import drop_rollouts
+from hybrid_rl.checkpoint import resumed_folder
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import Timings
+from hybrid_rl.owners import FolderLock
 from hybrid_rl.progress import ProgressDisplay
 from hybrid_rl.report import RunFolder, Trackers
 
@@ -23,28 +26,58 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class RunLog:
-    """Logs training steps. checkpoint: where the run continues from, None for a new one.
+    """Logs training steps. checkpoint: where the run continues from, None for one from the beginning. lock: of the run
+    folder that goes on, None where a new one is made, or locked here.
 
-    Before `begin` nothing that was there is changed: a run that cannot start leaves no trace.
+    Before `begin` nothing that was there is changed: a run that cannot start leaves no trace. Raises ConfigError where
+    another run has the folder.
     """
 
-    def __init__(self, config: TrainerConfig, max_steps: int, checkpoint: Path | None) -> None:
-        self._config = config
-        self._run = _open_folder(config, checkpoint)
+    def __init__(
+        self, config: TrainerConfig, max_steps: int, checkpoint: Path | None, lock: FolderLock | None = None
+    ) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._run = _open_folder(config)
+        self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
         self._display = ProgressDisplay(max_steps)
+        self._has_warned = False
         if not self._run.is_continued:
             self._write_config()
 
-    def begin(self, step: int) -> None:
-        """Take the folder into use, from after this step on: a resumed run makes the records of later ones again."""
+    def begin(self, step: int) -> bool:
+        """Take the folder into use, from after this step on: a resumed run makes the records of later ones again, and
+        one without a checkpoint all of them. Whether there is a record of the time before the first step."""
+        has_begun = False
         if self._run.is_continued:
-            dropped = self._run.keep_until(step)
+            kept = step if self._checkpoint is not None else -1
+            dropped = self._run.keep_until(kept)
             if dropped:
-                logger.warning("%s: the records of %d steps after step %d are dropped", self.path, dropped, step)
-            drop_rollouts(self.path / "rollouts", step)
+                after = f"after step {kept}" if kept >= 0 else "of an attempt without a checkpoint"
+                logger.warning("%s: the records of %d steps %s are dropped", self.path, dropped, after)
+            drop_rollouts(self.path / "rollouts", kept)
+            has_begun = self._run.has_record(0)
         self._write_config()
         self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
+        return has_begun
+
+    def check(self) -> None:
+        """Raise HybridRLError where another run has taken the folder. A folder that was deleted is made again, with
+        what a later `resume` goes by; a disk that does not let it is told of, and is no error."""
+        problem: Exception | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.check()
+        except OSError as error:
+            problem = error
+        if problem is None and not (self.path / "config.yaml").exists():
+            try:
+                self._write_config()
+            except ConfigError as error:
+                problem = error
+        if problem is not None and not self._has_warned:
+            logger.warning("%s was deleted, or what lay in it, and cannot be written: %s", self.path, problem)
+            self._has_warned = True
 
     def _write_config(self) -> None:
         versions = (
@@ -68,6 +101,7 @@ class RunLog:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, or (step 0) of the time before the first."""
         assert self._trackers is not None
+        self.check()
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
         if step:
@@ -86,6 +120,7 @@ class RunLog:
 
     def close(self) -> None:
         """End the trackers; idempotent. The folder of a run that never began goes, unless something else lies in it."""
+        self._lock.release()
         if self._trackers is not None:
             self._trackers.close()
             return
@@ -109,13 +144,10 @@ def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> d
     }
 
 
-def _open_folder(config: TrainerConfig, checkpoint: Path | None) -> RunFolder:
-    """A checkpoint inside a run folder continues that run, unless another run_name is given; so does resume=auto where
-    it found none, from the beginning: a job that died before its first checkpoint finds the later ones under the same
-    name. Anything else begins a new run."""
-    folder = None if checkpoint is None else checkpoint.resolve().parent
-    if folder and (folder / "config.yaml").is_file() and config.run_name in (None, folder.name):
+def _open_folder(config: TrainerConfig) -> RunFolder:
+    """The folder of the run that goes on (`resumed_folder`), or of a new one. resume=auto takes that of its name also
+    where it found no checkpoint: a job that died before its first one finds the later ones under the same name."""
+    folder = resumed_folder(config.resume, config.output_dir, config.run_name)
+    if folder is not None:
         return RunFolder(str(folder.parent), folder.name, "", keep=True)
-    if config.resume == "auto" and checkpoint is None:
-        return RunFolder(config.output_dir, config.run_name, "", keep=True)
     return RunFolder(config.output_dir, config.run_name, config.algorithm.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +11,16 @@ from typing import Any, NamedTuple
 from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
-from hybrid_rl.checkpoint import STATE_FILE, read_state
-from hybrid_rl.collecting import collect_step, collector_of, generation_of
+from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
+from hybrid_rl.collecting import collect_step, collector_of, evaluation_metrics, generation_of
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     EngineStateError,
-    HybridRLError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
@@ -29,6 +28,7 @@ from hybrid_rl.errors import (
 from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.launch import start_workers
 from hybrid_rl.metrics import Timings, joined, largest, now
+from hybrid_rl.others import Tenant, make_way, tell_of
 from hybrid_rl.progress import line_of
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
     metrics: dict[str, float]
 
 
-class Trainer:
+class Trainer(Tenant):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
@@ -73,44 +73,45 @@ class Trainer:
         reward_processing_classes: Any = None,
         **overrides: Any,
     ) -> None:
-        self._closing = contextlib.ExitStack()
-        self._closed = False
+        super().__init__()
         if peft_config is not None:
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
         data = (train_dataset, eval_dataset)
-        run = assembly.prepare(model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes)
-        self._run = run
+        with contextlib.ExitStack() as closing:
+            run = assembly.prepare(
+                model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing
+            )
+            self._start(run, callbacks, closing)
+            self._closing = closing.pop_all()
+
+    def _start(self, run: assembly.Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
+        folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
+        make_way(run.config, folder)
+        tell_of(run.module, is_resumed=run.resume is not None)
+        self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
         self._callbacks = tuple(callbacks)
         self.buffer = SampleBuffer(capacity=0)
-        self.global_step = self.num_tokens = 0
         self._committed = self._sampler.state_dict()
         self._last_metrics: dict[str, float] = {}
-        self._save_due = self._in_step = False
-        self._torn = False  # the weights lie between two training steps
-        self._started = run.resume is not None
-        with contextlib.ExitStack() as closing:
-            self._log = RunLog(run.config, self.max_steps, run.resume)
-            closing.callback(self._log.close)
-            if run.config.num_ranks != 1:
-                self._log.message(f"starting {run.config.num_ranks} ranks")
-            self._workers = start_workers(run, self._log.path, closing)
-            policy = self._workers.policy
-            self.collector = collector_of(run, policy)
-            if run.resume is not None:
-                self._restore(policy, run.resume)
-            self._publish(policy, self.global_step)
-            self._log.begin(self.global_step)
-            self._closing = closing.pop_all()
+        self._save_due = False
+        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
+        self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
+        closing.callback(self._log.close)
+        if run.config.num_ranks != 1:
+            self._log.message(f"starting {run.config.num_ranks} ranks")
+        self._workers = start_workers(run, self._log.path, closing)
+        policy = self._workers.policy
+        self.collector = collector_of(run, policy)
+        if run.resume is not None:
+            self._restore(policy, run.resume)
+        self._publish(policy, self.global_step)
+        self._has_begun = self._log.begin(self.global_step)
         self.policy = policy
-
-    @property
-    def run_folder(self) -> Path:
-        """Where config.yaml, metrics.jsonl, samples.jsonl and checkpoints of this run lie."""
-        return self._log.path
+        self._enter()
 
     # --------------------------------------------------------------------------------------------- the loop
 
@@ -151,7 +152,7 @@ class Trainer:
 
         Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
         """
-        self._require_open()
+        self._require_current()
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
         with contextlib.ExitStack() as hold:
@@ -192,8 +193,8 @@ class Trainer:
         metrics: dict[str, float] = {}
         if self.config.mode != "rollout":
             batch, metrics = self._learn(batch, step, timings, hold)
-        self.global_step = step
-        self.num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
+        self._global_step = step
+        self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         self._committed = self._sampler.state_dict()
         self._torn = False
         metrics |= collected.metrics | self._handoff | largest(self.policy.memory_metrics())
@@ -217,12 +218,13 @@ class Trainer:
         self._torn = True
         with timings.measure("update"):
             metrics = joined(self.policy.update(batch, step))
+        self._note_training()
         self._publish(self.policy, step)
         return batch, metrics
 
     def _publish(self, policy: WorkerGroup, version: int) -> None:
         self._handoff = largest(policy.publish_weights(version))
-        self.policy_version = version
+        self._policy_version = version
 
     def _collect(self, step: int) -> Collected:
         """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
@@ -237,26 +239,11 @@ class Trainer:
 
         eval/accuracy is the share of samples whose reward reaches eval.success_reward; an unscored one does not.
         """
-        self._require_open()
-        data = self._run.data.eval
-        if data is None:
+        self._require_current()
+        if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         start = now()
-        rows = [data[index] for index in range(len(data))]
-        collected = self.collector.rollout(
-            rows,
-            1,
-            self._run.eval_params,
-            self.policy_version,
-            self._state(self.global_step),
-            purpose=f"evaluation/{self.global_step}",
-        )
-        metrics = {
-            f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]
-        }
-        metrics["eval/accuracy"] = float(
-            (collected.batch["rewards"] >= self.config.eval.success_reward).double().mean()
-        )
+        metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
         metrics["timing/evaluate"] = now() - start
         self._notify("on_evaluate", self.global_step, metrics)
         return metrics
@@ -283,6 +270,7 @@ class Trainer:
         self._require_open()
         if self._in_step:
             raise EngineStateError("a training step is running; generate before or after it, or from on_step_end")
+        self._require_current()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
@@ -291,15 +279,8 @@ class Trainer:
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
         rows, params = generation_of(self._run, prompts, given, stop_strings)
-        batch = self.collector.rollout(
-            rows,
-            num_generations,
-            params,
-            self.policy_version,
-            self._state(self.global_step),
-            purpose="generate",
-            is_scored=False,
-        ).batch
+        call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
+        batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
     # --------------------------------------------------------------------------------------- saving and closing
@@ -310,35 +291,27 @@ class Trainer:
         folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
         """
         self._require_open()
+        if folder is None:
+            self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
         state["config"] = to_dict(self.config)
-        self.policy.save(target.resolve(), state)
+        try:
+            self.policy.save(target.resolve(), state)
+        except BaseException:
+            if self.policy.has_ended:  # nobody else clears up what they had begun
+                clear_up(target.resolve().parent, is_ours=folder is None)
+            raise
         self._notify("on_save", self.global_step, target)
         return target
 
-    def close(self) -> None:
-        """Release workers, reward processes and trackers; a second call does nothing."""
-        self._closed = True
-        self._closing.close()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing():  # what runs at the interpreter's end has run
-            with contextlib.suppress(Exception):
-                self.close()
-
     def _save_now(self, *, final: bool) -> None:
-        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step."""
+        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step, while there are
+        ranks."""
         try:
             target = self.save()
         except CheckpointError as error:
-            if final:
+            if final or self.policy.has_ended:
                 raise
             logger.warning("%s; trying again after the next step", error)
             return
@@ -357,14 +330,14 @@ class Trainer:
         self._sampler.load_state_dict(self._committed)
 
     def _evaluate_at_start(self) -> None:
-        if self._started or self.global_step:
+        if self._has_begun or self.global_step:
             return
         record = dict(self._handoff)
         if self._run.data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
             self._log.message(f"before training: {line_of(record)}")
         self._log.metrics(0, record)
-        self._started = True
+        self._has_begun = True
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
@@ -376,8 +349,11 @@ class Trainer:
     def _restore(self, policy: WorkerGroup, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
         policy.load(checkpoint.resolve())
-        self._sampler.load_state_dict(state["sampler"])
-        self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
+        try:
+            self._sampler.load_state_dict(state["sampler"])
+        except DataError as error:
+            raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
+        self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
         self._committed = self._sampler.state_dict()
 
     def _log_samples(self, step: int, batch: Batch | BatchRef) -> None:
@@ -387,12 +363,5 @@ class Trainer:
             self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         self.policy.log_samples(batch, step, self._log.path)
 
-    def _require_open(self) -> None:
-        if not hasattr(self, "policy"):
-            raise HybridRLError("this Trainer was not made completely; make a new one")
-        if self._closed:
-            raise HybridRLError("this Trainer is closed; make a new one")
-        if self._torn:
-            raise HybridRLError(
-                f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
-            )
+    def _publish_again(self) -> None:
+        self._handoff = largest(self.policy.publish_again(self.policy_version))

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged
 from hybrid_rl.errors import DataError, StorageError
+from hybrid_rl.files import save_tensors
 
 FORMAT = {"format": "hybrid_rl.batch", "format_version": "1"}
 _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")
@@ -38,7 +38,7 @@ def save_batch(path: Path, batch: Batch) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata=FORMAT)
+        save_tensors(tensors, temporary, FORMAT)
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {path}: {error}; free space or choose another folder") from error

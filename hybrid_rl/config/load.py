@@ -42,6 +42,13 @@ def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
 
+@functools.cache
+def leaf_names() -> frozenset[str]:
+    """The leaf names of all keys, under whatever tags."""
+    choices = [{section: member} for section, union in UNIONS.items() for member in union.members]
+    return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
+
+
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
     hints = _hints(cls)
     for item in dataclasses.fields(cls):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,17 @@ from hybrid_rl.config.schema import (
     LocalControllerConfig,
     RayControllerConfig,
     SampledEvalConfig,
+    TrainerConfig,
     ValueHeadConfig,
     VLLMRolloutConfig,
 )
+
+
+def _refuse(section: Any, name: str, value: Any) -> None:
+    raise FrozenInstanceError(
+        f"{name}={value!r}: a configuration is fixed. dataclasses.replace(...) makes another one; a Trainer goes on "
+        f"with other values as Trainer(..., resume=trainer.save(), {name}={value!r})"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,3 +108,16 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
         ),
     }
 )
+
+
+def _sections(config: Any) -> Iterator[Any]:
+    """The class of a configuration and those of all of its sections."""
+    yield type(config)
+    for item in fields(config):
+        if is_dataclass(getattr(config, item.name)):
+            yield from _sections(getattr(config, item.name))
+
+
+for _config in (TrainerConfig(), *(member() for union in UNIONS.values() for member in union.members.values())):
+    for _section in _sections(_config):
+        _section.__setattr__ = _refuse  # dataclasses say "cannot assign to field", and no more

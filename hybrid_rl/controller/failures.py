@@ -52,13 +52,8 @@ def failure_of(error: BaseException) -> Failure:
     except Exception:  # noqa: BLE001 - an exception of the user may do anything when it is pickled
         pickled = None
     text = "".join(traceback.format_exception(error))
-    words = str(error).lower()
     of_peer = isinstance(error, PeerFailedError)
-    is_disconnected = (
-        isinstance(error, COLLECTIVE_ERRORS)
-        or (type(error) is RuntimeError and any(word in words for word in COLLECTIVE_WORDS))
-        or (of_peer and error.__cause__ is not None)
-    )
+    is_disconnected = is_disconnect(error) or (of_peer and error.__cause__ is not None)
     return Failure(
         type(error).__name__,
         str(error),
@@ -68,6 +63,13 @@ def failure_of(error: BaseException) -> Failure:
         is_disconnected=is_disconnected,
         is_interrupt=isinstance(error, KeyboardInterrupt),
     )
+
+
+def is_disconnect(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is not there any more."""
+    if isinstance(error, COLLECTIVE_ERRORS):
+        return True
+    return type(error) is RuntimeError and any(word in str(error).lower() for word in COLLECTIVE_WORDS)
 
 
 def process_ended(pid: int, host: str, reason: str) -> Failure:

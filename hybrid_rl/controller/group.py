@@ -15,6 +15,11 @@ class Backend(Protocol):
     num_ranks: int
     label: str
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no ranks any more that could be called."""
+        ...
+
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one method on all ranks as its declaration says."""
         ...
@@ -45,6 +50,11 @@ class WorkerGroup:
     def num_ranks(self) -> int:
         """Ranks of the group."""
         return self._backend.num_ranks
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the ranks are gone, by a failure or `close`."""
+        return self._backend.has_ended
 
     @property
     def label(self) -> str:

@@ -47,6 +47,11 @@ class LocalBackend:
         device = self._context.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker is closed."""
+        return self._worker is None
+
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method. One rank: nothing to split and nothing to move; a batch is itself.
 

@@ -98,6 +98,11 @@ class RemoteBackend:
             self.close()
             raise
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the processes of the ranks have ended."""
+        return self._ranks.is_dead or not self._end.alive
+
     def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method on all ranks as its declaration says. Batches of its answer stay on the ranks.
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
 from hybrid_rl.errors import CheckpointError
+from hybrid_rl.files import save_tensors
 from hybrid_rl.resharding.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -45,7 +45,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Path
         return None
     offsets = {name: {OFFSETS: [part.start for part in local_box(own[name])]} for name in parts}
     path = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-    save_file(parts, path, metadata={"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)})
+    save_tensors(parts, path, {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)})
     return path
 
 
@@ -65,7 +65,10 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, pieces in plan.items():
         box, target = local_box(tensors[name]), local_tensor(tensors[name])
         for part, common in pieces:
-            target[within(common, box)].copy_(part.file.get_slice(name)[within(common, part.box) or ...])
+            try:
+                target[within(common, box)].copy_(part.file.get_slice(name)[within(common, part.box) or ...])
+            except Exception as error:  # safetensors has errors of its own
+                raise CheckpointError(f"cannot read {name} of {part.path}: {error}") from error
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -85,6 +88,7 @@ def _parts(folder: Path) -> dict[str, list[_Part]]:
     found: dict[str, list[_Part]] = {}
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"cannot read {folder}: it has no .safetensors files")
+    path = folder
     try:
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, framework="pt")
@@ -94,7 +98,7 @@ def _parts(folder: Path) -> dict[str, list[_Part]]:
                 box = tuple(slice(o, o + n) for o, n in zip(offsets[name][OFFSETS], piece.get_shape(), strict=True))
                 found.setdefault(name, []).append(_Part(path, file, box, str_to_torch_dtype[piece.get_dtype()]))
     except Exception as error:  # safetensors and json raise errors of their own
-        raise CheckpointError(f"cannot read {folder}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     return found
 
 

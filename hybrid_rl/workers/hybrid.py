@@ -164,6 +164,12 @@ class HybridWorker(WorkerBase):
         self._version = version
         return metrics
 
+    @dispatch(collect="all")
+    def publish_again(self, version: int) -> dict[str, float]:
+        """The same for a version that the engine holds already: its weights were changed by somebody else."""
+        self._engine.distrust()
+        return self.publish_weights(version)
+
     def _publish_lost(self, version: int) -> None:
         """Publish this version again if it was published and an engine has lost it since. If that fails, the next call
         tries again: the actor's weights are what they were."""

@@ -12,6 +12,7 @@ from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
+from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
@@ -128,5 +129,8 @@ class Roles:
         if self._critic is not None:
             self._critic.load(folder / CRITIC_FOLDER)
         if self._resets and self._reference is not None:
-            model = self._reference.model
-            load_weights(model.module, FolderSource(str(folder / REFERENCE_FOLDER)), model.device)
+            model, place = self._reference.model, folder / REFERENCE_FOLDER
+            try:
+                load_weights(model.module, FolderSource(str(place)), model.device)
+            except ModelError as error:
+                raise CheckpointError(f"cannot resume from {folder}: {error}") from error

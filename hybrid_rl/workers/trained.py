@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.checkpoint import read_optimizer_into
+from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
 from hybrid_rl.config import OptimizerConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, mark_progress
 from hybrid_rl.errors import CheckpointError, ModelError
@@ -82,7 +82,11 @@ class TrainedModel:
         state = read_optimizer_into(folder, self.optimizer_state())
         if isinstance(self.model, ShardedCausalLM):
             state["master"] = {}  # the shards, which hold them now
-        self._restore(state)
+        try:
+            self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            path = folder / OPTIMIZER_FOLDER / SCALARS_FILE
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Continue from an optimizer state that was read."""

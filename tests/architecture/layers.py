@@ -11,13 +11,13 @@ PACKAGE = "hybrid_rl"
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "options"}),
-    frozenset({"algos"}),
+    frozenset({"algos", "files", "owners"}),
     frozenset({"batch", "config", "metrics", "progress", "native", "report", "callbacks", "interrupts", "transfer"}),
     frozenset({"controller"}),
     frozenset({"resharding", "memory", "data", "rewards", "checkpoint"}),
     frozenset({"rollout", "models"}),
     frozenset({"workers"}),
-    frozenset({"checks", "inputs"}),
+    frozenset({"checks", "inputs", "others"}),
     frozenset({"assembly", "runlog"}),
     frozenset({"launch", "collecting"}),
     frozenset({"trainer"}),

@@ -122,7 +122,7 @@ def fail_somewhere(rank: int, num_ranks: int, root: Path) -> list[str]:
         state = state_of(mesh, filled=True)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
             if mine and place == "optimizer":
-                patch.setattr("hybrid_rl.checkpoint.write_shards", failing_shards)
+                patch.setattr("hybrid_rl.checkpoint.writing.write_shards", failing_shards)
             write_checkpoint(
                 root / ("thesis" if place == "folder" else "checkpoint-4"),
                 save_model,
@@ -138,7 +138,9 @@ def fail_somewhere(rank: int, num_ranks: int, root: Path) -> list[str]:
 def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
-    write_checkpoint(tmp_path / "checkpoint-4", lambda folder: None, state_of(None, filled=True), {"global_step": 1})
+    write_checkpoint(
+        tmp_path / "checkpoint-4", lambda folder: None, state_of(None, filled=True), {"global_step": 4, "num_tokens": 1}
+    )
     leader, other = run_ranks(fail_somewhere, 2, tmp_path)
     assert "rank 1: OSError: No space left" in leader[0] and "No space left" in other[0] and "rank 1:" not in other[0]
     assert "No space left" in leader[1] and "rank 0: OSError: No space left" in other[1]
@@ -146,5 +148,5 @@ def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path)
     assert "rank 0" in other[3] and "JSON" in other[3]
     assert "is not a checkpoint" in leader[4] and "is not a checkpoint" in other[4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "thesis"]
-    assert read_state(tmp_path / "checkpoint-4") == {"global_step": 1}
+    assert read_state(tmp_path / "checkpoint-4") == {"global_step": 4, "num_tokens": 1}
     check(read_optimizer_into(tmp_path / "checkpoint-4", state_of(None, filled=False)))

@@ -99,6 +99,41 @@ def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str,
     wait_until(lambda: not rank_pids(), "ranks are left")
 
 
+@pytest.mark.parametrize(("culprit", "place"), [(1, "in a collective"), (1, "between two"), (0, "between two")])
+def test_a_rank_that_is_killed_while_a_checkpoint_is_written(make, culprit: int, place: str):
+    """The one that is gone is named, not the other one and a full disk; nothing goes on without it, and what the leader
+    had begun is not left behind."""
+
+    def reward(completion_ids, trainer_state, **columns):
+        import torch.distributed as dist
+
+        from hybrid_rl.workers.roles import Roles
+        from hybrid_rl.workers.trained import TrainedModel
+
+        def dies(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if trainer_state.global_step == 2 and dist.get_rank() == culprit:
+            if place == "in a collective":
+                TrainedModel.save_model = dies
+            else:
+                Roles.save_models = dies
+        return spread(completion_ids)
+
+    trainer = make(reward, save_steps=1)
+    trainer.step()
+    with pytest.raises(WorkerError) as raised:
+        trainer.step()
+    for part in (f"policy rank {culprit} of 2 failed in save()", "process ended", "is gone"):
+        assert part in str(raised.value)
+    assert "Free space" not in str(raised.value).split("after that also")[0]
+    with pytest.raises(WorkerError, match=f"have ended after: policy rank {culprit}"):
+        trainer.step()
+    assert [line["step"] for line in read_jsonl(trainer.run_folder / "metrics.jsonl")] == [1, 2]
+    assert [path.name for path in trainer.run_folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [path.name for path in trainer.run_folder.glob(".checkpoint-*")] == []
+
+
 def test_a_reward_that_fails_on_one_rank_ends_the_step_and_not_the_trainer(make, tmp_path):
     def reward(completion_ids, trainer_state, log_metric, **columns):
         import torch.distributed as dist

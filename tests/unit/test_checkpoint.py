@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import pytest
 import torch
 
 from hybrid_rl.checkpoint import (
+    MANIFEST_FILE,
     OPTIMIZER_FOLDER,
     SCALARS_FILE,
     STATE_FILE,
+    check_checkpoint,
+    check_model,
     find_checkpoint,
     newest_checkpoint,
     read_optimizer,
@@ -25,6 +30,7 @@ from hybrid_rl.checkpoint import (
     write_checkpoint,
 )
 from hybrid_rl.errors import CheckpointError
+from hybrid_rl.owners import Owner
 
 SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
 SCALARS = f"{OPTIMIZER_FOLDER}/{SCALARS_FILE}"
@@ -36,7 +42,9 @@ def model_of(value: str) -> Callable[[Path], None]:
 
 def write(folder: Path, value: str = "new", state: Any = None) -> None:
     optimizer = {"exp_avg": {"layer.weight": torch.arange(3.0), "bias": torch.ones(())}, "master": {}, "step": 7}
-    write_checkpoint(folder, model_of(value), optimizer, {"global_step": 4} if state is None else state)
+    named = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    step = {"global_step": int(named[1]) if named else 4}
+    write_checkpoint(folder, model_of(value), optimizer, step if state is None else state)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -75,7 +83,7 @@ def test_further_models_have_optimizers_in_folders_of_their_own(folder: Path) ->
     states = [{"exp_avg": {"weight": torch.full((2,), number)}, "step": number} for number in (1.0, 2.0)]
     write_checkpoint(folder, save_models, states[0], {}, parts={"critic": states[1]})
     assert set(contents(folder)) == {
-        *("weights", SHARDS, SCALARS, STATE_FILE),
+        *("weights", SHARDS, SCALARS, STATE_FILE, MANIFEST_FILE),
         *(f"critic/{name}" for name in ("weights", SHARDS, SCALARS)),
     }
     for number, place in ((1.0, folder), (2.0, folder / "critic")):
@@ -93,7 +101,7 @@ def test_a_new_one_replaces_an_old_one_wholly(folder: Path) -> None:
     write(folder, "old")
     (folder / "left_over").touch()
     write(folder, "new")
-    assert set(contents(folder)) == {"weights", SHARDS, SCALARS, STATE_FILE}
+    assert set(contents(folder)) == {"weights", SHARDS, SCALARS, STATE_FILE, MANIFEST_FILE}
     assert (folder / "weights").read_text() == "new"
     assert [path.name for path in folder.parent.iterdir()] == ["checkpoint-4"]
 
@@ -156,7 +164,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
     at = synced.index("rename")
     temporary = next(path for path in synced if path.endswith(".tmp"))
     before = {path.removeprefix(temporary) for path in synced[:at]}
-    assert before >= {"", "/weights", f"/{OPTIMIZER_FOLDER}", f"/{SHARDS}", f"/{SCALARS}", f"/{STATE_FILE}"}
+    files = ("weights", OPTIMIZER_FOLDER, SHARDS, SCALARS, STATE_FILE, MANIFEST_FILE)
+    assert before >= {"", *(f"/{name}" for name in files)}
     assert synced[at + 1 :] == [str(folder.parent)]
 
 
@@ -250,6 +259,124 @@ def test_an_optimizer_file_runs_no_code(folder: Path) -> None:
         read_optimizer(folder)
 
 
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+def whole(folder: Path) -> Path:
+    """A checkpoint with every kind of file."""
+
+    def save_models(target: Path) -> None:
+        for name in ("model.safetensors", "model.safetensors.index.json", "tokenizer.json", "critic/model.safetensors"):
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_text(f"what {name} holds")
+
+    optimizer = {"exp_avg": {"weight": torch.arange(3.0)}, "step": 7}
+    write_checkpoint(folder, save_models, optimizer, {"global_step": 4}, parts={"critic": optimizer})
+    return folder
+
+
+FILES = ["model.safetensors", "model.safetensors.index.json", "critic/model.safetensors", SHARDS, SCALARS, STATE_FILE]
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
+@pytest.mark.parametrize("file", [*FILES, f"critic/{SHARDS}"])
+def test_damage_is_told_with_the_name_of_the_file(folder: Path, file: str, damage: str) -> None:
+    path = whole(folder) / file
+    check_checkpoint(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "bit" else data[:-1])
+    told = {"bit": "its content is not what was written", "cut": "it has .* bytes, but", "gone": "it is missing"}
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: {told[damage]}.* delete {MANIFEST_FILE} beside it"):
+        check_checkpoint(folder)
+
+
+def test_texts_of_the_model_may_be_edited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A chat template, say. Resuming does not read them, and a damaged one is worth a line."""
+    (whole(folder) / "tokenizer.json").write_text("another")
+    (folder / "README.md").write_text("a model card")
+    check_checkpoint(folder)
+    check_model(folder)
+    assert caplog.text.count("it has 7 bytes, but 25 were written. If nobody edited it, it is damaged") == 2
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "type", "empty"])
+def test_a_damaged_manifest(folder: Path, damage: str) -> None:
+    path = whole(folder) / MANIFEST_FILE
+    text = path.read_text()
+    texts = {"bit": text.replace('"size": 7', '"size": 6', 1).replace('"size": 2', '"size": 3', 1), "cut": text[:-9]}
+    path.write_text(texts.get(damage, "[]" if damage == "type" else ""))
+    for check in (check_checkpoint, check_model):
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            check(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_and_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (whole(folder) / MANIFEST_FILE).unlink()
+    check_checkpoint(folder)
+    assert f"{folder} has no {MANIFEST_FILE}: it was written by an earlier version" in caplog.text
+    caplog.clear()
+    check_model(folder)
+    assert caplog.text == ""
+
+
+def test_a_model_is_compared_without_what_it_does_not_need(folder: Path) -> None:
+    """Used as a model: its optimizer and state are of no interest, those of its critic neither."""
+    for name in (SHARDS, SCALARS, STATE_FILE, "critic/model.safetensors"):
+        (whole(folder) / name).write_text("damaged")
+        check_model(folder)
+    whole(folder)
+    check_model(folder / "critic")
+    (folder / "critic" / SHARDS).write_text("damaged")
+    check_model(folder / "critic")
+    (folder / "critic" / "model.safetensors").write_text("damaged")
+    with pytest.raises(CheckpointError, match="critic/model.safetensors is damaged"):
+        check_model(folder / "critic")
+    check_model(folder.parent)  # no checkpoint, and nothing beside it
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"global_step": "4"},
+        {"global_step": -4},
+        {"global_step": True},
+        {"global_step": 4.0},
+        {"global_step": 4, "num_tokens": None},
+        {"global_step": 4, "sampler": []},
+        {"global_step": 4, "config": "x"},
+    ],
+)
+def test_a_state_that_cannot_be(folder: Path, state: dict[str, Any]) -> None:
+    write(folder)
+    (folder / STATE_FILE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=f"{STATE_FILE} is damaged: its "):
+        read_state(folder)
+
+
+def test_a_state_of_another_step_than_the_folders_name(folder: Path) -> None:
+    write(folder)
+    with pytest.raises(CheckpointError, match="its global_step is 7, but the folder is named checkpoint-4"):
+        write(folder, state={"global_step": 7})
+    assert read_state(folder) == {"global_step": 4}
+    renamed = folder.rename(folder.with_name("checkpoint-9"))
+    with pytest.raises(CheckpointError, match=f"{renamed / STATE_FILE} .* global_step is 4, but .* checkpoint-9"):
+        find_checkpoint("auto", str(renamed.parents[1]), renamed.parent.name)
+    assert read_state(renamed.rename(folder.with_name("best"))) == {"global_step": 4}
+
+
+@pytest.mark.parametrize("scalars", [{"exp_avg": 3}, {"exp_avg": [1]}, {"exp_avg": "x"}])
+def test_scalars_that_cannot_be(folder: Path, scalars: dict[str, Any]) -> None:
+    write(folder)
+    (folder / SCALARS).write_text(json.dumps(scalars))
+    state = {"exp_avg": {"layer.weight": torch.zeros(3), "bias": torch.zeros(())}}
+    with pytest.raises(CheckpointError, match=f"{SCALARS} is damaged"):
+        read_optimizer_into(folder, state)
+
+
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
@@ -289,21 +416,58 @@ def test_resume_of_a_folder(run: Path) -> None:
         find_checkpoint(str(run / "checkpoint-9"), "elsewhere", None)
 
 
-def dead_process() -> int:
-    """The number of a process that has ended."""
-    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    return int(done.stdout)
+def dead_process() -> Owner:
+    """A process that has ended."""
+    code = "from hybrid_rl.owners import Owner; print(Owner.here().token)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    owner = Owner.of_token(done.stdout.strip())
+    assert owner is not None
+    return owner
 
 
-def test_what_a_killed_process_left_is_cleared_up(tmp_path) -> None:
-    """Killed between two renames: the old checkpoint had been moved away, the new one was not there yet."""
-    gone = dead_process()
-    run = tmp_path / "run"
-    old = run / f".checkpoint-3.{gone}.old"
-    unfinished = run / f".checkpoint-4.{gone}.tmp"
-    alive = run / f".checkpoint-5.{os.getpid()}.tmp"
-    for folder in (old, unfinished, alive):
+HERE = Owner.here()
+ELSEWHERE = {
+    "container": replace(HERE, namespace=HERE.namespace + 1),
+    "machine": replace(HERE, kernel="another", host="node-7.x"),
+}
+
+
+def left(run: Path, owner: Owner | int) -> list[Path]:
+    """What a process leaves that is killed between two renames: the old checkpoint is moved away, the new one not there
+    yet; and one that was begun."""
+    token = owner if isinstance(owner, int) else owner.token
+    folders = [run / f".checkpoint-3.{token}.old", run / f".checkpoint-4.{token}.tmp", run / f".best.{token}.tmp"]
+    for folder in folders:
         folder.mkdir(parents=True)
-    (old / STATE_FILE).write_text("{}")
-    assert newest_checkpoint(run) == run / "checkpoint-3"
-    assert sorted(path.name for path in run.iterdir()) == [alive.name, "checkpoint-3"]
+    (folders[0] / STATE_FILE).write_text("{}")
+    return folders
+
+
+@pytest.mark.parametrize("kind", ["gone", "pid used again", "earlier version"])
+def test_what_a_killed_process_left_is_cleared_up(tmp_path: Path, kind: str) -> None:
+    gone = dead_process()
+    owner = {"gone": gone, "pid used again": replace(HERE, started=HERE.started - 1), "earlier version": gone.pid}[kind]
+    left(tmp_path, owner)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
+
+
+@pytest.mark.parametrize("owner", [HERE, HERE.pid, *ELSEWHERE.values()], ids=["alive", "earlier", *ELSEWHERE])
+def test_what_may_be_alive_is_left_alone(tmp_path: Path, owner: Owner | int) -> None:
+    folders = left(tmp_path, owner)
+    assert newest_checkpoint(tmp_path) is None
+    assert sorted(tmp_path.iterdir()) == sorted(folders)
+
+
+@pytest.mark.parametrize("owner", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_whoever_has_the_run_folder_clears_up_what_others_left(tmp_path: Path, owner: Owner) -> None:
+    """Its checkpoints alone: what has another name may be any Trainer's save()."""
+    *_, other = left(tmp_path, owner)
+    assert newest_checkpoint(tmp_path, is_ours=True) == tmp_path / "checkpoint-3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "checkpoint-3"]
+
+
+def test_what_is_being_written_tells_whose_it_is(folder: Path) -> None:
+    seen: list[str] = []
+    write_checkpoint(folder, lambda target: seen.append(target.name), {}, {"global_step": 4})
+    assert seen == [f".checkpoint-4.{Owner.here().token}.tmp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from hybrid_rl import runlog
 from hybrid_rl.batch import Batch, store
 from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.metrics import Timings
+from hybrid_rl.owners import LOCK_FILE, FolderLock
 from hybrid_rl.report import read_jsonl
 from hybrid_rl.runlog import RunLog, cost_metrics
 
@@ -27,7 +30,8 @@ def config(folder: Path, **keys: Any) -> TrainerConfig:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def run_until(folder: Path, step: int) -> Path:
@@ -104,9 +108,71 @@ def test_auto_without_a_checkpoint_takes_the_folder_of_its_name(tmp_path: Path) 
     RunLog(config(tmp_path, resume="auto"), 5, None).close()
     assert files(folder) == before
     log = RunLog(config(tmp_path, resume="auto"), 5, None)
-    log.begin(0)
+    assert not log.begin(0)
+    log.metrics(0, {"reward": 7.0})
     log.close()
-    assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [0]
+    assert [(line["step"], line["reward"]) for line in read_jsonl(folder / "metrics.jsonl")] == [(0, 7.0)]  # once
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_time_before_the_first_step_is_recorded_once(tmp_path: Path, is_recorded: bool) -> None:
+    """A checkpoint of step 0 may be older or newer than the record of it."""
+    folder = run_until(tmp_path, 1 if is_recorded else -1)
+    (folder / "checkpoint-0").mkdir()
+    log = RunLog(config(tmp_path, resume="auto"), 5, folder / "checkpoint-0")
+    assert log.begin(0) == is_recorded
+    log.close()
+
+
+# -------------------------------------------------------------------------------------------------- one run, one folder
+
+
+def test_a_folder_that_another_run_has_is_refused(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), 5, None)
+    with pytest.raises(ConfigError, match=r"run is in use by process \d+ on .* choose another run_name"):
+        RunLog(config(tmp_path, resume="auto"), 5, None)
+    log.close()
+    RunLog(config(tmp_path, resume="auto"), 5, None).close()
+
+
+def test_a_folder_that_was_taken_over_is_left_alone(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), 5, None)
+    log.begin(0)
+    (log.path / LOCK_FILE).unlink()
+    other = FolderLock(log.path)
+    with pytest.raises(HybridRLError, match="was taken over by process"):
+        log.metrics(1, {"reward": 1.0})
+    assert read_jsonl(log.path / "metrics.jsonl") == []
+    log.close()
+    other.check()  # it still has it
+    other.release()
+
+
+@pytest.mark.parametrize("what", ["config.yaml", "folder"])
+def test_what_a_later_resume_goes_by_is_written_again(tmp_path: Path, what: str) -> None:
+    """Without its config.yaml a checkpoint in the folder would not be of that run."""
+    log = RunLog(config(tmp_path, seed=7), 5, None)
+    log.begin(0)
+    if what == "folder":
+        shutil.rmtree(log.path)
+    else:
+        (log.path / "config.yaml").unlink()
+    log.metrics(1, {"reward": 1.0})
+    assert load_config(log.path / "config.yaml")[0].seed == 7 and len(read_jsonl(log.path / "metrics.jsonl")) == 1
+    with pytest.raises(ConfigError, match="is in use"):
+        FolderLock(log.path)
+    log.close()
+
+
+def test_a_run_whose_config_was_lost_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder = run_until(tmp_path, 4)
+    (folder / "config.yaml").unlink()
+    for resume in ("auto", str(folder / "checkpoint-2")):
+        log = RunLog(config(tmp_path, resume=resume), 5, folder / "checkpoint-2")
+        assert log.path == folder
+        log.close()
+    (folder / "metrics.jsonl").unlink()
+    assert RunLog(config(tmp_path, resume=resume), 5, folder / "checkpoint-2").path == folder  # by run_name
 
 
 def test_a_checkpoint_elsewhere_begins_a_folder_of_its_own(tmp_path: Path) -> None:

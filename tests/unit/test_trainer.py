@@ -171,7 +171,7 @@ def test_save_is_what_from_pretrained_reads(make_trainer, tmp_path) -> None:
         assert torch.equal(loaded.state_dict()[name], value)
     assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"] == ids_of("1+2=")
     assert trainer.save(tmp_path / "elsewhere") == tmp_path / "elsewhere"
-    assert not [path for path in trainer.run_folder.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in trainer.run_folder.iterdir() if path.name.startswith(".")] == [".lock"]
     trainer.fit()
 
 
@@ -195,6 +195,7 @@ def test_second_trainer_of_a_name_gets_a_folder_of_its_own(make_trainer) -> None
 def test_run_folder(make_trainer, records) -> None:
     trainer = make_trainer(reward_funcs=[exact, spread], reward_weights=[2.0, 0.5])
     trainer.fit()
+    trainer.close()
     names = {path.name for path in trainer.run_folder.iterdir()}
     assert names == {"config.yaml", "metrics.jsonl", "samples.jsonl"}
     reloaded, _ = load_config(trainer.run_folder / "config.yaml")

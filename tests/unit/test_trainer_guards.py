@@ -112,6 +112,9 @@ def test_a_checkpoint_of_another_model_or_with_a_hole_is_refused(make_trainer) -
     weights = load_file(folder / "model.safetensors")
     weights.pop(next(name for name in weights if name.endswith("down_proj.weight")))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
+        make_trainer(max_steps=2, resume=str(folder))
+    (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="missing keys"):
         make_trainer(max_steps=2, resume=str(folder))
 

@@ -250,7 +250,7 @@ def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(forked, tm
     resumed.fit()
 
 
-WRITER = "hybrid_rl.checkpoint.write_shards"  # of the optimizer's state, behind the weights
+WRITER = "hybrid_rl.checkpoint.writing.write_shards"  # of the optimizer's state, behind the weights
 
 
 def full(*_: object, **__: object) -> None:

@@ -3,13 +3,15 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybrid_rl.checkpoint import newest_checkpoint, read_optimizer
-from hybrid_rl.errors import CheckpointError, DataError, HybridRLError
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
 from tests.tiny import build_model, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -145,12 +147,121 @@ def test_damaged_optimizer_state_is_refused(make_trainer, damage: str) -> None:
     first = make_trainer(run_name="run", max_steps=4)
     first.step()
     (path,) = (first.save() / "optimizer").glob("*.safetensors")
+    (path.parents[1] / "manifest.json").unlink()  # as in a checkpoint of an earlier version
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: 100 if damage == "cut" else 0])
     with pytest.raises(CheckpointError, match=r"cannot read .*optimizer"):
         make_trainer(run_name="run", max_steps=4, resume="auto")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors"])
+def test_a_flipped_bit_is_told_before_anything_is_loaded(make_trainer, monkeypatch, file: str) -> None:
+    """It would be read without a word: one number of the weights or moments would be another one."""
+    first = make_trainer(run_name="run", max_steps=4)
+    first.step()
+    path = first.save() / file
+    first.close()
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 64
+    path.write_bytes(data)
+    monkeypatch.setattr("hybrid_rl.trainer.start_workers", lambda *_: pytest.fail("the weights are loaded"))
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: its content is not what was written"):
+        make_trainer(run_name="run", max_steps=4, resume="auto")
+    if file == "model.safetensors":
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            make_trainer(str(path.parent), max_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("optimizer/scalars.json", {"schedule": None}),
+        ("optimizer/scalars.json", {"schedule": {}}),
+        ("optimizer/scalars.json", {"schedule": {"last_epoch": "x"}}),
+        ("optimizer/scalars.json", {"algorithm": 3}),
+        ("optimizer/scalars.json", {"exp_avg": 3}),
+        ("trainer_state.json", {"global_step": 2}),
+        ("trainer_state.json", {"global_step": None}),
+        ("trainer_state.json", {"num_tokens": "many"}),
+        ("trainer_state.json", {"sampler": 3}),
+        ("trainer_state.json", {"sampler": {"version": {}}}),
+    ],
+)
+def test_entries_that_cannot_be_are_told_with_the_name_of_the_file(make_trainer, file: str, change: dict) -> None:
+    """In a checkpoint of an earlier version, which nothing can be compared with."""
+    keys = {"run_name": "run", "max_steps": 4, "beta": 0.1, "kl_target": 0.1}
+    first = make_trainer(**keys)
+    first.step()
+    folder = first.save()
+    first.close()
+    (folder / "manifest.json").unlink(missing_ok=True)
+    entries = json.loads((folder / file).read_text()) | change
+    (folder / file).write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
+    with pytest.raises((CheckpointError, DataError)) as caught:
+        make_trainer(**keys, resume="auto")
+    assert str(folder / file) in str(caught.value)
+
+
+def test_a_run_that_lost_its_config_goes_on_in_its_folder(make_trainer, records) -> None:
+    """The config of the running run is written again; that of one that has ended is not needed to go on."""
+    keys = {"run_name": "run", "save_steps": 1, "max_steps": 4}
+    first = make_trainer(**keys)
+    first.step()
+    (first.run_folder / "config.yaml").unlink()
+    first.step()
+    assert (first.run_folder / "config.yaml").is_file()
+    (first.run_folder / "config.yaml").unlink()
+    first.close()
+    second = make_trainer(**keys, resume="auto")
+    assert (second.global_step, second.run_folder) == (2, first.run_folder)
+    second.step()
+    second.close()
+    shutil.rmtree(second.run_folder)
+    third = make_trainer(**keys, resume="auto")
+    third.step()
+    shutil.rmtree(third.run_folder)
+    third.step()
+    assert [line["step"] for line in records(third)] == [2] and (third.run_folder / "checkpoint-2").is_dir()
+    third.close()
+    assert make_trainer(**keys, resume="auto").global_step == 2
+
+
+def test_a_run_that_another_process_has_is_refused_before_anything_is_read(make_trainer, tmp_path) -> None:
+    code = "import sys, time; from pathlib import Path; from hybrid_rl.owners import FolderLock; "
+    code += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); time.sleep(3600)"
+    first = make_trainer(run_name="run", save_steps=1, max_steps=3)
+    first.step()
+    first.close()
+    command = [sys.executable, "-c", code, str(first.run_folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            for resume in ("auto", str(first.run_folder / "checkpoint-1")):
+                with pytest.raises(ConfigError, match=f"is in use by process {other.pid}"):
+                    make_trainer(train_dataset=3, run_name="run", max_steps=3, resume=resume)
+            before = records_of(first.run_folder)
+        finally:
+            other.kill()
+    assert records_of(first.run_folder) == before
+    second = make_trainer(run_name="run", max_steps=3, resume="auto")
+    assert second.global_step == 1
+
+
+def records_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_the_evaluation_before_training_is_recorded_once(make_trainer, records) -> None:
+    keys = {"run_name": "run", "resume": "auto", "max_steps": 2, "eval_dataset": sums(2), "save_steps": 2}
+    for _ in range(2):
+        broken = make_trainer(**keys)
+        broken._evaluate_at_start()  # and then it dies
+        broken.close()
+    trainer = make_trainer(**keys)
+    trainer.fit()
+    assert [line["step"] for line in records(trainer)] == [0, 1, 2]
 
 
 def test_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path) -> None:

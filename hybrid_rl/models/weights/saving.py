@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hybrid_rl.files import save_tensors
 from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
 from hybrid_rl.models.weights.recipe import fp32_tensors
 
@@ -76,7 +76,7 @@ class _Writer:
             pending = self._pending.setdefault(file, {})
             pending[name] = tensor.contiguous()
             if len(pending) == len(self._split.filename_to_tensors[file]):
-                save_file(self._pending.pop(file), self._folder / file, metadata={"format": "pt"})
+                save_tensors(self._pending.pop(file), self._folder / file, {"format": "pt"})
 
 
 def _to_save(

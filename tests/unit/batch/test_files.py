@@ -153,7 +153,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, monkeypat
         target.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hybrid_rl.batch.files, "save_file", fail)
+    monkeypatch.setattr(hybrid_rl.batch.files, "save_tensors", fail)
     with pytest.raises(StorageError, match="cannot write .*No space left on device; free space"):
         save_batch(path, Batch({"group": torch.arange(5)}))
     assert_equal(load_batch(path), batch)

@@ -1,0 +1,34 @@
+"""Checkpoints: a folder that `from_pretrained` reads, with the rest of the training state beside the weights.
+
+A checkpoint appears whole or not at all: it is written under another name and renamed when it is complete. A manifest
+in it says what every file holds, so that damage is told instead of trained on.
+"""
+
+from hybrid_rl.checkpoint.finding import clear_up, find_checkpoint, newest_checkpoint, resumed_folder
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model
+from hybrid_rl.checkpoint.reading import (
+    OPTIMIZER_FOLDER,
+    SCALARS_FILE,
+    STATE_FILE,
+    read_optimizer,
+    read_optimizer_into,
+    read_state,
+)
+from hybrid_rl.checkpoint.writing import write_checkpoint
+
+__all__ = [
+    "MANIFEST_FILE",
+    "OPTIMIZER_FOLDER",
+    "SCALARS_FILE",
+    "STATE_FILE",
+    "check_checkpoint",
+    "check_model",
+    "clear_up",
+    "find_checkpoint",
+    "newest_checkpoint",
+    "read_optimizer",
+    "read_optimizer_into",
+    "read_state",
+    "resumed_folder",
+    "write_checkpoint",
+]

@@ -1,0 +1,118 @@
+"""What a checkpoint holds beside the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.checkpoint.manifest import STATE_FILE
+from hybrid_rl.errors import CheckpointError
+from hybrid_rl.resharding.shards import read_shards, stored_shapes
+
+OPTIMIZER_FOLDER = "optimizer"
+SCALARS_FILE = "scalars.json"
+KINDS: Mapping[str, type] = {"global_step": int, "num_tokens": int, "sampler": dict, "config": dict}
+
+
+def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """The trainer's state of a checkpoint. Raises CheckpointError where it, or a required entry, is missing or cannot
+    be, and where it is of another training step than the folder's name says."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
+    try:
+        state = json.loads(path.read_text())
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}, not an object")
+        missing = sorted(set(required) - state.keys())
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        for name in KINDS.keys() & state.keys():
+            value = state[name]
+            if type(value) is not KINDS[name] or (isinstance(value, int) and value < 0):
+                raise ValueError(f"its {name} is {value!r}")
+        check_name(folder, state)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return state
+
+
+def check_name(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise ValueError where a folder is named after another training step than its state is of."""
+    named, step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name), state.get("global_step")
+    if named is not None and isinstance(step, int) and int(named[1]) != step:
+        raise ValueError(f"its global_step is {step}, but the folder is named {folder.name}; name it as it is")
+
+
+def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill the tensors of an optimizer's state from a checkpoint that any number of ranks wrote, and return the state:
+    those tensors, and the checkpoint's numbers.
+
+    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, where
+    the files are damaged or of another model.
+    """
+    path = folder / OPTIMIZER_FOLDER
+    rest = _read_scalars(path)
+    read_shards(path, split(state)[0])
+    try:
+        return _joined(state, rest)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / SCALARS_FILE} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_optimizer(folder: Path) -> dict[str, Any]:
+    """The optimizer's state of a checkpoint in full, on the CPU."""
+    path = folder / OPTIMIZER_FOLDER
+    state = _read_scalars(path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(path).items()}
+    read_shards(path, tensors)
+    for name, tensor in tensors.items():
+        kind, _, parameter = name.partition(".")
+        if parameter:
+            state.setdefault(kind, {})[parameter] = tensor
+        else:
+            state[kind] = tensor
+    return state
+
+
+def _read_scalars(folder: Path) -> dict[str, Any]:
+    path = folder / SCALARS_FILE
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    return found
+
+
+def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of nested mappings by path ("exp_avg.<parameter>"), and the same mappings without them."""
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}{key}"] = value
+        elif isinstance(value, Mapping):
+            inner, rest[key] = split(value, f"{prefix}{key}.")
+            tensors |= inner
+        else:
+            rest[key] = value
+    return tensors, rest
+
+
+def _joined(state: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of `state` and everything else of `rest`."""
+    found = dict(rest)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found[key] = value
+        elif isinstance(value, Mapping):
+            found[key] = _joined(value, rest.get(key, {}))
+    return found

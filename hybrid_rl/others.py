@@ -1,0 +1,178 @@
+"""A Trainer among others of its process: what one alone can have, modules that several train, who may set what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.load import leaf_names
+from hybrid_rl.config.schema import RayControllerConfig, VLLMRolloutConfig
+from hybrid_rl.errors import ConfigError, HybridRLError
+
+logger = logging.getLogger("hybrid_rl")
+
+# What is given to a Trainer beside keys.
+ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
+
+_open: weakref.WeakSet[Tenant] = weakref.WeakSet()
+_steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class Tenant:
+    """What a Trainer is because it is not the only one: open, then closed, by its user or for another one.
+
+    module: the user's own where it is trained in place, else None. max_steps may be set at any time.
+    """
+
+    config: TrainerConfig
+    module: nn.Module | None = None
+    max_steps: int
+    run_folder: Path
+    _closed = ""  # why, once it is
+    _is_made = _in_step = _torn = False  # _torn: the weights lie between two training steps
+    _module_steps = 0
+    _global_step = _num_tokens = _policy_version = 0
+
+    def __init__(self) -> None:
+        self._closing = contextlib.ExitStack()
+
+    def _enter(self) -> None:
+        """Made: from now on others know of it, and of what cannot be set any more."""
+        self._module_steps, self._is_made = steps_of(self.module), True
+        _open.add(self)
+
+    @property
+    def global_step(self) -> int:
+        """Training steps done."""
+        return self._global_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples so far, prompts included."""
+        return self._num_tokens
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that the engine generates with."""
+        return self._policy_version
+
+    def close(self, reason: str = "") -> None:
+        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls."""
+        self._closed = self._closed or (f": {reason}" if reason else ";")
+        _open.discard(self)
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if sys is not None and not sys.is_finalizing():  # what runs at the interpreter's end has run
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def _require_open(self) -> None:
+        if not self._is_made:
+            raise HybridRLError("this Trainer was not made completely; make a new one")
+        if self._closed:
+            raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
+        if self._torn:
+            raise HybridRLError(
+                f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
+            )
+
+    def _require_current(self) -> None:
+        """Open, and with an engine that has what another Trainer made of the module."""
+        self._require_open()
+        if self._module_steps != steps_of(self.module):
+            logger.warning("another Trainer has trained the module of this one, whose optimizer does not know of it")
+            self._module_steps = steps_of(self.module)
+            self._publish_again()
+
+    def _publish_again(self) -> None:
+        raise NotImplementedError
+
+    def _note_training(self) -> None:
+        """One more training step of the module."""
+        if self.module is not None:
+            self._module_steps = _steps[self.module] = steps_of(self.module) + 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or not self._is_made:
+            super().__setattr__(name, value)
+        elif name == "max_steps":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
+            super().__setattr__(name, value)
+        elif name in ARGUMENTS or name in leaf_names():
+            raise ConfigError(
+                f"trainer.{name} would do nothing: it is settled when a Trainer is made. Make another one: "
+                f"Trainer(..., resume=trainer.save()) goes on with the optimizer, Trainer(str(trainer.save()), ...) "
+                f"begins anew from these weights"
+            )
+        elif not hasattr(self, name) and type(self).__bases__ == (Tenant,):  # classes of the user's have their own
+            raise ConfigError(
+                f"trainer.{name} would do nothing: a Trainer has no such attribute; of all, max_steps can be set"
+            )
+        else:
+            super().__setattr__(name, value)
+
+
+def has_folder(folder: Path) -> bool:
+    """Whether an open Trainer of this process writes into this run folder."""
+    return any(other.run_folder.resolve() == folder.resolve() for other in _open)
+
+
+def make_way(config: TrainerConfig, folder: Path | None) -> None:
+    """Close the Trainers that hold what a new one needs and one alone can have: its run folder, the vLLM of the
+    process. Often nobody wants them any more: a notebook keeps the Trainer of a cell that is run again.
+
+    Raises ConfigError while one of them is in a training step.
+    """
+    for other in list(_open):
+        what = ""
+        if folder is not None and other.run_folder.resolve() == folder.resolve():
+            what = f"the run folder {folder}"
+        elif _has_vllm(config) and _has_vllm(other.config):
+            what = "vLLM, which can live once in a process"
+        if not what:
+            continue
+        if other._in_step:
+            raise ConfigError(f"a Trainer of this process has {what}, and is in a training step; wait for its end")
+        logger.warning("closing the Trainer of %s: a new one of this process needs %s", other.run_folder, what)
+        other.close(f"a later one of this process needed {what};")
+
+
+def _has_vllm(config: TrainerConfig) -> bool:
+    return isinstance(config.rollout, VLLMRolloutConfig) and not isinstance(config.controller, RayControllerConfig)
+
+
+def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
+    """Warn of what else happens to a module that is to be trained in place; None for no such module."""
+    for other in _open:
+        if module is not None and other.module is module:
+            logger.warning(
+                "the Trainer of %s is open and trains the same module: each changes the weights that the other's "
+                "optimizer goes by; close() it, or pass a copy (copy.deepcopy) or a name",
+                other.run_folder,
+            )
+    if steps_of(module) and not is_resumed:
+        logger.warning(
+            "the module was trained before, %d steps in this process: training goes on from what it is now; load it "
+            "anew to begin afresh",
+            steps_of(module),
+        )
+
+
+def steps_of(module: nn.Module | None) -> int:
+    """Training steps of a module in this process, by whatever Trainer."""
+    return 0 if module is None else _steps.get(module, 0)

@@ -1,0 +1,251 @@
+"""Who owns a folder: processes told apart by more than a number that is used again, and a lock that tells of them.
+
+No clock is compared with another one: processes are told by when their kernel counted their start, and of a process
+that cannot be looked at from here it is watched whether it still gives signs of life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
+
+logger = logging.getLogger("hybrid_rl")
+
+LOCK_FILE = ".lock"
+BEAT_SECONDS = 5.0
+WATCH_SECONDS = 20.0
+ATTEMPTS = 100
+Standing = Literal["alive", "gone", "unknown"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process. kernel: the boot of the kernel that it runs on; namespace: in which its pid counts (a container has
+    one of its own); started: when, by the kernel's own count."""
+
+    host: str
+    kernel: str
+    namespace: int
+    pid: int
+    started: int
+
+    @classmethod
+    def here(cls) -> Owner:
+        """This process."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), _kernel(), _namespace(), pid, _started(pid) or 0)
+
+    def standing(self) -> Standing:
+        """Whether the process runs; unknown for those of other machines and containers."""
+        here = Owner.here()
+        if (self.kernel, self.namespace) != (here.kernel, here.namespace):
+            return "unknown"
+        return "alive" if _started(self.pid) == self.started else "gone"
+
+    @property
+    def token(self) -> str:
+        """All of it in one word, for names of files; read by `of_token`."""
+        return f"{self.pid}-{self.started}-{self.namespace}-{self.kernel}-{self.host}"
+
+    @classmethod
+    def of_token(cls, token: str) -> Owner | None:
+        """The owner that a word names, None for another kind of word."""
+        parts = token.split("-", 4)
+        if len(parts) != 5 or not all(part.isdigit() for part in parts[:3]):
+            return None
+        pid, started, namespace = map(int, parts[:3])
+        return cls(parts[4], parts[3], namespace, pid, started)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def _kernel() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:  # no Linux
+        return socket.gethostname().replace("-", "")
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, None for one that has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    except (OSError, IndexError, ValueError):
+        return None
+    try:
+        return int(psutil.Process(pid).create_time() * 100)
+    except psutil.Error:
+        return None
+
+
+class FolderLock:
+    """A folder is this process's until `release`, or until the process ends, however it does.
+
+    The kernel's own lock on a file says so to all processes of a machine, and on most shared file systems to those of
+    other machines too. Where it does not reach, the owner's name in the file says who it was, and a sign of life every
+    few seconds whether it still is. Raises ConfigError, with the owner's name, while another one has it, StorageError
+    where the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / LOCK_FILE
+        self._owner = Owner.here()
+        self._descriptor = self._acquire()
+        self._is_released, self._guard = threading.Event(), threading.Lock()
+        threading.Thread(target=self._beat, name="folder lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise HybridRLError where another process has taken the folder, which must then be left alone. A lock that
+        was deleted, with the folder perhaps, is taken again."""
+        if self._is_released.is_set() or self._is_ours():
+            return
+        if self._path.exists():
+            raise HybridRLError(
+                f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
+                "write there any more; end one of the two (trainer.save(another folder) keeps what was learned here)"
+            )
+        if self.folder.is_dir():
+            found = self._acquire()
+            with self._guard:
+                os.close(self._descriptor)
+                self._descriptor = found
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._is_released.is_set():
+            return
+        self._is_released.set()
+        if self._is_ours():
+            self._path.unlink(missing_ok=True)
+        with self._guard:
+            os.close(self._descriptor)
+
+    def _is_ours(self) -> bool:
+        return _is_at(self._descriptor, self._path) and _owner_in(self._path) == self._owner
+
+    def _beat(self) -> None:
+        while not self._is_released.wait(BEAT_SECONDS):
+            with self._guard, contextlib.suppress(OSError):  # of a network that is away for a while
+                if not self._is_released.is_set():
+                    os.utime(self._descriptor)
+
+    def _acquire(self) -> int:
+        for _ in range(ATTEMPTS):
+            try:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+                if self._take(descriptor):
+                    return descriptor
+            except OSError as error:
+                raise StorageError(f"cannot lock {self.folder}: {error}; use a folder that can be written") from error
+            os.close(descriptor)
+        raise ConfigError(f"{self._path} is taken and left again and again; see who starts runs there")
+
+    def _take(self, descriptor: int) -> bool:
+        """Write our name into the file; False where it is to be opened again. Raises ConfigError."""
+        try:
+            has_lock = _lock(descriptor)
+            found = _owner_in(self._path)
+            if not _is_at(descriptor, self._path):
+                return False
+            if found is None and has_lock is False:
+                time.sleep(0.05)  # somebody is about to write there
+                return False
+            if found is not None and self._is_held(found, has_lock):
+                raise ConfigError(
+                    f"{self.folder} is in use by {found}"
+                    + (" (this process)" if found == self._owner else "")
+                    + f"; wait for it, end it, or choose another run_name. If it has ended, delete {self._path}"
+                )
+            if has_lock is False:  # left by a process that is gone to a child that it had
+                self._path.unlink(missing_ok=True)
+                return False
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(self._owner)).encode(), 0)
+            return True
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _is_held(self, owner: Owner, has_lock: bool | None) -> bool:
+        """Whether the owner still has the folder. has_lock: whether the kernel's lock is ours, None = there is none."""
+        standing = owner.standing()
+        if standing != "unknown":
+            return standing == "alive"
+        if has_lock is False:
+            return True
+        if has_lock and owner.kernel == self._owner.kernel:
+            return False  # in another container, but the lock is the same kernel's
+        logger.warning(
+            "%s was in use by %s, which cannot be looked at from here: watching it for %g s",
+            *(self.folder, owner, WATCH_SECONDS),
+        )
+        return self._sees_life()
+
+    def _sees_life(self) -> bool:
+        before, end = _change_time(self._path), time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(1.0, WATCH_SECONDS / 10))
+            if _change_time(self._path) != before:
+                return True
+        return False
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the kernel's lock on an open file is ours now; None where the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _owner_in(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _change_time(path: Path) -> int:
+    """When a file was last changed, by its own file system. Opened, for network file systems to ask again."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,188 @@
+"""A Trainer among others of its process, and what may be set on it."""
+
+import dataclasses
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import ConfigError, HybridRLError
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+KEYS = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2}
+
+# ------------------------------------------------------------------------------------------------------------ setting
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "temperature", "beta", "num_generations", "eval_top_p", "seed", "optimizer_path"]
+)
+def test_an_attribute_that_would_do_nothing_is_refused(make_trainer, name: str) -> None:
+    """A key, of whatever section, and what is none at all."""
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match=f"trainer.{name} would do nothing"):
+        setattr(trainer, name, 1e-4)
+    assert not hasattr(trainer, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["config", "tokenizer", "reward_funcs", "train_dataset", "eval_dataset", "callbacks", "model"]
+)
+def test_what_a_trainer_was_made_from_stays(make_trainer, name: str) -> None:
+    trainer = make_trainer()
+    before = getattr(trainer, name, None)
+    with pytest.raises(ConfigError, match=r"Trainer\(\.\.\., resume=trainer.save\(\)\) goes on"):
+        setattr(trainer, name, spread)
+    assert getattr(trainer, name, None) is before
+    for read_only in ("global_step", "num_tokens", "policy_version"):
+        with pytest.raises(AttributeError):
+            setattr(trainer, read_only, 3)
+
+
+def test_the_advice_is_good(make_trainer) -> None:
+    trainer = make_trainer(max_steps=3, learning_rate=1e-3)
+    trainer.step()
+    other = make_trainer(max_steps=3, learning_rate=1e-4, resume=trainer.save())
+    assert other.global_step == 1 and other.step().metrics["learning_rate"] == 1e-4
+    anew = make_trainer(str(other.save()), max_steps=3, learning_rate=1e-2)
+    assert anew.global_step == 0 and anew.step().metrics["learning_rate"] == 1e-2
+
+
+def test_max_steps_may_be_set(make_trainer) -> None:
+    trainer = make_trainer(max_steps=5)
+    trainer.step()
+    trainer.max_steps = 2
+    trainer.fit()
+    assert trainer.global_step == 2
+    for value in (0, 2.5, True, "3"):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            trainer.max_steps = value  # type: ignore[assignment]
+
+
+def test_classes_of_the_users_have_attributes_of_their_own(make_trainer, tmp_path) -> None:
+    class Mine(Trainer):
+        def __init__(self, *arguments, **keys):
+            self.before = 1
+            super().__init__(*arguments, **keys)
+            self.after = 2
+
+    keys = KEYS | {"tokenizer": build_tokenizer(), "output_dir": str(tmp_path)}
+    with Mine(build_model(), spread, sums(4), **keys) as trainer:
+        trainer.noted = 3
+        assert (trainer.before, trainer.after, trainer.noted) == (1, 2, 3)
+        with pytest.raises(ConfigError):
+            trainer.learning_rate = 1.0
+
+
+def test_a_configuration_says_what_to_do_instead(make_trainer) -> None:
+    config = make_trainer().config
+    for section, name in (
+        *((config, "seed"), (config.optimizer, "learning_rate"), (config.rollout, "temperature")),
+        *((config.rollout.inplace, "block_size"), (config.advantage, "scale_rewards"), (config.kl, "beta")),
+    ):
+        with pytest.raises(
+            dataclasses.FrozenInstanceError, match=rf"{name}=0.5: .*resume=trainer.save\(\), {name}=0.5"
+        ):
+            setattr(section, name, 0.5)
+    assert dataclasses.replace(config.optimizer, learning_rate=0.5).learning_rate == 0.5
+
+
+# --------------------------------------------------------------------------------------------------------- one folder
+
+
+def test_a_cell_that_is_run_again_takes_the_run_over(make_trainer, caplog) -> None:
+    """The Trainer of its first run is still there: it has the run folder."""
+    keys = {"run_name": "run", "resume": "auto", "save_steps": 1, "max_steps": 3}
+    first = make_trainer(**keys)
+    first.step()
+    second = make_trainer(**keys)
+    assert second.global_step == 1 and "closing the Trainer of" in caplog.text
+    with pytest.raises(
+        HybridRLError, match="this Trainer is closed: a later one of this process needed the run folder"
+    ):
+        first.step()
+    second.step()
+
+
+def test_a_trainer_is_not_taken_from_below_its_own_step(make_trainer) -> None:
+    made = []
+
+    def reward(completion_ids, **_):
+        if not made:
+            made.append(0)
+            with pytest.raises(ConfigError, match="has the run folder .*, and is in a training step"):
+                make_trainer(build_model(), **keys)
+            made.append(1)
+        return spread(completion_ids)
+
+    keys = {"run_name": "run", "resume": "auto"}
+    trainer = make_trainer(reward_funcs=reward, **keys)
+    trainer.step()
+    assert made == [0, 1]
+
+
+def test_runs_of_other_folders_are_left_alone(make_trainer, caplog) -> None:
+    first, second = make_trainer(run_name="a"), make_trainer(run_name="a")
+    first.step()
+    second.step()
+    assert first.run_folder != second.run_folder and "closing" not in caplog.text
+
+
+def test_a_trainer_that_was_dropped_is_closed(make_trainer, tmp_path) -> None:
+    keys = KEYS | {"tokenizer": build_tokenizer(), "output_dir": str(tmp_path)}
+    trainer = Trainer(build_model(), spread, sums(4), **keys)
+    trainer.step()
+    folder, gone = trainer.run_folder, weakref.ref(trainer)
+    assert (folder / ".lock").exists()
+    del trainer
+    gc.collect()
+    assert gone() is None and not (folder / ".lock").exists()
+
+
+# --------------------------------------------------------------------------------------------------------- one module
+
+
+def test_two_trainers_of_one_module_are_told_of(make_trainer, caplog) -> None:
+    """The optimizer of the first one goes by weights that the second one changes."""
+    module = build_model()
+    first = make_trainer(module, max_steps=3)
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        first.step()
+        assert caplog.text == ""
+        second = make_trainer(module, max_steps=3)
+        assert f"the Trainer of {first.run_folder} is open and trains the same module" in caplog.text
+        assert "was trained before, 1 steps in this process" in caplog.text
+        caplog.clear()
+        second.step()
+        second.step()
+        assert caplog.text == ""
+        worker = first.policy._backend._worker
+        published, publish = [], worker.publish_weights
+        worker.publish_weights = lambda version: published.append(version) or publish(version)
+        first.step()
+        assert caplog.text.count("another Trainer has trained the module of this one") == 1
+        assert published == [1, 2]  # an engine with a copy of the weights had those of before
+        caplog.clear()
+        first.step()
+        assert caplog.text == "" and published == [1, 2, 3]
+
+
+def test_a_module_that_was_trained_before_is_told_of_unless_its_weights_come_from_a_checkpoint(
+    make_trainer, caplog
+) -> None:
+    module, other = build_model(), build_model()
+    first = make_trainer(module)
+    first.step()
+    saved = first.save()
+    first.close()
+    make_trainer(other).step()
+    assert "was trained before" not in caplog.text
+    make_trainer(module).close()
+    assert caplog.text.count("the module was trained before, 1 steps in this process: training goes on") == 1
+    assert "is open and trains the same module" not in caplog.text
+    make_trainer(module, resume=str(saved), max_steps=3)
+    assert caplog.text.count("was trained before") == 1
+    assert torch.isfinite(next(module.parameters())).all()
