@@ -318,21 +318,22 @@ def test_global_random_state_is_left_alone(make_trainer) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_giant_reward_is_skipped_and_counted(make_trainer, records) -> None:
-    """Advantages of 1e300 are no float32: one step is lost, not the run."""
+def test_a_giant_reward_is_named_and_the_trainer_goes_on(make_trainer, records) -> None:
+    """Advantages of 1e300 are no float32: nothing can be learned from that step, and its reward is the reason."""
 
     def giant(completions, trainer_state, **_):
-        return [1e300 * index if trainer_state.global_step == 1 else float(index) for index in range(len(completions))]
+        return [1e300 * index if giant.is_first else float(index) for index in range(len(completions))]
 
+    giant.is_first = True
     model = build_model()
     before = model.lm_head.weight.clone()
     trainer = make_trainer(model, giant, scale_rewards="none")
-    trainer.step()
+    with pytest.raises(DataError, match=r"with the reward [0-9.]+e\+30[0-9]"):
+        trainer.step()
     assert torch.equal(model.lm_head.weight, before)
+    giant.is_first = False
     trainer.step()
-    first, second = records(trainer)
-    assert (first["skipped_updates"], second["skipped_updates"]) == (1, 0)
-    assert "loss" not in first
+    assert [record["skipped_updates"] for record in records(trainer)] == [0]
     assert not torch.equal(model.lm_head.weight, before)
 
 
