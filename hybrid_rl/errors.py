@@ -30,6 +30,10 @@ class NoSignalError(DataError):
     """Too few prompts give groups whose rewards differ: there is nothing to learn from."""
 
 
+class DivergedError(HybridRLError, RuntimeError):
+    """Nothing is learned any more: updates are skipped one after the other, because they are not finite."""
+
+
 class StorageError(HybridRLError, OSError):
     """A file cannot be written now: the disk is full, or the folder read-only."""
 

@@ -13,13 +13,14 @@ from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
 from hybrid_rl.collecting import collect_step, collector_of, evaluation_metrics, generation_of
-from hybrid_rl.config import TrainerConfig, to_dict
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DivergedError,
     EngineStateError,
     NoSignalError,
     NotYetSupportedError,
@@ -34,6 +35,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
 from hybrid_rl.runlog import RunLog, cost_metrics
+from hybrid_rl.watch import LearningWatch
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -96,6 +98,7 @@ class Trainer(Tenant):
         self._callbacks = tuple(callbacks)
         self.buffer = SampleBuffer(capacity=0)
         self._committed = self._sampler.state_dict()
+        self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._last_metrics: dict[str, float] = {}
         self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
@@ -134,7 +137,7 @@ class Trainer(Tenant):
             self._keep_last_step()
             self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
             raise
-        except NoSignalError:  # the data has nothing left to learn from: what was learned so far is a result
+        except (NoSignalError, DivergedError):  # nothing is learned any more: what was learned so far is a result
             self._keep_last_step()
             raise
         finally:
@@ -164,7 +167,10 @@ class Trainer(Tenant):
                 raise
             finally:
                 self._in_step = False
+            diverged = self._watch.look(self.global_step, result.metrics, self.policy.skipped_updates)
             self._after_step(result)
+        if diverged is not None:
+            raise diverged
         return result
 
     def _after_step(self, result: StepResult) -> None:
@@ -308,6 +314,9 @@ class Trainer(Tenant):
     def _save_now(self, *, final: bool) -> None:
         """A checkpoint that fails (disk full) does not end the run: it is tried again after every step, while there are
         ranks."""
+        if self._watch.is_broken:
+            logger.warning("step %d is not saved: its weights are not finite", self.global_step)
+            return
         try:
             target = self.save()
         except CheckpointError as error:

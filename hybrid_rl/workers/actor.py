@@ -127,7 +127,7 @@ class Actor(TrainedModel):
                 before.append(logprobs.float())
             return loss
 
-        norm, updated = self._step(micro_batches, loss_of)
+        norm, updated = self._step(batch, micro_batches, loss_of)
         self._numbers.step(self._context, is_valid=updated)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)

@@ -115,7 +115,7 @@ class Critic(TrainedModel):
             return loss
 
         learning_rate = self.optimizer.learning_rate
-        norm, updated = self._step(micro_batches, loss_of)
+        norm, updated = self._step(batch, micro_batches, loss_of)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
         sums.mean("critic/value_loss", 0.0, once)

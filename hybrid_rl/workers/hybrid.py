@@ -42,6 +42,7 @@ from hybrid_rl.workers.reward_model import REWARD_MODELS, RewardModels
 from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.skipped import SkippedUpdate
 
 # The cache wakes after the handoff, when nothing is staged or gathered any more.
 PUBLISHING = frozenset({ACTOR, ENGINE_WEIGHTS})
@@ -132,6 +133,11 @@ class HybridWorker(WorkerBase):
             sums.merge(self._actor.update(batch, plan, step - 1))
             self._roles.after_update(self._actor, step)
         return sums
+
+    @dispatch(collect="leader")
+    def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
+        """Of policy and critic the last update that was skipped."""
+        return {"policy": self._actor.skipped, "critic": self._roles.skipped_update}
 
     # ------------------------------------------------------------------------------------------------- rollout
 

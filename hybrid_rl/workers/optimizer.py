@@ -32,6 +32,8 @@ class Optimizer:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+        self.names = list(self._parameters)
+        self.not_finite: tuple[list[str], list[str]] = ([], [])  # gradients and weights of the last skipped update
         self._shapes = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
         self._has_masters = any(p.dtype.itemsize < torch.float32.itemsize for p in self._parameters.values())
         self._mesh = _mesh_of(self._parameters)
@@ -102,8 +104,8 @@ class Optimizer:
 
         Returns the gradient norm before clipping and whether the weights were updated, the same on every rank: where
         the norm is not finite they are left alone, the moments too; the schedule advances all the same, so that its end
-        stays where it was planned. Raises ModelError where parameters are no longer those that the optimizer was made
-        for.
+        stays where it was planned, and `not_finite` names what was to blame on this rank. Raises ModelError where
+        parameters are no longer those that the optimizer was made for.
         """
         if {name: (p.shape, p.dtype) for name, p in self._parameters.items()} != self._shapes:
             raise ModelError(
@@ -122,6 +124,10 @@ class Optimizer:
             if self._has_masters:
                 torch._foreach_copy_([local_part(p) for p in self._parameters.values()], targets)
         else:
+            self.not_finite = (
+                [name for name, t in self._targets.items() if t.grad is not None and not t.grad.isfinite().all()],
+                [name for name, t in self._targets.items() if not t.isfinite().all()],
+            )
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
             # instead.
             self._adamw._opt_called = True  # type: ignore[attr-defined]

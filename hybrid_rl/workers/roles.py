@@ -33,6 +33,7 @@ from hybrid_rl.workers.residents import (
     optimizer_resident,
 )
 from hybrid_rl.workers.setup import WorkerSetup
+from hybrid_rl.workers.skipped import SkippedUpdate
 
 CRITICS = frozenset({CRITIC, CRITIC_OPTIMIZER})
 SCORING = frozenset({ACTOR, REFERENCE, TEACHER, CRITIC})
@@ -89,6 +90,11 @@ class Roles:
     def update_critic(self, batch: Batch, plan: Plan) -> MetricSums:
         """All optimizer steps of the critic in a training step. Collective."""
         return MetricSums() if self._critic is None else self._critic.update(batch, plan)
+
+    @property
+    def skipped_update(self) -> SkippedUpdate | None:
+        """The last update of the critic that was skipped."""
+        return None if self._critic is None else self._critic.skipped
 
     def is_warmup(self, step: int) -> bool:
         """Whether only the critic learns in this training step."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.batch import Batch
 from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
 from hybrid_rl.config import OptimizerConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, mark_progress
@@ -19,6 +20,8 @@ from hybrid_rl.models.weights.saving import save_weights
 from hybrid_rl.models.weights.sources import FolderSource
 from hybrid_rl.workers.fsdp import ShardedCausalLM, accumulating
 from hybrid_rl.workers.optimizer import Optimizer
+from hybrid_rl.workers.skipped import SkippedUpdate, columns_not_finite
+from hybrid_rl.workers.step import loss_mask
 
 
 class TrainedModel:
@@ -39,23 +42,41 @@ class TrainedModel:
         if config.model.gradient_checkpointing:
             model.enable_gradient_checkpointing()
             model.verify()  # it put the model into training mode
+        self.skipped: SkippedUpdate | None = None  # the last update that was
         self.optimizer = Optimizer(model.module, optimizer, num_optimizer_steps=num_optimizer_steps)
 
     def _step(
-        self, micro_batches: Sequence[Sequence[int]], loss_of: Callable[[Sequence[int]], Tensor]
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], loss_of: Callable[[Sequence[int]], Tensor]
     ) -> tuple[float, bool]:
         """One update of the weights. loss_of: this rank's part of the loss from the samples of a micro-batch.
 
-        Returns the gradient norm and whether the weights were updated. The host waits for the device once, for the
-        norm: while one micro-batch is computed, it prepares the next.
+        Returns the gradient norm and whether the weights were updated; where not, `skipped` says why. The host waits
+        for the device once, for the norm: while one micro-batch is computed, it prepares the next.
         """
         self.optimizer.clear()  # of what an update that was broken off left behind
+        losses = []
         for index, rows in enumerate(micro_batches):
             mark_progress()
             with accumulating(self.model, is_last=index == len(micro_batches) - 1):
-                loss_of(rows).backward()  # type: ignore[no-untyped-call]
+                loss = loss_of(rows)
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
             self.optimizer.accumulate()
-        return self.optimizer.step()
+        norm, updated = self.optimizer.step()
+        if not updated:
+            self.skipped = self._why_skipped(batch, micro_batches, norm, losses)
+        return norm, updated
+
+    def _why_skipped(
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], norm: float, losses: Sequence[Tensor]
+    ) -> SkippedUpdate:
+        """Collective; nothing of it is computed in an update that goes through."""
+        mine = batch.select(torch.tensor([row for rows in micro_batches for row in rows], dtype=torch.int64))
+        mask = loss_mask(mine, mask_truncated_completions=self._config.algorithm.mask_truncated_completions)
+        loss = float(torch.stack(list(losses)).double().sum()) if losses else 0.0
+        names = self.optimizer.names
+        part = SkippedUpdate(norm, loss, *self.optimizer.not_finite, len(names), columns_not_finite(mine, mask))
+        return SkippedUpdate.joined(self._context.gather(part), names)
 
     def save_model(self, folder: Path) -> None:
         """Write the weights and config as `from_pretrained` reads them. Collective."""

@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"workers"}),
     frozenset({"checks", "inputs", "others"}),
     frozenset({"assembly", "runlog"}),
-    frozenset({"launch", "collecting"}),
+    frozenset({"launch", "collecting", "watch"}),
     frozenset({"trainer"}),
     frozenset({ROOT}),
     frozenset({"cli", "__main__"}),

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import RewardError, WorkerError
+from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.report import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -97,6 +97,30 @@ def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str,
     assert [line["step"] for line in read_jsonl(trainer.run_folder / "metrics.jsonl")] == [1]
     trainer.close()
     wait_until(lambda: not rank_pids(), "ranks are left")
+
+
+def test_gradients_that_are_no_numbers_on_one_rank_end_the_run_with_their_name(make):
+    """All ranks skip the update alike; which parameter it was one of them knows."""
+
+    def reward(completion_ids, **columns):
+        import torch.distributed as dist
+
+        from hybrid_rl.workers.optimizer import Optimizer
+
+        collect = Optimizer._collect
+
+        def poisoned(self):
+            collect(self)
+            self._targets["model.norm.weight"].grad.fill_(float("nan"))
+
+        if dist.get_rank() == 1:
+            Optimizer._collect = poisoned
+        return spread(completion_ids)
+
+    trainer = make(reward, max_steps=9, save_steps=9)
+    with pytest.raises(DivergedError, match="has not changed in the last 3 .* first that of model.norm.weight"):
+        trainer.fit()
+    assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
 
 
 @pytest.mark.parametrize(("culprit", "place"), [(1, "in a collective"), (1, "between two"), (0, "between two")])

@@ -1,0 +1,172 @@
+"""Updates that are skipped: one is warned of, a few training steps of nothing else are an error that says why."""
+
+import logging
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.errors import DivergedError
+from hybrid_rl.watch import LearningWatch
+from hybrid_rl.workers.skipped import SkippedUpdate, columns_not_finite
+from tests.tiny import sums
+
+FIRST = "model.layers.0.mlp.up_proj.weight"
+
+
+def watch_of(*skipped: dict[str, float], updates: int = 2) -> tuple[list[str], LearningWatch]:
+    """The errors of a run with these metrics, empty texts for none."""
+    cause = SkippedUpdate(float("nan"), 1.0, ["a"], [], 3)
+    watch = LearningWatch(updates)
+    found = [
+        watch.look(step, metrics, lambda: {"policy": cause, "critic": cause}) for step, metrics in enumerate(skipped)
+    ]
+    return [str(error or "") for error in found], watch
+
+
+def policy(count: int) -> dict[str, float]:
+    return {"skipped_updates": float(count)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "has_error"),
+    [
+        ([policy(2)] * 3, True),
+        ([policy(2), policy(2), policy(1), policy(2), policy(2)], False),  # something was learned in between
+        ([policy(2), policy(2), policy(0), policy(2)], False),
+        ([policy(1)] * 9, False),  # half of the updates went through each time
+        ([policy(2), {}, policy(2), {}, policy(2)], True),  # the policy rests while the critic warms up
+        ([{"critic/skipped_updates": 2.0, **policy(0)}] * 3, True),
+        ([policy(0)] * 5, False),
+    ],
+)
+def test_three_training_steps_without_an_update(steps: list[dict[str, float]], has_error: bool) -> None:
+    errors, _ = watch_of(*steps)
+    assert not any(errors[:-1]) and bool(errors[-1]) == has_error
+    if has_error:
+        who = "critic" if "critic/skipped_updates" in steps[0] else "policy"
+        assert f"the {who} has not changed in the last 3 training steps, up to step {len(steps) - 1}" in errors[-1]
+        assert "all of their updates (6)" in errors[-1]
+
+
+def test_the_first_of_a_row_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        watch_of(policy(1), policy(1), policy(0), policy(1))
+    assert [record.args[:3] for record in caplog.records] == [(0, 1, 2), (3, 1, 2)]
+
+
+def test_of_all_ranks() -> None:
+    """In the order of the model, whichever rank holds what; counts and losses add up."""
+    parts = [
+        SkippedUpdate(7.0, 1.0, ["c"], [], 3, {"advantages": (1, 4)}),
+        SkippedUpdate(7.0, 2.0, ["b", "c"], ["b"], 3, {"advantages": (2, 5), "values": (1, 5)}),
+    ]
+    joined = SkippedUpdate.joined(parts, ["a", "b", "c"])
+    assert (joined.norm, joined.loss, joined.gradients, joined.weights) == (7.0, 3.0, ["b", "c"], ["b"])
+    assert joined.columns == {"advantages": (3, 9), "values": (1, 5)}
+    assert "1 of 3 weights are not finite, first b; 3 of 9 tokens have advantages that are not finite" in str(joined)
+    assert "the gradients of 2 of 3 parameters are not finite, first that of b" in str(joined)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"weights": ["a"]}, "earlier checkpoint"),
+        ({"columns": {"advantages": (1, 2)}}, "look at the rewards"),
+        ({"columns": {"ref_logprobs": (1, 2)}}, "look at the models that gave those"),
+        ({"loss": float("inf")}, "a KL term may overflow"),
+        ({}, "lower learning_rate"),
+    ],
+)
+def test_what_to_do(changes: dict, remedy: str) -> None:
+    cause = {"norm": 1.0, "loss": 1.0, "gradients": [], "weights": [], "num_parameters": 3}
+    assert remedy in SkippedUpdate(**(cause | changes)).remedy
+
+
+def test_columns_are_looked_at_where_they_count() -> None:
+    ids = Jagged.from_rows([[1, 2], [3]], torch.int64)
+    nan, inf = float("nan"), float("inf")
+    columns = {"advantages": [nan, 1.0, inf], "old_logprobs": [1.0, -inf, 0.0], "values": [0.0, 0.0, 0.0]}
+    batch = Batch({"completion_ids": ids, **{n: ids.with_values(torch.tensor(v)) for n, v in columns.items()}})
+    assert columns_not_finite(batch, torch.tensor([True, False, True])) == {"advantages": (2, 2)}
+
+
+# --------------------------------------------------------------------------------------------------------- in a Trainer
+
+
+def poisoned(trainer, name: str = FIRST, when=lambda: True):
+    """From now on the gradient of a parameter is not finite."""
+    parameter = dict(trainer.policy._backend._worker._actor.model.module.named_parameters())[name]
+    return parameter.register_hook(lambda gradient: gradient * (float("nan") if when() else 1.0))
+
+
+def test_a_run_that_does_not_learn_any_more_ends(make_trainer, records, caplog) -> None:
+    trainer = make_trainer(max_steps=9, save_steps=9, prompts_per_mini_batch=2)
+    trainer.step()
+    poisoned(trainer)
+    before = {n: p.detach().clone() for n, p in trainer.module.named_parameters()}
+    with pytest.raises(DivergedError) as caught:
+        trainer.fit()
+    told = str(caught.value)
+    for part in (
+        *("the policy has not changed in the last 3 training steps, up to step 4", "updates (6) were skipped"),
+        *("the gradient norm was nan; the loss was ", "the gradients of 1 of 26 parameters are not finite", FIRST),
+        *("What to do: lower learning_rate", "The weights are those of the last good update"),
+    ):
+        assert part in told, told
+    assert all(torch.equal(before[name], value) for name, value in trainer.module.named_parameters())
+    assert caplog.text.count("training step 2: 2 of 2 updates of the policy were skipped") == 1
+    assert [line.get("skipped_updates") for line in records(trainer)] == [0, 2, 2, 2]
+    assert (trainer.run_folder / "checkpoint-4").is_dir()  # what was learned so far
+    trainer.close()
+    assert make_trainer(max_steps=9, resume=str(trainer.run_folder / "checkpoint-4"), save_steps=9).step()
+
+
+def test_a_skipped_update_among_others_ends_nothing(make_trainer) -> None:
+    trainer = make_trainer(max_steps=5, prompts_per_mini_batch=2)
+    calls = []
+    poisoned(trainer, when=lambda: calls.append(1) or len(calls) % 2 == 0)
+    trainer.fit()
+    assert trainer.global_step == 5
+
+
+def test_huge_advantages_are_named(make_trainer, monkeypatch) -> None:
+    """Whatever made them: here one that is put into the batch."""
+    trainer = make_trainer(max_steps=4)
+    worker = trainer.policy._backend._worker
+    compute = worker.advantages
+
+    def broken(batch):
+        batch = compute(batch)
+        batch["advantages"].values[3] = float("inf")
+        return batch
+
+    monkeypatch.setattr(worker, "advantages", broken)
+    with pytest.raises(
+        DivergedError, match="1 of .* tokens have advantages that are not finite; .* look at the rewards"
+    ):
+        trainer.fit()
+    assert trainer.global_step == 3
+
+
+def test_weights_that_are_broken_are_not_saved(make_trainer, caplog) -> None:
+    """A checkpoint of them would be the newest: resume=auto would go on from it instead of a good one."""
+    trainer = make_trainer(max_steps=9, save_steps=1)
+    trainer.step()
+    look = trainer._watch.look
+    cause = SkippedUpdate(float("nan"), float("nan"), [], [FIRST], 26)
+    trainer._watch.look = lambda step, metrics, why: look(
+        step, metrics | {"skipped_updates": 1}, lambda: {"policy": cause}
+    )
+    trainer.step()
+    assert "step 2 is not saved: its weights are not finite" in caplog.text
+    assert [path.name for path in trainer.run_folder.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_the_critic_is_watched_too(make_trainer) -> None:
+    trainer = make_trainer(advantage="gae", critic_learning_rate=1e-3, max_steps=5, train_dataset=sums(12))
+    critic = trainer.policy._backend._worker._roles._critic.model.module
+    name, parameter = next((n, p) for n, p in critic.named_parameters() if n.endswith("up_proj.weight"))
+    parameter.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(DivergedError, match=f"the critic has not changed in the last 3 .* first that of {name}"):
+        trainer.fit()
