@@ -122,6 +122,8 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "evaluation has eval_min_p",
         "repetition_penalty": "it changes the distribution that importance ratios assume, so training samples without "
         "it; evaluation has eval_repetition_penalty",
+        "aux_loss_coef": "set router_aux_loss_coef",
+        "moe_aux_loss_coeff": "set router_aux_loss_coef",
         "entropy_coeff": "set entropy_coef",
         "use_kl_loss": "set kl=loss and beta",
         "use_kl_in_reward": "set kl=reward and beta",

@@ -95,6 +95,12 @@ class AlgorithmConfig:
     positive_nll_coef: float = key(
         0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
     )
+    router_aux_loss_coef: float | None = key(
+        None,
+        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = what the model's config says. "
+        "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,7 @@ class PackedRow:
         comes from the last token of its prompt, shared or not.
         """
         sizes, own = prompts.lengths.tolist(), completions.lengths.tolist()
-        wanted = [index for index, length in enumerate(own) if length] or [0]
-        groups = prompt_groups(prompts, wanted)
-        shared = [group for group in groups if len(group) > 1]
-        single = [group[0] for group in groups if len(group) == 1]
+        shared, single = _arrangement(prompts, completions)
         children = [index for group in shared for index in group]
         roots = [*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)]
         filler = _filler(sum(roots) + sum(own[index] for index in children))
@@ -133,6 +130,28 @@ class PackedRow:
         )
         token_ids, positions, labels, places = upload(columns, device)
         return cls(token_ids, positions, labels, places, layout)
+
+
+def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]]) -> Tensor:
+    """As how many tokens each place of `PackedRow.of` these samples counts, float32 [T], if a token of the prompt and
+    one of the completion of each sample count as `weights` say: a shared prompt counts for all of its samples, what
+    fills the row up for none."""
+    sizes, own = prompts.lengths.tolist(), completions.lengths.tolist()
+    shared, single = _arrangement(prompts, completions)
+    parts = [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
+    parts += [part for i in single for part in ((weights[i][0], sizes[i]), (weights[i][1], own[i]))]
+    children = [(weights[index][1], own[index]) for group in shared for index in group]
+    filler = _filler(sum(length for _, length in (*parts, *children)))
+    values, lengths = zip(*parts, (0.0, filler), *children, strict=True)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+
+
+def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
+    """The samples that share a prompt, group by group, and the others; none without completion tokens, but one where
+    all are such."""
+    wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
+    groups = prompt_groups(prompts, wanted)
+    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1]
 
 
 def _filler(num_tokens: int) -> int:

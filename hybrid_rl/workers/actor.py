@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import finish_downloads, start_download
 from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
-from hybrid_rl.workers.routing import router_columns
+from hybrid_rl.workers.routing import expert_load, router_columns
 from hybrid_rl.workers.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from hybrid_rl.workers.trained import TrainedModel
@@ -38,6 +40,7 @@ class Actor(TrainedModel):
         super().__init__(model, config.optimizer, config, context, num_optimizer_steps=num_optimizer_steps)
         self._reference = reference
         self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
+        self._balance = LoadBalance.of(model, config.algorithm.router_aux_loss_coef)
         self.kl_weight = KLWeight(config.kl)
         self._numbers = LearnedNumbers(config.policy_loss, model.device)
 
@@ -117,6 +120,7 @@ class Actor(TrainedModel):
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
+        terms = self._with_balance(batch, micro_batches, terms)
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             micro = micro_batch(batch, rows, self.model.idle_token)
@@ -132,12 +136,33 @@ class Actor(TrainedModel):
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
         sums.mean("loss", 0.0, once)
+        if self._balance is not None:
+            sums.mean("aux_loss", 0.0, once)
         if once:
             sums.mean("grad_norm", norm, 1)
             sums.mean("learning_rate", learning_rate, 1)
             sums.total("skipped_updates", 0 if updated else 1)
             sums.merge(self._numbers.metrics())
         return sums, torch.cat(before)
+
+    def _with_balance(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
+        """The terms with what the load-balancing loss wants to know of the mini-batch beforehand."""
+        if self._balance is None:
+            return terms
+        is_whole = len(micro_batches) == 1 and self._context.num_ranks == 1
+        load = (
+            None
+            if is_whole
+            else expert_load(
+                self.model,
+                self._balance,
+                batch,
+                micro_batches,
+                self._context,
+                mask_truncated_completions=self._config.algorithm.mask_truncated_completions,
+            )
+        )
+        return replace(terms, balance=self._balance, expert_load=load)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """See TrainedModel; with what the algorithm has learned beside the model."""

@@ -23,10 +23,11 @@ from hybrid_rl.config import AlgorithmConfig, TrainerConfig
 from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.balance import ExpertLoad, LoadBalance
 from hybrid_rl.models.distribution import chosen_and_entropy
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import upload
-from hybrid_rl.workers.routing import reading_old_experts
+from hybrid_rl.workers.routing import reading_balance, reading_old_experts
 
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
@@ -67,7 +68,9 @@ class Counts:
 class Terms:
     """What a loss is made of beside the batch. beta: present weight of a KL penalty in the loss; version: of the policy
     at the start of the training step; parameters: learned beside the model, float64 [P]; reference: the model, where
-    the KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores."""
+    the KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores; balance: of
+    experts, where that is part of the loss; expert_load: of the whole mini-batch, None = the micro-batch is all of it.
+    """
 
     config: TrainerConfig
     beta: float = 0.0
@@ -75,6 +78,8 @@ class Terms:
     parameters: Tensor | None = None
     reference: CausalLM | None = None
     routers: Routers | None = None
+    balance: LoadBalance | None = None
+    expert_load: ExpertLoad | None = None
 
     @property
     def is_exact_kl(self) -> bool:
@@ -91,7 +96,11 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     config, algorithm = terms.config, terms.config.algorithm
     row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
     log_probs: Tensor | None = None
-    with reading_old_experts(terms.routers, batch, row) as reading:
+    masks_truncated = algorithm.mask_truncated_completions
+    with (
+        reading_old_experts(terms.routers, batch, row) as reading,
+        reading_balance(terms.balance, batch, row, mask_truncated_completions=masks_truncated) as balance,
+    ):
         if terms.is_exact_kl or "log_probs" in config.policy_loss.needs:
             log_probs = model.row_distribution(row, config.rollout.temperature)
             logprobs, entropy = chosen_and_entropy(log_probs, row.labels)
@@ -130,6 +139,10 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     if algorithm.positive_nll_coef:
         nll = -_masked(logprobs, extra.positive).sum() / max(counts.num_positive_tokens, 1)
         total = total + algorithm.positive_nll_coef * nll
+    if terms.balance is not None and balance is not None:
+        aux_loss = balance.part(balance.load() if terms.expert_load is None else terms.expert_load)
+        total = total + terms.balance.coef * aux_loss
+        sums.mean("aux_loss", aux_loss.detach(), 0)
     _add_metrics(sums, loss, inputs, masks)
     return total, sums, inputs.logprobs.detach()
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
+from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups
 from tests.attention_contract import visible_keys
 from tests.unit.models.families import build
 
@@ -28,6 +28,21 @@ def test_hand_computed_row():
     assert row.layout == Layout((2, 2, 4), (2, 1), (0, 0))
     assert row.labels.tolist() == [10, 11, 12, 13, 14, 15]
     assert row.sources.tolist() == [1, 8, 2, 1, 5, 6]
+
+
+def test_as_how_many_tokens_each_place_counts():
+    """The row above, with what fills it up: a shared prompt counts for both of its samples."""
+    prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
+    completions = jagged([[10, 11], [12], [13], [14, 15], []])
+    weights = [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 2.0), (9.0, 9.0)]
+    found = place_weights(prompts, completions, weights)
+    assert found.tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 1, 1, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybrid_rl.models.row.SMALLEST_FILLED_ROW", 4)
+        patch.setattr("hybrid_rl.models.row.ROW_STEP", 13)
+        assert place_weights(prompts, completions, weights).tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 0, 0, 1, 1, 0]
+        assert PackedRow.of(prompts, completions, CPU).layout.roots == (2, 2, 4, 2)
+    assert place_weights(jagged([[1, 2], [3]]), jagged([[], []]), [(1.0, 1.0), (1.0, 1.0)]).tolist() == [1, 1]
 
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(50, 99), max_size=5)), min_size=1, max_size=12)
