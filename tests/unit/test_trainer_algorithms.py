@@ -150,7 +150,7 @@ def test_sft_learns_the_demonstrations(make_trainer) -> None:
         with torch.no_grad():
             logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         total, count = total - float(logprobs[len(prompt) - 1 :].sum()), count + len(completion) + 1
-    trainer = make_trainer(model, None, rows, algorithm="sft", max_steps=30, learning_rate=1e-2)
+    trainer = make_trainer(model, None, rows, algorithm="sft", num_generations=1, max_steps=30, learning_rate=1e-2)
     losses = [trainer.step().metrics["loss"] for _ in range(30)]
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
     assert losses[-1] < 0.3 * losses[0]
@@ -159,7 +159,7 @@ def test_sft_learns_the_demonstrations(make_trainer) -> None:
 
 def test_sft_wants_completions(make_trainer) -> None:
     with pytest.raises(DataError, match="completion"):
-        make_trainer(build_model(), None, sums(4), algorithm="sft")
+        make_trainer(build_model(), None, sums(4), algorithm="sft", num_generations=1)
 
 
 def test_distillation_falls_to_the_teacher(make_trainer, tmp_path) -> None:
