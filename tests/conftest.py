@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import gc
 import importlib.util
 import os
 import random
@@ -68,6 +69,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What all tests imported stays: no collection of garbage need go through it again, which takes up to a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ ELSEWHERE = {"rspo"}
 def test_a_preset_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates from each batch, so that ratios, weights and whole mini-batches play their part."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)  # takes as long as the run
     rows = sums(16)
     if name == "sft":
         rows = [{**row, "completion": row["answer"]} for row in rows]

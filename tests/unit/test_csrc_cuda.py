@@ -22,6 +22,7 @@ TORCH = Path(torch.__file__).parent
 KERNELS, GLUE = ROOT / "csrc" / "strided_copy_kernels.cu", ROOT / "csrc" / "strided_copy.cu"
 MOST_REGISTERS = 64  # so that 4 blocks of 256 threads share the 65536 registers of a multiprocessor
 MOST_SHARED_BYTES = 40 * 1024  # of which 4 blocks fit into the 164 KB of sm_80
+LAUNCH_MODEL = ROOT / "tests" / "unit" / "launch_model"
 PATHS = ("aligned", "shifted", "turned", "scattered")
 NUM_KERNELS = 6 * len(PATHS) * 2  # pairs of element sizes, paths, without and with the hash
 
@@ -97,6 +98,17 @@ def kernels_in(report: str) -> list[Kernel]:
 
 
 @pytest.mark.slow
+def test_what_the_operator_takes_of_this_torch_is_there(build: ModuleType, tmp_path: Path) -> None:
+    """As C++ over a stand-in of CUDA's headers, without making code of it."""
+    sources = ["-x", "c++", "-fsyntax-only", "-DUSE_CUDA", f"-I{LAUNCH_MODEL}", str(GLUE)]
+    command = build.cpp_command(TORCH, sources, tmp_path / "none")
+    if shutil.which(command[0]) is None:
+        pytest.skip("needs a C++ compiler")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.sweep
 @pytest.mark.timeout(900)  # nvcc takes ten seconds, on a busy machine many times longer
 def test_the_operator_compiles_against_the_headers_of_this_torch(build: ModuleType, nvcc: Path, tmp_path: Path) -> None:
     """To an object for one generation: that needs no CUDA build of torch."""

@@ -51,16 +51,16 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, records, keys: dict, broken
     keys = {"save_steps": broken_at, "run_name": "run"} | keys
     dtype = getattr(torch, keys.get("dtype", "float32"))
     straight = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "straight"))
-    straight.fit()
-    broken = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "broken"))
     for _ in range(broken_at):
-        broken.step()
+        straight.step()
+    broken = shutil.copytree(straight.run_folder, tmp_path / "broken" / "run")
+    straight.fit()
     # What came after the last checkpoint is lost with the process, except for its records.
-    broken._log.metrics(broken_at + 1, {"reward": -1.0})
-    broken.close()
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": broken_at + 1, "reward": -1.0}) + "\n")
     resumed = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "broken"), resume="auto")
     assert resumed.global_step == broken_at
-    assert resumed.run_folder == broken.run_folder
+    assert resumed.run_folder == broken
     resumed.fit()
     mine, expected = (records(one, comparable=True) for one in (resumed, straight))
     assert [line["step"] for line in mine if line["step"]] == list(range(1, 7))

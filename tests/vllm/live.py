@@ -55,7 +55,8 @@ class Live:
     def gap(self) -> float:
         """The largest difference of logprobs, of a prompt and of what vLLM generates after it."""
         settings = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0, logprobs=0, detokenize=False)
-        [output] = self.llm.generate([{"prompt_token_ids": PROMPT}], settings, use_tqdm=False)
+        with torch.compiler.set_stance("force_eager"):  # vLLM compiles how it ranks logprobs, which takes ten seconds
+            [output] = self.llm.generate([{"prompt_token_ids": PROMPT}], settings, use_tqdm=False)
         generated = output.outputs[0]
         tokens = PROMPT + list(generated.token_ids)
         logprobs = torch.log_softmax(self.module(torch.tensor([tokens])).logits[0].double(), -1)

@@ -1,6 +1,7 @@
 """Whole groups over ranks: every sample once, equal work per mini-batch, and no micro-batch over its cap anywhere."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +71,7 @@ def tokens_of(batch: Batch, rows: list[int]) -> int:
     return sum(length for _, length in prompts) + sum(int(batch["completion_length"][row]) for row in rows)
 
 
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(
+works = given(
     groups=groups_of_lengths(),
     num_ranks=st.integers(1, 64),
     per_mini_batch=st.integers(1, 24),
@@ -80,7 +79,23 @@ def tokens_of(batch: Batch, rows: list[int]) -> int:
     seed=st.integers(0, 2**40),
     data=st.data(),
 )
-def test_ranks_share_the_work(groups, num_ranks, per_mini_batch, spare, seed, data) -> None:
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@works
+def test_ranks_share_the_work(**work: Any) -> None:
+    check_shares(**work)
+
+
+@pytest.mark.sweep
+@settings(max_examples=400)
+@works
+def test_ranks_share_much_more_work(**work: Any) -> None:
+    check_shares(**work)
+
+
+def check_shares(groups, num_ranks, per_mini_batch, spare, seed, data) -> None:
     num_samples = sum(len(lengths) for _, lengths in groups)
     batch = batch_of(groups, data.draw(st.permutations(range(num_samples))))
     minis = assign_mini_batches(batch["group"], per_mini_batch, seed)
