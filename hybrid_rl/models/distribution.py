@@ -119,7 +119,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, log_probs: Tensor) -> Tensor:
         ctx.save_for_backward(log_probs)
         ctx.set_materialize_grads(False)
-        parts = [-(log_probs[rows].exp() * log_probs[rows]).sum(1) for rows in _chunks(log_probs.shape)]
+        parts = [-(log_probs[rows].exp() * _finite(log_probs[rows])).sum(1) for rows in _chunks(log_probs.shape)]
         return torch.cat(parts) if parts else log_probs.sum(1)
 
     @staticmethod
@@ -131,8 +131,13 @@ class _Entropy(torch.autograd.Function):
         grad = torch.empty_like(log_probs)
         for rows in _chunks(log_probs.shape):
             # d(-p ln p) / d ln p = -p (ln p + 1)
-            grad[rows] = -log_probs[rows].exp() * (log_probs[rows] + 1) * grads[0][rows, None]
+            grad[rows] = -log_probs[rows].exp() * (_finite(log_probs[rows]) + 1) * grads[0][rows, None]
         return grad
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """The least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy."""
+    return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
 
 def _chunks(shape: torch.Size) -> Iterator[slice]:

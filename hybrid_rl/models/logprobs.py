@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
             logprobs.append(log_p.gather(1, labels[rows, None])[:, 0])
-            entropy.append(-(log_p.exp() * log_p).sum(1))
+            entropy.append(-(log_p.exp() * finite_(log_p)).sum(1))
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.temperature, ctx.options = temperature, options
         # None says that the entropy takes no part in a loss; looking for zeros would wait for the device.
@@ -132,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = -p * grad_logprobs[rows, None]
             grad.scatter_add_(1, labels[rows, None], grad_logprobs[rows, None])
             if grad_entropy is not None:
-                entropy = -(p * log_p).sum(1, keepdim=True)
+                entropy = -(p * finite_(log_p)).sum(1, keepdim=True)
                 grad -= p * (log_p + entropy) * grad_entropy[rows, None]
             grad = grad / ctx.temperature
             if options.softcap is not None:
@@ -150,6 +150,11 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def finite_(log_p: Tensor) -> Tensor:
+    """ln p in place, the least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy, not NaN."""
+    return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
 def _log_softmax(
