@@ -80,6 +80,11 @@ class Trainer(Tenant):
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
+                )
         data = (train_dataset, eval_dataset)
         with contextlib.ExitStack() as closing:
             run = assembly.prepare(

@@ -350,4 +350,6 @@ def _scalar(path: str, expected: type, value: Any) -> Any:
             return float(value)
     except (TypeError, ValueError, OverflowError):
         pass
+    if expected is float and isinstance(value, float):
+        raise ConfigError(f"{path}={value!r} must be finite")
     raise ConfigError(f"{path}={value!r} must be of type {expected.__name__}")

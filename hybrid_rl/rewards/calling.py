@@ -67,7 +67,8 @@ class CallLog:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Add a column to the log of samples: one value per sample of the call, kept as JSON gives it back: tuples as
-        lists, and what JSON does not know as its text.
+        lists, numpy and torch as numbers and lists, NaN and infinities as None, and what else JSON does not know as its
+        text.
 
         Raises ValueError when the length differs from the number of samples, and for what cannot be written.
         """
@@ -103,12 +104,17 @@ def as_json(value: Any, column: str, position: int) -> Any:
     """A value of log_extra as it is written and read again. Here, while its function can still be told: records are
     written when the step is done, and what the function changes later must not reach them."""
     try:
-        return json.loads(json.dumps(value, default=str))
+        return json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None)
     except Exception as error:  # by what is wrong with it, or by an object's own __str__
         raise ValueError(
             f"log_extra({column!r}, ...): value {position} of type {type(value).__name__} cannot be written as JSON "
             f"({type(error).__name__}: {error}); give text, numbers, None, lists, or dicts with text as keys"
         ) from error
+
+
+def plain(value: Any) -> Any:
+    """What JSON does not know: numbers and arrays of numpy and torch as numbers and lists, all else as its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def to_number(value: Any) -> float:

@@ -318,6 +318,11 @@ def test_global_random_state_is_left_alone(make_trainer) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_callback_that_is_none_is_refused_before_anything_is_loaded(make_trainer) -> None:
+    with pytest.raises(ConfigError, match="callbacks has .* of type int; give instances of Callback"):
+        make_trainer("no such folder", callbacks=[7])
+
+
 def test_a_giant_reward_is_named_and_the_trainer_goes_on(make_trainer, records) -> None:
     """Advantages of 1e300 are no float32: nothing can be learned from that step, and its reward is the reason."""
 

@@ -44,6 +44,8 @@ class Rejection(AdvantageEstimator):
             raise ConfigError(
                 "reward_threshold=None and num_best=None accept every completion; give one, or use advantage=sft"
             )
+        if self.reward_threshold is None and self.num_best is not None:
+            object.__setattr__(self, "min_generations", self.num_best + 1)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""

@@ -224,7 +224,7 @@ class HFEngine(EmbeddedEngine):
     def kv_cache_tokens(self) -> int:
         """See RolloutEngine. Without limit where the model keeps nothing that grows with its sequences."""
         size = self._size
-        return (self._capacity - size.fixed_bytes) // size.token_bytes if size.token_bytes else sys.maxsize
+        return max(0, self._capacity - size.fixed_bytes) // size.token_bytes if size.token_bytes else sys.maxsize
 
     @property
     def kv_cache_bytes(self) -> int:

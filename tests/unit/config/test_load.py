@@ -164,7 +164,7 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("max_steps", float("inf"), "max_steps=inf must be of type int"),
         ("max_steps", float("nan"), "max_steps=nan must be of type int"),
         ("learning_rate", None, "learning_rate=None must be of type float"),
-        ("learning_rate", float("nan"), "learning_rate=nan must be of type float"),
+        ("learning_rate", float("nan"), "learning_rate=nan must be finite"),
         ("learning_rate", True, "learning_rate=True must be of type float"),
         ("trust_remote_code", "true", "trust_remote_code='true' must be of type bool"),
         ("trust_remote_code", 1, "trust_remote_code=1 must be of type bool"),

@@ -297,7 +297,6 @@ TRL = [
     "num_completions_to_print",
     "log_unique_prompts",
     "use_liger_kernel",
-    "router_aux_loss_coef",
     "entropy_target",
 ]
 

@@ -40,6 +40,10 @@ def resolved(has_eval: bool = True, hardware: Hardware = NO_GPU, **keys: Any) ->
         ({"prompts_per_step": 4, "prompts_per_mini_batch": 8}, "prompts_per_mini_batch=8 does not divide"),
         ({"num_generations": 1}, "num_generations=1: advantage=grpo compares .* use at least 2"),
         (
+            {"algorithm": "rejection_sampling", "num_generations": 4, "num_best": 4},
+            "num_generations=4: advantage=rejection compares .* use at least 5",
+        ),
+        (
             {"tokens_per_micro_batch": 511},
             "tokens_per_micro_batch=511 cannot hold one completion of max_completion_length=512",
         ),

@@ -6,8 +6,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import numpy as np
 import pytest
+import torch
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner
@@ -84,6 +86,12 @@ def test_log_extra_of_the_wrong_length_is_an_error_of_the_function():
     assert "got 2 values for 1 samples" in result.failures[0].detail
 
 
+def test_numbers_are_logged_as_numbers_and_what_is_none_as_none():
+    values = [numpy.float32(1.5), torch.ones(2), math.nan, {"a": [math.inf, 1]}]
+    result = run(lambda completions, log_extra: log_extra("x", values) or [1.0] * 4, samples("a", "b", "c", "d"))
+    assert list(result.extras["x"].values()) == [1.5, [1.0, 1.0], None, {"a": [None, 1]}]
+
+
 class Unprintable:
     def __str__(self):
         raise ZeroDivisionError("no text")
@@ -123,7 +131,7 @@ def test_what_was_logged_is_what_it_was_when_it_was_logged():
         shared.append(shared)
         return [1.0] * len(completions)
 
-    assert run(f, samples("a")).extras == {"list": {10: [1]}, "kinds": {10: [1, {"2": None}, "0.5", "x"]}}
+    assert run(f, samples("a")).extras == {"list": {10: [1]}, "kinds": {10: [1, {"2": None}, 0.5, "x"]}}
 
 
 @pytest.mark.parametrize(
