@@ -22,6 +22,7 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.routing import find_routers
 from hybrid_rl.models.row import PackedRow
+from hybrid_rl.models.unpacked import UnpackedRow
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class LoadBalance:
         self.coef = coef
         self._name = type(model.module).__name__
         self._routers = find_routers(model.module)
+        self._is_packed = model.attention.is_packed
         self._top_k = int(model.module.config.get_text_config().num_experts_per_tok)
         row = model.verify_row()
         with torch.no_grad(), self.reading(row, torch.ones(row.layout.num_tokens)) as reading:
@@ -77,7 +79,9 @@ class LoadBalance:
 
         weights: float [T], as how many tokens each place of the row counts (`place_weights`).
         """
-        reading = BalanceReading(self._name, len(self._routers), self._top_k, weights.to(row.token_ids.device))
+        device = row.token_ids.device
+        beside = None if self._is_packed else UnpackedRow(row.layout, device)
+        reading = BalanceReading(self._name, len(self._routers), self._top_k, weights.to(device), beside)
         handles = [
             router.register_forward_hook(partial(reading.take, layer, index))
             for layer, (router, index) in enumerate(self._routers)
@@ -90,10 +94,10 @@ class LoadBalance:
 
 
 class BalanceReading:
-    """The scores of L routers for the T tokens of a row."""
+    """The scores of L routers for the T tokens of a row. beside: how the row runs if it is not packed."""
 
-    def __init__(self, name: str, num_layers: int, top_k: int, weights: Tensor) -> None:
-        self._name, self._top_k, self._weights = name, top_k, weights.float()
+    def __init__(self, name: str, num_layers: int, top_k: int, weights: Tensor, beside: UnpackedRow | None) -> None:
+        self._name, self._top_k, self._weights, self._beside = name, top_k, weights.float(), beside
         self._scores: list[Tensor | None] = [None] * num_layers
 
     def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
@@ -121,11 +125,11 @@ class BalanceReading:
         return sums * scores[0].shape[-1] / num_rows.float()
 
     def _read(self) -> list[Tensor]:
-        num_tokens = len(self._weights)
+        num_tokens = len(self._weights) if self._beside is None else self._beside.shape.numel()
         found = [scores.reshape(-1, scores.shape[-1]) for scores in self._scores if scores is not None]
         if not found or len(found) < len(self._scores) or any(len(scores) != num_tokens for scores in found):
             raise ModelError(
                 f"the routers of {self._name} cannot be read ({len(found)} of {len(self._scores)} ran as modules of "
                 f"their own and scored every token); set router_aux_loss_coef=0, or torch_compile=false if that is on"
             )
-        return found
+        return found if self._beside is None else [scores[self._beside.places()] for scores in found]

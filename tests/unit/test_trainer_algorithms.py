@@ -39,7 +39,7 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, records, name: str) -> None
     straight = make_trainer(build_model(), **keys, output_dir=str(tmp_path / "straight"))
     for _ in range(3):
         straight.step()
-    shutil.copytree(straight.run_folder, tmp_path / "broken" / "run")
+    shutil.copytree(straight.run_folder, tmp_path / "broken" / "run", ignore=shutil.ignore_patterns(".lock"))
     straight.fit()
     resumed = make_trainer(build_model(), **keys, output_dir=str(tmp_path / "broken"), resume="auto")
     assert resumed.global_step == 3

@@ -53,7 +53,7 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, records, keys: dict, broken
     straight = make_trainer(build_model(dtype=dtype), **keys, output_dir=str(tmp_path / "straight"))
     for _ in range(broken_at):
         straight.step()
-    broken = shutil.copytree(straight.run_folder, tmp_path / "broken" / "run")
+    broken = shutil.copytree(straight.run_folder, tmp_path / "broken" / "run", ignore=shutil.ignore_patterns(".lock"))
     straight.fit()
     # What came after the last checkpoint is lost with the process, except for its records.
     with (broken / "metrics.jsonl").open("a") as file:

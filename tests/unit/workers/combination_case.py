@@ -42,9 +42,11 @@ class TableModel(CausalLM):
 
     def __init__(self, table: Tensor) -> None:
         self.module: Any = nn.Module()
+        self.module.config = SimpleNamespace(get_text_config=SimpleNamespace)
         self.module.table = nn.Parameter(table.clone())
 
     dtype = property(lambda self: self.module.table.dtype)
+    idle_token = 0
     device = property(lambda self: self.module.table.device)
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
