@@ -46,7 +46,7 @@ class Family:
 
     title: as the README names it; config: the config class; settings: its own, windows shorter than the sequences of
     the tests; model: the model class, None = the one that goes with the config; vllm: "tests", "by hand", "refused", or
-    "" for not tried; note: what else a user should know.
+    "" for not tried; note: what else a user should know; two_ranks: False where it cannot be sharded.
     """
 
     title: str
@@ -55,6 +55,7 @@ class Family:
     model: str | None = None
     vllm: str = ""
     note: str = ""
+    two_ranks: bool = True
 
 
 # Those that tests take everywhere.
@@ -85,7 +86,7 @@ SUPPORTED: dict[str, Family] = {
 MORE_DENSE: dict[str, Family] = {
     "apertus": Family("Apertus", "ApertusConfig"),
     "arcee": Family("Arcee", "ArceeConfig"),
-    "biogpt": Family("BioGPT", "BioGptConfig"),
+    "biogpt": Family("BioGPT", "BioGptConfig", note="one rank only", two_ranks=False),
     "bitnet": Family("BitNet", "BitNetConfig"),
     "cohere2": Family("Cohere 2", "Cohere2Config", {**MIXED_WINDOW, **HEADS, "logit_scale": 0.25}),
     "cwm": Family("CWM", "CwmConfig", {**MIXED_WINDOW, **HEADS, "bos_token_id": 2}),
