@@ -113,7 +113,7 @@ class CausalLM:
             )
         settings = {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
         self.module.gradient_checkpointing_enable(settings)
-        # transformers checkpoints what is in training mode. The rest stays as it is: some routers choose by chance there.
+        # transformers checkpoints what is in training mode. The rest is not: some routers choose by chance there.
         for child in self.module.modules():
             if getattr(child, "gradient_checkpointing", False):
                 child.training = True

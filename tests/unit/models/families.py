@@ -118,7 +118,7 @@ MORE_DENSE: dict[str, Family] = {
     "glm": Family("GLM", "GlmConfig", HEADS),
     "glm4": Family("GLM-4", "Glm4Config", HEADS),
     "gpt-bigcode": Family("GPT-BigCode", "GPTBigCodeConfig", GPT2),
-    "gpt-neox": Family("GPT-NeoX, Pythia", "GPTNeoXConfig"),
+    "gpt-neox": Family("GPT-NeoX (Pythia)", "GPTNeoXConfig"),
     "helium": Family("Helium", "HeliumConfig", HEADS),
     "hunyuan": Family("Hunyuan (dense)", "HunYuanDenseV1Config", HEADS),
     "jais2": Family("Jais 2", "Jais2Config", HEADS),
@@ -144,7 +144,7 @@ MIXTURES: dict[str, Family] = {
     "qwen3-moe": Family("Qwen3-MoE", "Qwen3MoeConfig", {**EXPERTS, **HEADS}, vllm="tests"),
     "mixtral": Family("Mixtral", "MixtralConfig", EXPERTS),
     "glm4-moe": Family("GLM-4.5 (MoE)", "Glm4MoeConfig", {**GROUPED, **HEADS}),
-    "deepseek-v3": Family("DeepSeek-V3, Moonlight", "DeepseekV3Config", {**GROUPED, **LATENT}),
+    "deepseek-v3": Family("DeepSeek-V3", "DeepseekV3Config", {**GROUPED, **LATENT}),
     "granite-moe": Family("Granite-MoE", "GraniteMoeConfig", {**EXPERTS, "logits_scaling": 4.0}),
 }
 MORE_MIXTURES: dict[str, Family] = {
