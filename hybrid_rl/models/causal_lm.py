@@ -117,7 +117,10 @@ class CausalLM:
             )
         settings = {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
         self.module.gradient_checkpointing_enable(settings)
-        self.module.train()  # transformers checkpoints in training mode only; dropout is off in any mode
+        # transformers checkpoints what is in training mode. The rest is not: some routers choose by chance there.
+        for child in self.module.modules():
+            if getattr(child, "gradient_checkpointing", False):
+                child.training = True
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         first, again = checkpoint_contexts(self._configs, self._linears)
@@ -255,12 +258,15 @@ def _output_head(module: PreTrainedModel) -> nn.Linear:
 
 
 def _switch_off_noise(module: nn.Module) -> None:
-    """Dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode."""
+    """Dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode.
+
+    Phi-3.5-MoE's router_jitter_noise is no noise: its router reads it as a threshold, in evaluation too.
+    """
     for child in module.modules():
         if isinstance(child, nn.Dropout):
             child.p = 0.0
         for name, value in vars(child).items():
-            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name) and name != "router_jitter_noise":
                 setattr(child, name, 0.0)
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from tests.tiny import build_tokenizer
-from tests.unit.models.families import SUPPORTED, VISION, build, build_vision
+from tests.unit.models.families import FAMILIES, MIXTURES, SUPPORTED, VISION, build, build_vision
 
 TEMPERATURE = 1.3
 
@@ -25,18 +25,35 @@ def plain_gradient_norm(model: torch.nn.Module, batch) -> float:
     return float(torch.cat(gradients).norm())
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+def often(names, *always):
+    """The names as cases of a matrix: those of `always` in every run of the tests, the others in the long one."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]
+
+
+@pytest.mark.parametrize("name", often(FAMILIES, *SUPPORTED, *MIXTURES))
 def test_a_step_has_the_gradient_of_the_plain_model(name: str, make_trainer) -> None:
     model = build(name)
     before = copy.deepcopy(model)
-    trainer = make_trainer(model, temperature=TEMPERATURE, tokens_per_micro_batch=40, max_completion_length=9)
+    # A load-balancing loss, where there is one, has tests of its own.
+    keys = {"tokens_per_micro_batch": 40, "max_completion_length": 9, "router_aux_loss_coef": 0.0}
+    trainer = make_trainer(model, temperature=TEMPERATURE, **keys)
     batch, metrics = trainer.step()
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4  # engine and trainer, both fp32
     assert metrics["grad_norm"] > 1e-3
     assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(before, batch), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", *(pytest.param(n, marks=pytest.mark.sweep) for n in list(VISION)[1:])])
+@pytest.mark.parametrize("name", often(FAMILIES, *MIXTURES))
+def test_a_step_in_bfloat16_is_near_the_one_in_float32(name: str, make_trainer) -> None:
+    """As near as 8 bits are; of experts, which are chosen otherwise by rounding, the engine and the trainer agree."""
+    trainer = make_trainer(build(name, dtype=torch.bfloat16), temperature=TEMPERATURE, router_aux_loss_coef=0.0)
+    batch, metrics = trainer.step()
+    assert metrics["sampling/sampling_logp_difference/mean"] < 0.05
+    assert metrics["skipped_updates"] == 0
+    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(build(name), batch), rel=0.3)
+
+
+@pytest.mark.parametrize("name", often(VISION, "qwen2.5-vl"))
 def test_a_vision_language_model_learns_text_from_its_folder_and_from_its_checkpoint(
     name: str, make_trainer, tmp_path
 ) -> None:

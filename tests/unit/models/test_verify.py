@@ -19,7 +19,7 @@ from hybrid_rl.models.row import Layout
 from hybrid_rl.models.survey import LayerCall
 from hybrid_rl.models.verify import VERIFY_TOLERANCE
 from tests.unit.models.checkpoints import build_stored
-from tests.unit.models.families import BASE, VOCABULARY, build
+from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_experts": 4, "num_local_experts": 4}
 
@@ -139,45 +139,10 @@ def test_a_mask_that_shows_what_comes_after_differs_from_the_first_token_on() ->
     assert call.first_difference(64) == 1
 
 
-REFUSED = {
-    "conv": (
-        "Lfm2",
-        {"layer_types": ["conv", "full_attention"]},
-        r"layers of type conv carry a state from token to token.*layers 0 \(of 2\)",
-    ),
-    "linear attention": (
-        "Qwen3Next",
-        {**EXPERTS, "shared_expert_intermediate_size": 16},
-        "type linear_attention carry",
-    ),
-    "state space": ("Mamba", {"state_size": 4}, "type linear_attention carry a state"),
-    "beside attention": (
-        "FalconH1",
-        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-        "FalconH1Mixer carries",
-    ),
-    "attention of its own": ("Falcon", {"alibi": False}, "FalconAttention does not call attention as transformers"),
-    "twice": ("DiffLlama", {}, "DiffLlamaAttention attends 2 times in layer 0"),
-    "own mask": ("Doge", {}, "DogeAttention makes an attention mask of its own"),
-    "sinks": ("GptOss", {**EXPERTS, "head_dim": 8}, "GptOssAttention uses attention sinks"),
-    "places in the row": (
-        "Llama4",
-        MASK_ONLY["llama-4"][1] | {"attn_temperature_tuning": True, "no_rope_layers": [1, 0]},
-        "attn_temperature_tuning",
-    ),
-    "keyword": (
-        "MiniMaxM3VL",
-        {**EXPERTS, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "hands 'block_indices' to its attention",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_tells_its_reason(name: str) -> None:
-    kind, settings, message = REFUSED[name]
-    with pytest.raises(ModelError, match=message):
-        CausalLM(made(kind, **settings)).verify()
+    with pytest.raises(ModelError, match=REFUSED[name].message):
+        CausalLM(build(name)).verify()
 
 
 def test_a_keyword_that_nobody_knows_is_refused_unless_it_says_nothing() -> None:

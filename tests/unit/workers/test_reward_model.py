@@ -29,7 +29,7 @@ COMPLETIONS = ("3", "45 is it", "", "9 or 10")
 
 
 def build_config(family, **changes):
-    name, _, settings = SUPPORTED[family]
+    name, settings = SUPPORTED[family].config, SUPPORTED[family].settings
     base = {} if "n_embd" in settings else BASE
     return getattr(transformers, name)(**{**base, **settings, **changes})
 

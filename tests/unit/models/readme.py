@@ -1,0 +1,49 @@
+"""The README's lists of families, from the table that tests are parametrised over: `python -m tests.unit.models.readme`
+writes them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.unit.models.families import FAMILIES, MIXTURES, MORE_DENSE, MORE_MIXTURES, REFUSED, SUPPORTED, VISION, Family
+
+README = Path(__file__).parents[3] / "README.md"
+BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+OVER_VLLM = {"tests": "tested", "by hand": "run by hand", "refused": "refused"}
+
+
+def block() -> str:
+    """What stands between BEGIN and END."""
+    groups = {
+        "dense": [*SUPPORTED.values(), *MORE_DENSE.values()],
+        "mixtures of experts": [*MIXTURES.values(), *MORE_MIXTURES.values()],
+        "vision-language, trained on text": VISION.values(),
+    }
+    lines = ["| | families |", "|---|---|"]
+    lines += [f"| {name} | {_titles(family.title for family in families)} |" for name, families in groups.items()]
+    lines += [f"| over vLLM: {words} | {_titles(_over_vllm(key))} |" for key, words in OVER_VLLM.items()]
+    lines += ["", "| limits | |", "|---|---|"]
+    lines += [f"| {family.title} | {family.note} |" for family in FAMILIES.values() if family.note]
+    lines += ["", "| refused in place | because of |", "|---|---|"]
+    lines += [f"| {row.title} | {reason} |" for reason, row in REFUSED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _titles(titles: Iterable[str]) -> str:
+    return ", ".join(sorted(titles, key=str.lower))
+
+
+def _over_vllm(key: str) -> list[str]:
+    families: Iterable[Family] = FAMILIES.values()
+    return [family.title for family in families if family.vllm == key]
+
+
+def written(text: str) -> str:
+    """The README with the lists as they should be."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + block() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
