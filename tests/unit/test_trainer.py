@@ -317,22 +317,27 @@ def test_global_random_state_is_left_alone(make_trainer) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_giant_reward_is_skipped_and_counted(make_trainer, records) -> None:
-    """Advantages of 1e300 are no float32: one step is lost, not the run."""
+def test_a_giant_reward_ends_the_run_with_its_value(make_trainer) -> None:
+    """Advantages of 1e300 are no float32: every update would be skipped. What was learned before is left as it is."""
 
     def giant(completions, trainer_state, **_):
-        return [1e300 * index if trainer_state.global_step == 1 else float(index) for index in range(len(completions))]
+        return [1e300 * index if trainer_state.global_step == 2 else float(index) for index in range(len(completions))]
 
     model = build_model()
-    before = model.lm_head.weight.clone()
     trainer = make_trainer(model, giant, scale_rewards="none")
-    trainer.step()
+    assert trainer.step().metrics["skipped_updates"] == 0
+    before = model.lm_head.weight.clone()
+    with pytest.raises(DataError, match=r"GRPO.compute gave advantages of .*e\+\d+ .* the reward .*; .*scale_rewards"):
+        trainer.step()
     assert torch.equal(model.lm_head.weight, before)
-    trainer.step()
-    first, second = records(trainer)
-    assert (first["skipped_updates"], second["skipped_updates"]) == (1, 0)
-    assert "loss" not in first
-    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_a_giant_reward_is_one_of_its_group_where_rewards_are_normalised(make_trainer) -> None:
+    def giant(completions, **_):
+        return [1e300 * index for index in range(len(completions))]
+
+    result = make_trainer(build_model(), giant, num_generations=4, max_steps=1).step()
+    assert result.metrics["skipped_updates"] == 0 and 0.5 < float(result.batch["advantages"].values.abs().max()) < 2
 
 
 def test_tokenizer_stop_tokens_beside_the_models(make_trainer) -> None:
