@@ -44,6 +44,8 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
                 "learning_rate": 1e-2,
                 "output_dir": str(tmp_path / "runs"),
             }
+            if keys.get("algorithm") == "sft":  # one demonstration per prompt
+                del defaults["num_generations"]
             if "num_train_epochs" not in keys:
                 defaults["max_steps"] = 2
             keys = defaults | keys
