@@ -23,6 +23,8 @@ def collector_of(run: Run, policy: WorkerGroup) -> Collector:
         run.reward_names,
         max_failure_share=rewards.max_reward_failure_share,
         reward_weights=run.rewards.weights(rewards.reward_weights),
+        success_reward=run.config.eval.success_reward,
+        tells_success=run.rewards.num_added < len(run.reward_names),
     )
 
 
@@ -41,6 +43,7 @@ def collect_step(
             run.reward_names,
             version,
             greedy_baseline="baseline_rewards" in config.advantage.needs,
+            success_reward=config.eval.success_reward,
         )
     if "demonstrations" in config.advantage.needs:
         return collector.demonstrate(sampler, num_prompts, run.train_params, version, state)
@@ -63,8 +66,8 @@ def evaluation_metrics(run: Run, collector: Collector, version: int, state: Trai
     rows, purpose = [data[index] for index in range(len(data))], f"evaluation/{state.global_step}"
     collected = collector.rollout(rows, 1, run.eval_params, version, state, purpose=purpose)
     metrics = {f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]}
-    metrics["eval/accuracy"] = float((collected.batch["rewards"] >= run.config.eval.success_reward).double().mean())
-    return metrics
+    accuracy = metrics.pop("eval/pass@1", None)
+    return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
 
 
 def generation_of(

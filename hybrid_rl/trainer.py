@@ -248,7 +248,7 @@ class Trainer(Tenant):
     def evaluate(self) -> dict[str, float]:
         """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
 
-        eval/accuracy is the share of samples whose reward reaches eval.success_reward; an unscored one does not.
+        eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
         self._require_current()
         if self._run.data.eval is None:

@@ -280,7 +280,11 @@ class EvalConfig:
     eval_repetition_penalty: float = key(
         1.0, "makes tokens that prompt or completion hold less likely, in evaluation only; 1 = off", above=0
     )
-    success_reward: float = key(1.0, "eval/accuracy is the share of samples whose reward reaches this")
+    success_reward: float | None = key(
+        None,
+        "eval/accuracy is the share of samples to which the first reward function gives so much; None = 1, where it "
+        "gives nothing but 0 and 1, else there is no accuracy",
+    )
 
     # Of sampled evaluation alone: see SampledEvalConfig.
     eval_top_p = 1.0

@@ -161,7 +161,7 @@ class _Connection:
         folder = self.resources.enter_context(session.temporary_folder("hrl-ray-"))
 
         def start() -> None:
-            with _quiet_ray(), _small_and_loopback_only():
+            with session.private_token(), _quiet_ray(), _small_and_loopback_only():
                 ray.init(
                     address="local",
                     num_cpus=LOCAL_CPU_SLOTS,
@@ -171,7 +171,7 @@ class _Connection:
                     log_to_driver=False,
                     configure_logging=False,
                     _node_ip_address=LOOPBACK,
-                    _temp_dir=str(folder),
+                    _temp_dir=str(folder / "r"),  # Ray opens it to every user; nobody gets through the one above
                 )
 
         # The kernel ends Ray's processes together with the thread that started them.

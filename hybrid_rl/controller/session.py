@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import threading
 import weakref
@@ -19,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 LOCK = "lock"
-# Sockets lie 60 characters below, and a socket's path may have 107.
-MAX_PARENT_LENGTH = 40
+# A socket's path may have 107 characters, of which those of a cluster have 83 behind the parent, with the longest pid.
+MAX_PARENT_LENGTH = 24
 CONNECT_SECONDS = 10.0
 
 
@@ -39,6 +40,22 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_token() -> Iterator[None]:
+    """Ray may write a token inside, with which whoever reads it may run code on clusters of this user: it, and one of
+    before, is for this user's eyes alone."""
+    token = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):
+        token.parent.mkdir(mode=0o700)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            found = token.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077:
+                token.chmod(0o600)
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -62,7 +62,8 @@ class Collected:
 
 class Collector:
     """Collects scored samples from a worker group. reward_names, reward_weights: of the reward functions; weights
-    None: 1 each."""
+    None: 1 each. success_reward: what is a success, see `success_metrics`; tells_success: whether the first of them is
+    the user's own."""
 
     def __init__(
         self,
@@ -71,8 +72,11 @@ class Collector:
         *,
         max_failure_share: float,
         reward_weights: Sequence[float] | None = None,
+        success_reward: float | None = None,
+        tells_success: bool = True,
     ) -> None:
         self._workers = workers
+        self._success_reward, self._tells_success = success_reward, tells_success
         self._names = tuple(reward_names)
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
         if len(self._weights) != len(self._names):
@@ -114,7 +118,13 @@ class Collector:
         if greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
-        return tally.collected(batch, metrics | reward_metrics(batch, self._names))
+        metrics |= reward_metrics(batch, self._names)
+        if not max_refills:  # of the groups that were kept each has a success
+            metrics |= self._success(batch)
+        return tally.collected(batch, metrics)
+
+    def _success(self, batch: Batch | BatchRef) -> dict[str, float]:
+        return success_metrics(batch, self._success_reward) if self._tells_success else {}
 
     def rollout(
         self,
@@ -131,7 +141,9 @@ class Collector:
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
         tally = _Tally(self._max_failure_share, self._next_id)
         batch = self._roll_out(rows, call, tally)
-        return tally.collected(batch, reward_metrics(batch, self._names) if is_scored else {})
+        if not is_scored:
+            return tally.collected(batch, {})
+        return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
     def demonstrate(
         self, sampler: PromptSampler, num_prompts: int, params: SamplingParams, version: int, state: TrainerState
@@ -241,6 +253,7 @@ def replay(
     version: int,
     *,
     greedy_baseline: bool = False,
+    success_reward: float | None = None,
 ) -> Collected:
     """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
     names: of the reward functions.
@@ -275,7 +288,7 @@ def replay(
             f"the rollouts with the algorithm that they are for"
         )
     batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
-    metrics = length_metrics(batch) | reward_metrics(batch, names)
+    metrics = length_metrics(batch) | reward_metrics(batch, names) | success_metrics(batch, success_reward)
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if greedy_baseline else {}))
 
 
@@ -289,6 +302,32 @@ def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, f
     metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
     metrics["frac_reward_zero_std"] = float((~GroupRewards.of(rewards, batch["group"]).has_signal).double().mean())
     metrics["rewards/num_failed"] = float(rewards.isnan().sum())
+    return metrics
+
+
+def success_metrics(batch: Batch | BatchRef, threshold: float | None) -> dict[str, float]:
+    """How often the first reward function is satisfied: further ones may shape the reward, and their sum tells nothing.
+    threshold: from which of its values on it is; None: it is by 1, if all that it gives are 0 and 1, else nobody knows.
+
+    pass@1 is the share of samples, pass@n, of groups of n, the share with at least one success. A sample without a
+    reward is none; one to which the function does not apply is left out.
+    """
+    if not batch["function_rewards"] or not batch["function_rewards"][0]:
+        return {}
+    values = torch.tensor([values[0] for values in batch["function_rewards"]], dtype=torch.float64)
+    known = values[~values.isnan()]
+    if threshold is None and not (known.numel() and ((known == 0) | (known == 1)).all()):
+        return {}
+    counts = ~values.isnan() | batch["rewards"].isnan()
+    success, group = (values >= (1.0 if threshold is None else threshold))[counts], batch["group"][counts]
+    if not success.numel():
+        return {}
+    metrics = {"pass@1": float(success.double().mean())}
+    _, place, sizes = group.unique(return_inverse=True, return_counts=True)
+    size = int(sizes.max())
+    if size > 1:
+        successes = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, place, success.double())
+        metrics[f"pass@{size}"] = float((successes > 0).double().mean())
     return metrics
 
 

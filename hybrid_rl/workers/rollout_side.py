@@ -23,6 +23,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.rollout import RolloutEngine
+from hybrid_rl.rollout.apart import import_apart
 from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
 from hybrid_rl.rollout.embedded import EmbeddedEngine
 from hybrid_rl.rollout.hf import HFEngine
@@ -90,6 +91,7 @@ class VLLMSide(RolloutSide):
     """vLLM in the same process: its weights are written by plan from the shards of all ranks."""
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
+        import_apart("hybrid_rl.rollout.vllm.engine")
         from hybrid_rl.rollout.vllm.engine import VLLMEngine
 
         config = setup.config.rollout

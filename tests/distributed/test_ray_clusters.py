@@ -63,14 +63,18 @@ def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
                 group = make(cluster)
                 pids = descendants()
                 {WHERE}
+                paths = (Path(folder).parent, Path.home() / ".ray" / "auth_token")
+                modes = [path.stat().st_mode & 0o777 for path in paths]
                 group.close(); group.close(); cluster.close(); cluster.close()
-                tell(pids=pids, folder=folder, left=descendants(), connected=ray.is_initialized())
+                folder = str(Path(folder).parent)
+                tell(pids=pids, folder=folder, left=descendants(), connected=ray.is_initialized(), modes=modes)
             """
         )
     )
     assert len(told) == 2
     for one in told:
         assert len(one["pids"]) >= 5 and one["left"] == [] and not one["connected"]
+        assert one["modes"] == [0o700, 0o600]  # Ray's own folder, below, is open to everybody
         assert_nothing_left(one["pids"], one["folder"])
 
 

@@ -5,10 +5,12 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.owners import Owner
 from hybrid_rl.rollout.vllm import config_folder as folders
 from hybrid_rl.rollout.vllm.config_folder import config_folder
 from tests.vllm.rigs import tiny
@@ -85,6 +87,16 @@ def test_those_used_last_are_kept_and_no_more(cache, monkeypatch):
     assert config_folder(tiny(intermediate_size=32)) == made[0]  # used again
     third = config_folder(tiny(intermediate_size=96))
     assert sorted(cache.iterdir()) == sorted([made[0], third])
+
+
+def test_what_a_killed_start_left_goes_with_the_next(cache):
+    here = Owner.here()
+    owners = {"gone": replace(here, started=here.started - 1), "alive": here, "elsewhere": replace(here, kernel="k")}
+    left = {kind: cache / f".new-{owner.token}.abc_12" for kind, owner in owners.items()}
+    for path in left.values():
+        (path / "config").mkdir(parents=True)
+    config_folder(tiny())
+    assert [kind for kind, path in left.items() if path.exists()] == ["alive", "elsewhere"]
 
 
 @pytest.mark.slow

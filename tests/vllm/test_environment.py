@@ -1,5 +1,6 @@
 """What is put back behind a guest: every state that it may touch, also where it fails."""
 
+import gc
 import logging
 import os
 import random
@@ -204,8 +205,9 @@ def test_what_the_user_set_is_not_overridden(monkeypatch):
 
 @pytest.mark.slow
 def test_importing_the_engine_leaves_the_environment_as_it_was(fresh_process):
-    """transformers, which the trainer has imported by then, leaves what it sets."""
-    assert fresh_process["changed"] == [] and fresh_process["handlers"] == 0
+    """transformers, which the trainer has imported by then, leaves what it sets. It keeps nothing of whoever imports
+    it either: modules of vLLM keep errors, with the frames of the import."""
+    assert fresh_process == {"changed": [], "handlers": 0, "kept": False}
 
 
 def smollm3():
@@ -257,6 +259,21 @@ def test_vllm_knows_of_segments_that_grow_by_whichever_name_they_were_asked_for(
         assert variables(torch.device("cpu"), "run").get("PYTORCH_CUDA_ALLOC_CONF") == expected
     finally:
         dist.destroy_process_group()
+
+
+def test_what_garbage_is_looked_for_among_is_put_back():
+    """vLLM freezes it: a Trainer that is dropped would never go, nor its engine be closed."""
+    assert gc.get_freeze_count() == 0
+    with process_kept():
+        gc.freeze()
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with process_kept():
+            pass
+        assert gc.get_freeze_count() > 0  # the user's own
+    finally:
+        gc.unfreeze()
 
 
 def test_vllm_takes_its_groups_down_and_leaves_the_trainers():

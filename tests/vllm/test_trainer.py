@@ -52,7 +52,7 @@ def publish(trainer, worker):
     """Publish the next version. What a test broke is whole again afterwards."""
 
     def publish():
-        trainer.policy_version += 1
+        trainer._policy_version += 1
         return trainer.policy.publish_weights(trainer.policy_version)[0]
 
     yield publish

@@ -1,6 +1,8 @@
 """FSDP2 over two real ranks into live vLLM, tensor parallel and as two replicas, through the traced direct write."""
 
 import logging
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +19,19 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def short_folder():
+    """Temporary files of the ranks; the path of a socket may not be long."""
+    with tempfile.TemporaryDirectory(prefix="t", dir=Path(tempfile.gettempdir()).anchor + "tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", ["tensor parallel", pytest.param("two replicas", marks=pytest.mark.sweep)])
-def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, caplog):
+def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, short_folder, caplog):
     model = build_model(**SHAPE)  # a tied head
     keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "verify_steps": 5}
+    keys["env_vars"] = {"TMPDIR": str(short_folder)}
     with (
         caplog.at_level(logging.WARNING),
         Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer,
@@ -41,3 +51,5 @@ def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, caplog
         assert "handoff/reloaded_bytes" not in line
     assert [("timing/verify" in line) for line in lines] == [line["step"] % 5 == 0 for line in lines]
     assert not [record for record in caplog.records if "loaded anew" in record.message]
+    assert [path.name for path in short_folder.rglob("*") if path.is_socket()] == []  # of ranks that tell each other
+    assert list(short_folder.glob("hrl-vllm-*")) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, HybridRLError
 from hybrid_rl.report import read_jsonl
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.rigs import tiny
@@ -74,7 +74,7 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
         trainer.policy.publish_weights(4)
 
 
-def test_memory_that_cannot_be_shared_is_refused(train):
+def test_memory_that_cannot_be_shared_is_refused(train, caplog):
     with pytest.raises(HandoffError, match="rearranges .* set plain_weights=true"):
         train(adopt_weights=True, plain_weights=False)
     with pytest.raises(ConfigError, match="shares one rank's memory"):
@@ -82,3 +82,9 @@ def test_memory_that_cannot_be_shared_is_refused(train):
     trainer = train(max_steps=1)
     trainer.fit()
     assert max(gaps(trainer)) < 1e-5
+    # A cell that is run again: the Trainer of its first run is still there, and vLLM can live once in a process.
+    again = train(max_steps=1)
+    assert f"closing the Trainer of {trainer.run_folder}: a new one of this process needs vLLM" in caplog.text
+    with pytest.raises(HybridRLError, match="is closed: a later one of this process needed vLLM"):
+        trainer.generate("1+2=")
+    assert again.generate("1+2=")

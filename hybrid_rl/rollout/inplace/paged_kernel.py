@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import AttentionOptions
+from hybrid_rl.rollout.apart import import_apart
 from hybrid_rl.rollout.inplace.kv_cache import PagedCache
 
 LARGEST_HEAD = 256
@@ -138,7 +139,7 @@ def _vllm_pages() -> PagedKernel | None:
     if importlib.util.find_spec("vllm") is None:
         return None
     try:
-        functions = import_module("hybrid_rl.rollout.vllm.flash").functions()
+        functions: Any = import_apart("hybrid_rl.rollout.vllm.flash").functions()
     except (ConfigError, ImportError, metadata.PackageNotFoundError) as error:
         _logger.warning("prompts are computed over gathered keys: vLLM's attention cannot be imported (%s)", error)
         return None

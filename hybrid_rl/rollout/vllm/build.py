@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -19,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.controller.session import temporary_folder
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rollout.vllm.arguments import kv_cache_bytes
 from hybrid_rl.rollout.vllm.environment import process_kept
@@ -27,6 +29,7 @@ from hybrid_rl.rollout.vllm.versions import has
 
 RUN = "HYBRID_RL_VLLM_RUN"  # the environment variable with the name of the run, for our worker
 
+_folders = contextlib.ExitStack()
 # Engines of this process: vLLM's groups are the process's, so there is one at most.
 LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -63,6 +66,12 @@ def run_name() -> str:
     names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
     dist.broadcast_object_list(names, src=0)
     return names[0]
+
+
+def own_sockets() -> dict[str, str]:
+    """Where vLLM puts the sockets by which ranks of a replica tell each other, which it leaves behind: into a folder
+    that goes with the engine, or, of a process that was killed, with the next one."""
+    return {"VLLM_RPC_BASE_PATH": str(_folders.enter_context(temporary_folder("hrl-vllm-")))}
 
 
 def variables(device: torch.device, run: str) -> dict[str, str]:
@@ -159,5 +168,6 @@ def release_groups(*, with_all: bool) -> None:
         if world is not None:
             world.destroy()
     finally:
+        _folders.close()
         if with_all and dist.is_initialized():
             dist.destroy_process_group()

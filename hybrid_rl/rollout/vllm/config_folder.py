@@ -17,8 +17,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.owners import Owner
 
 MAX_FOLDERS = 64  # of a few kilobytes each
+UNFINISHED = ".new-"
 
 
 def config_folder(module: PreTrainedModel) -> Path:
@@ -28,7 +30,8 @@ def config_folder(module: PreTrainedModel) -> Path:
     Raises ConfigError where the cache is not this user's own, or cannot be written.
     """
     root = _cache()
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as made:
+    _forget_unfinished(root)
+    with tempfile.TemporaryDirectory(prefix=f"{UNFINISHED}{Owner.here().token}.", dir=root) as made:
         written = Path(made) / "config"
         written.mkdir(mode=0o700)
         _write(module, written)
@@ -83,6 +86,14 @@ def _cache() -> Path:
     if found.st_mode & 0o077:
         root.chmod(0o700)
     return root
+
+
+def _forget_unfinished(root: Path) -> None:
+    """Remove what starts left that were killed while they wrote."""
+    for path in root.glob(f"{UNFINISHED}*"):
+        owner = Owner.of_token(path.name.removeprefix(UNFINISHED).rpartition(".")[0])
+        if owner is not None and owner.standing() == "gone":
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _forget_oldest(root: Path) -> None:

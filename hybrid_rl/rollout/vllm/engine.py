@@ -39,6 +39,7 @@ from hybrid_rl.rollout.vllm.build import (
     LIVE,
     build,
     own_group,
+    own_sockets,
     release_groups,
     require_none_live,
     run_name,
@@ -100,7 +101,7 @@ class VLLMEngine(GuardedEngine):
                 own_group(device)
             self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
             with (
-                process_kept(variables(device, run_name())),
+                process_kept(variables(device, run_name()) | own_sockets()),
                 on_stream(stream_of_thread(device)),
                 self._guest.active(),
                 classes_kept(module) as models,

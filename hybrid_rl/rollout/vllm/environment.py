@@ -7,6 +7,7 @@ the calling thread to a CUDA stream of its own. Whoever trains in the same proce
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -167,9 +168,10 @@ def stream_of_thread(device: torch.device) -> torch.cuda.Stream | None:
 @contextmanager
 def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """The whole process is the same behind the block: environment, random generators, default dtype and device,
-    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers and the hook
-    for uncaught errors, which every start of torch.distributed wraps anew. For building an engine, which may touch any
-    of them."""
+    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers, the hook for
+    uncaught errors, which every start of torch.distributed wraps anew, and what garbage is looked for among: vLLM takes
+    all objects there are out of it, so that a Trainer that was dropped would never go. For building an engine, which
+    may touch any of them."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     random_state = RandomState.now()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
@@ -177,7 +179,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     signals = {number: signal.getsignal(number) for number in SIGNALS}
-    excepthook = sys.excepthook
+    excepthook, is_frozen = sys.excepthook, gc.get_freeze_count() > 0
     try:
         with switches_kept(), environment_kept(quiet | dict(variables or {})):
             yield
@@ -190,6 +192,8 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
         if torch.get_default_device() != device:
             torch.set_default_device(device)
         sys.excepthook = excepthook
+        if not is_frozen:
+            gc.unfreeze()
         root.handlers[:] = handlers
         root.setLevel(level)
         if threading.current_thread() is threading.main_thread():

@@ -136,7 +136,8 @@ def test_which_library_is_used(monkeypatch, caplog):
     functions = SimpleNamespace(is_fa_version_supported=lambda version: version in supported)
     package = SimpleNamespace()
     modules = {"flash_attn": package, "hybrid_rl.rollout.vllm.flash": SimpleNamespace(functions=lambda: functions)}
-    monkeypatch.setattr(paged_kernel, "import_module", modules.__getitem__)
+    for function in ("import_module", "import_apart"):
+        monkeypatch.setattr(paged_kernel, function, modules.__getitem__)
     monkeypatch.setattr(paged_kernel.importlib.util, "find_spec", lambda name: object())
     choose = paged_kernel.paged_kernel
     assert choose(cache_of(), "varlen") == VLLMPages(functions, 3)
