@@ -36,9 +36,9 @@ def rig(make):
     return make().ready()
 
 
-@pytest.fixture
-def alone(make):
-    rig = make(max_num_seqs=1).ready()
+@pytest.fixture(scope="module")
+def alone(started):
+    rig = started.renewed(max_num_seqs=1).ready()
     return [rig.run([one])[0] for one in mixed_requests()]  # noqa: F405
 
 

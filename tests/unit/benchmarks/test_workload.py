@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 SMALL = Work("small", hidden_size=32, num_layers=1, mean_length=5.0, max_completion_length=24)
 
 
+@functools.cache
 def fitted(work: Work) -> Any:
     model = workload.build_model(work, seed=0)
     workload.fit_lengths(model, work.end_probability, num_steps=300)  # a narrow model takes longer to learn it

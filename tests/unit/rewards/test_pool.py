@@ -314,37 +314,42 @@ SCRIPT = """
     import os, re, sys, time
     from hybrid_rl.rewards import RewardInput, RewardRunner
 
-    def hangs(completions, **kwargs):
+    def sleeps(completions, **kwargs):
         print(os.getpid(), flush=True)
-        {body}
+        time.sleep(3600)
 
-    runner = RewardRunner(hangs, num_processes=1)
-    runner.submit([RewardInput(0, "p", "c", [], {{}})], None)
+    def holds_the_gil(completions, **kwargs):
+        print(os.getpid(), flush=True)
+        re.match('(a*)*b', 'a' * 60)
+
+    runners = [RewardRunner(function, num_processes=1) for function in {functions}]
+    for runner in runners:
+        runner.submit([RewardInput(0, "p", "c", [], {{}})], None)
     {end}
 """
 
 
-def start_script(tmp_path, body, end):
-    """A user's script without `if __name__ == "__main__"`; returns it and the process of its reward function."""
+def start_script(tmp_path, functions, end):
+    """A user's script without `if __name__ == "__main__"`; returns it and the processes of its reward functions."""
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT).format(body=body, end=end))
+    path.write_text(textwrap.dedent(SCRIPT).format(functions=f"[{', '.join(functions)}]", end=end))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     script = subprocess.Popen([sys.executable, str(path)], **streams, text=True, env=env)
-    return script, int(script.stdout.readline())
+    return script, [int(script.stdout.readline()) for _ in functions]
 
 
-@pytest.mark.parametrize("body", ["time.sleep(3600)", "re.match('(a*)*b', 'a' * 60)"], ids=["sleep", "holds the GIL"])
-def test_processes_do_not_outlive_a_killed_trainer(tmp_path, body):
-    script, pid = start_script(tmp_path, body, "time.sleep(3600)")
+def test_processes_do_not_outlive_a_killed_trainer(tmp_path):
+    script, pids = start_script(tmp_path, ["sleeps", "holds_the_gil"], "time.sleep(3600)")
+    assert len(set(pids)) == 2 and all(map(is_alive, pids))
     script.kill()
     script.communicate()
-    wait_until(lambda: not is_alive(pid))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_processes_end_with_a_script_that_forgets_close(tmp_path):
     """It ends when the function runs, however long that took to start."""
-    script, pid = start_script(tmp_path, "time.sleep(3600)", "sys.stdin.read()")
+    script, [pid] = start_script(tmp_path, ["sleeps"], "sys.stdin.read()")
     script.stdout.close()
     script.stdin.close()
     assert script.wait(20) == 0

@@ -1,5 +1,6 @@
 """The RolloutEngine contract on every engine of FACTORIES: which tokens come out, with which numbers beside them."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,11 @@ def rig(make):
 @pytest.fixture
 def alone(make):
     """Every request of the mix in an engine of its own batch of one."""
+    return samples_alone(make)
+
+
+@functools.cache
+def samples_alone(make):
     rig = make(max_num_seqs=1).ready()
     return [rig.run([one])[0] for one in mixed_requests()]
 

@@ -138,8 +138,7 @@ def sent_alone():
     return alone(inplace, SENT)
 
 
-@settings(deadline=None, max_examples=12)
-@given(
+any_engine = given(
     block_size=st.sampled_from([1, 3, 4, 16]),
     num_tokens=st.integers(34, 130),
     max_num_seqs=st.integers(1, 12),
@@ -147,7 +146,22 @@ def sent_alone():
     enable_prefix_caching=st.booleans(),
     order=st.permutations(range(len(SENT))),
 )
-def test_every_request_finishes_with_the_sample_it_has_alone(
+
+
+@settings(max_examples=6)
+@any_engine
+def test_every_request_finishes_with_the_sample_it_has_alone(sent_alone, **engine):
+    check_samples(sent_alone, **engine)
+
+
+@pytest.mark.sweep
+@settings(max_examples=100)
+@any_engine
+def test_every_request_finishes_in_many_more_engines(sent_alone, **engine):
+    check_samples(sent_alone, **engine)
+
+
+def check_samples(
     sent_alone, block_size, num_tokens, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, order
 ):
     num_blocks = -(-num_tokens // block_size)
