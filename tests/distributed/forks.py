@@ -23,8 +23,19 @@ from typing import Any
 
 import torch
 
-from tests.distributed.ranks import PRELOADED
+from tests.distributed.ranks import FROZEN, PRELOADED
 
+# What Ray imports, and what runs a rank. Not Ray itself: when it is imported it takes its settings from the environment,
+# and each fork has one of its own.
+PRELOADED_FOR_RAY = (
+    "google.protobuf.json_format",
+    "jsonschema",
+    "pyarrow.json",
+    "pydantic",
+    "requests",
+    "hybrid_rl.controller.remote",
+    "hybrid_rl.controller.server",
+)
 ROOT = Path(__file__).parents[2]
 CONTEXT = "--serialized-runtime-env-context="
 
@@ -114,7 +125,7 @@ def work() -> None:
 
 
 if __name__ == "__main__":
-    for name in PRELOADED:
+    for name in (*PRELOADED, *PRELOADED_FOR_RAY, FROZEN):
         importlib.import_module(name)
     serve(sys.argv[1])
     work()

@@ -38,6 +38,7 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "hybrid_rl.workers.hybrid",
 )
+FROZEN = "tests.distributed.frozen"  # imported last
 
 
 class RankError(RuntimeError):
@@ -54,7 +55,7 @@ def run_ranks(
     that are not. No process is left behind in any case, but for the server.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload([*PRELOADED, FROZEN])
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -91,6 +91,7 @@ def test_without_a_controller_too() -> None:
     assert [sorted(found.seconds) for found in probes] == [sorted((PRODUCT, COPY, ALL_REDUCE))] * 2
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_doctor_starts_and_compares_ranks(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "num_ranks=2", f"output_dir={tmp_path}"]) == 0
     out = capfd.readouterr().out

@@ -163,11 +163,13 @@ def test_blocks_are_freed_with_the_last_reference(group: WorkerGroup) -> None:
     wait_until(lambda: group.references() == [0, 0], "blocks are kept without a reference")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_concat_wants_a_batch(make_group: Callable[..., WorkerGroup]) -> None:
     with pytest.raises(TypeError, match=r"not_a_batch\(\) is collected by concat: it must return a batch.*'int'"):
         make_group(1).not_a_batch(sample_batch(2, 1))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_replicas_get_the_same_and_leaders_answer(make_group: Callable[..., WorkerGroup]) -> None:
     group = make_group({"dp_shard": 2, "tp": 2})
     batch = sample_batch(3, 2)
@@ -177,6 +179,7 @@ def test_replicas_get_the_same_and_leaders_answer(make_group: Callable[..., Work
     assert scored.load().num_samples == 6
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., WorkerGroup], tmp_path: Path) -> None:
     orders = []
     for _ in range(2):
@@ -187,6 +190,7 @@ def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., WorkerGr
     assert orders == [[0, 1, 2]] * 2
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_roles_side_by_side(make_group: Callable[..., WorkerGroup], group: WorkerGroup) -> None:
     """Each with processes and collectives of its own, on one cluster; a batch of one is read by the other."""
     critic = make_group(1, role="critic")
@@ -198,6 +202,7 @@ def test_two_roles_side_by_side(make_group: Callable[..., WorkerGroup], group: W
     assert group.all_reduce() == [3.0, 3.0]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_closures_make_workers(make_group: Callable[..., WorkerGroup]) -> None:
     started = []
 
@@ -208,6 +213,7 @@ def test_closures_make_workers(make_group: Callable[..., WorkerGroup]) -> None:
     assert make_group(1, make_worker=lambda context: Local(context)).gather("x") == [[(0, "x")]]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_makes_workers_must_travel(make_group: Callable[..., WorkerGroup]) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"make_worker \(function <lambda>\) -> lock: a lock cannot be sent"):
@@ -220,6 +226,7 @@ def test_no_room_says_what_there_is(make_group: Callable[..., WorkerGroup]) -> N
         make_group(2, gpus_per_rank=1)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_logs_of_ranks(
     make_group: Callable[..., WorkerGroup],
     tmp_path: Path,

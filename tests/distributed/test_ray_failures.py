@@ -16,6 +16,7 @@ from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayBackend
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, WorkerError
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.distributed.forks import Forks
 from tests.distributed.workers import Probe, split_whole_groups
 
 pytestmark = pytest.mark.slow
@@ -51,19 +52,20 @@ def assert_unusable(group: WorkerGroup) -> None:
 
 
 @pytest.fixture(scope="module")
-def lasting(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """For failures after which a group works on."""
     options = RayOptions(grace_seconds=60.0)
     logs = tmp_path_factory.mktemp("logs")
-    backend = RayBackend(
-        "policy",
-        Probe,
-        mesh=RankMesh({"dp_shard": 2}),
-        splitter=split_whole_groups,
-        cluster=cluster,
-        options=options,
-        log_folder=logs,
-    )
+    with forks.used():
+        backend = RayBackend(
+            "policy",
+            Probe,
+            mesh=RankMesh({"dp_shard": 2}),
+            splitter=split_whole_groups,
+            cluster=cluster,
+            options=options,
+            log_folder=logs,
+        )
     group = WorkerGroup(Probe, backend)
     group.label = "training step 7"
     yield group
