@@ -21,6 +21,11 @@ from tests.distributed.forks import Forks
 ROOT = Path(__file__).parents[2]
 SETUP_WORKER = Path(__file__).with_name("setup_worker.py")
 DEADLINE_SECONDS = 240.0
+# Of a driver that is a fork, whose ranks are forks too.
+FORKED_START = f"""
+import ray._private.ray_constants
+ray._private.ray_constants.SETUP_WORKER_FILENAME = {str(SETUP_WORKER)!r}
+"""
 SCRIPT_START = """
 import json, os, sys, time
 from pathlib import Path
@@ -109,27 +114,52 @@ def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., WorkerGro
         group.close()
 
 
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def start_script(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start_script(tmp_path: Path) -> Iterator[Start]:
     """Run Python code as a driver of its own, after SCRIPT_START."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
-        path = tmp_path / f"driver{len(started)}.py"
-        path.write_text(SCRIPT_START + textwrap.dedent(code))
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(path), str(tmp_path)],
-                env={**psutil.Process().environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
+        started.append(_start(code, tmp_path / f"driver{len(started)}.py", []))
         return started[-1]
 
     yield start
+    _end(started)
+
+
+@pytest.fixture
+def start_fork(tmp_path: Path, forks: Forks) -> Iterator[Start]:
+    """The same with a fork, whose ranks are forks. What is returned is the process that waits for the fork: to kill a
+    driver, or to look at its end, takes a real one."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        path = tmp_path / f"fork{len(started)}.py"
+        code = FORKED_START + textwrap.dedent(code)
+        started.append(_start(code, path, [str(SETUP_WORKER)], **forks.environment()))
+        return started[-1]
+
+    with forks.used():
+        yield start
+        _end(started)
+
+
+def _start(code: str, path: Path, command: list[str], **environment: str) -> subprocess.Popen[str]:
+    path.write_text(SCRIPT_START + textwrap.dedent(code))
+    return subprocess.Popen(
+        [sys.executable, *command, str(path), str(path.parent)],
+        env={**psutil.Process().environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _end(started: list[subprocess.Popen[str]]) -> None:
     for process in started:
         process.kill()
         process.wait()

@@ -1,7 +1,8 @@
-"""Processes of Ray's workers as forks of a server that has imported what every rank needs.
+"""Processes of Ray's workers, and drivers, as forks of a server that has imported what all of them need.
 
-Importing takes five seconds of a core per rank, a fork some milliseconds. What comes then is Ray's own: the fork runs
-the file that its raylet asks for. Tests of how processes start, and of what ends with them, do without.
+Importing takes five seconds of a core per process, a fork some milliseconds. What comes then is its own: the fork of a
+worker runs the file that its raylet asks for, that of a driver its script. Tests of how processes start, and of what
+ends with them, do without.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch
 
 from tests.distributed.ranks import FROZEN, PRELOADED
 
-# What Ray imports, and what runs a rank. Not Ray itself: when it is imported it takes its settings from the environment,
-# and each fork has one of its own.
+# What Ray imports, and what runs a rank. Not Ray itself: imported, it takes its settings from the environment, and each
+# fork has one of its own.
 PRELOADED_FOR_RAY = (
     "google.protobuf.json_format",
     "jsonschema",
@@ -74,8 +75,9 @@ class Forks:
             self._server.communicate()
 
 
-def serve(path: str) -> None:
-    """Fork a worker for each caller; returns in the fork, which has taken over what makes the caller's process."""
+def serve(path: str) -> socket.socket:
+    """Fork for each caller; returns in the fork, which has taken over what makes the caller's process, with the
+    connection to it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
@@ -104,6 +106,7 @@ def serve(path: str) -> None:
     os.environ.update(call["environment"])
     sys.argv = call["arguments"]
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+    return caller
 
 
 def _end_with(caller: socket.socket) -> None:
@@ -112,8 +115,9 @@ def _end_with(caller: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work() -> None:
-    """What Ray's `setup_worker.py` does with its arguments, but for the new process."""
+def work(caller: socket.socket) -> None:
+    """What Ray's `setup_worker.py` does with its arguments, but for the new process; a driver has none of these. The
+    caller is told with which status the file ends."""
     options = [argument for argument in sys.argv if argument.startswith((CONTEXT, "--language="))]
     sys.argv = [argument for argument in sys.argv if argument not in options]
     for option in options:
@@ -121,11 +125,18 @@ def work() -> None:
             context: dict[str, Any] = json.loads(option.removeprefix(CONTEXT))
             os.environ.update(context.get("env_vars") or {})
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    status = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        caller.sendall(bytes([status & 255]))
 
 
 if __name__ == "__main__":
     for name in (*PRELOADED, *PRELOADED_FOR_RAY, FROZEN):
         importlib.import_module(name)
-    serve(sys.argv[1])
-    work()
+    work(serve(sys.argv[1]))

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ class RankError(RuntimeError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
 
+def forking() -> ForkServerContext:
+    """Makes processes of the server, which has imported what all of them need by the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, FROZEN])
+    return context
+
+
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, deadline_seconds: float = DEADLINE_SECONDS
 ) -> list[Any]:
@@ -54,8 +62,7 @@ def run_ranks(
     with the tracebacks of the ranks that fail, or, where not all are done by the deadline, with the stacks of those
     that are not. No process is left behind in any case, but for the server.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, FROZEN])
+    context = forking()
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

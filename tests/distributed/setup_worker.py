@@ -1,7 +1,8 @@
 """Ray's ranks as forks: stands in for Ray's file of this name, which its raylet runs to start a worker.
 
 If the server (`tests/distributed/forks.py`) is open, it forks the worker, and this process only lasts as long as that
-one: whichever of the two ends, the other ends too. Otherwise Ray's own file runs. Imports nothing that takes time.
+one: whichever of the two ends, the other ends too, this one with the exit status of the other. Otherwise Ray's own file
+runs. Imports nothing that takes time.
 """
 
 import json
@@ -23,7 +24,11 @@ def main() -> None:
         call = json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}).encode()
         socket.send_fds(server, [len(call).to_bytes(8, "big")], [0, 1, 2])
         server.sendall(call)
-        server.recv(1)
+        status = b""
+        while told := server.recv(1):
+            status = told
+    # None is told by what was killed, or has ended past its interpreter, as Ray's workers do.
+    sys.exit(status[0] if status else 1)
 
 
 main()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import textwrap
-from collections.abc import Callable
 
 import pytest
 
+from tests.distributed.conftest import Start
 from tests.distributed.test_ray_clusters import finish
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,7 @@ def places(cluster, num_ranks):
 """
 
 
-def test_ranks_have_gpus_of_their_own_and_see_all(start_script: Callable[[str], subprocess.Popen[str]]) -> None:
+def test_ranks_have_gpus_of_their_own_and_see_all(start_fork: Start) -> None:
     """Of a machine that the user restricted to three, one named by its UUID: a second group gets what is left, as
     places among the three. num_ranks=auto of a running cluster counts all of its GPUs."""
     code = """
@@ -41,6 +40,6 @@ def test_ranks_have_gpus_of_their_own_and_see_all(start_script: Callable[[str], 
     cluster.close()
     """
     seen = "5,GPU-1c2d5a6b,7"
-    (told,) = finish(start_script(START + textwrap.dedent(code)))
+    (told,) = finish(start_fork(START + textwrap.dedent(code)))
     assert told["policy"] + told["reference"] == [[0, seen], [1, seen], [2, seen]]
     assert told["auto"] == 3

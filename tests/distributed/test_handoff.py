@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -28,7 +27,7 @@ from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import MixedSource, connect
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.verify import Verifier
-from tests.distributed.ranks import RankError, run_ranks
+from tests.distributed.ranks import RankError, forking, run_ranks
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
     engine_trace,
@@ -244,9 +243,9 @@ def run_engine_process(num_versions, dies_at=0):
     trace = engine_trace(tensors, 0, 1, torch.bfloat16)
     shapes = [spec.shape for spec in trace.destinations]
     description = pickle.dumps((layout, plan_of(trace, layout, 0), [export.exported], trace, shapes))
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=engine_process, args=(theirs, description, num_versions, dies_at), daemon=True)
+    server = forking()
+    ours, theirs = server.Pipe()
+    process = server.Process(target=engine_process, args=(theirs, description, num_versions, dies_at), daemon=True)
     process.start()
     theirs.close()
     try:

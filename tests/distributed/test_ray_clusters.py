@@ -4,18 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.distributed.conftest import DEADLINE_SECONDS, SETUP_WORKER, Start, is_running, wait_until
+from tests.distributed.forks import Forks
 
 pytestmark = pytest.mark.slow
-
-Start = Callable[[str], "subprocess.Popen[str]"]
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> list[dict[str, Any]]:
@@ -95,9 +94,9 @@ def test_a_driver_that_does_not_close(start_script: Start, end: str, code: int) 
     assert_nothing_left(**told[0])
 
 
-def test_a_group_that_is_dropped_ends_its_ranks(start_script: Start) -> None:
+def test_a_group_that_is_dropped_ends_its_ranks(start_fork: Start) -> None:
     told = finish(
-        start_script(
+        start_fork(
             """
             import gc
             from tests.distributed.conftest import is_running, wait_until
@@ -114,7 +113,7 @@ def test_a_group_that_is_dropped_ends_its_ranks(start_script: Start) -> None:
     assert told[0]["pids"]
 
 
-def test_a_killed_driver_leaves_no_process(start_script: Start, agents: list[int]) -> None:
+def test_a_killed_driver_leaves_no_process(start_script: Start, start_fork: Start, agents: list[int]) -> None:
     """With children of the ranks. Its folder is removed by the next driver."""
     code = f"cluster = RayCluster()\ngroup = make(cluster)\ngroup.start_child()\n{WHERE}{TELL}"
     process = start_script(code + "group.patient(3600.0, True)\n")
@@ -127,14 +126,14 @@ def test_a_killed_driver_leaves_no_process(start_script: Start, agents: list[int
     agents += late
     wait_until(lambda: not any(is_running(pid) for pid in others), "processes are left")
     assert Path(told["folder"]).exists()
-    finish(start_script(code))
+    finish(start_fork(code))
     assert not Path(told["folder"]).exists()
 
 
-def test_a_cell_run_twice(start_script: Start) -> None:
+def test_a_cell_run_twice(start_fork: Start) -> None:
     """The second run replaces the names of the first without closing anything; two groups overlap for a while."""
     told = finish(
-        start_script(
+        start_fork(
             """
             for _ in range(2):
                 cluster = RayCluster()
@@ -148,9 +147,9 @@ def test_a_cell_run_twice(start_script: Start) -> None:
     assert told == [{"gathered": [[[0, "x"]]], "clusters": 1}] * 2
 
 
-def test_a_cluster_of_the_user_stays(start_script: Start) -> None:
+def test_a_cluster_of_the_user_stays(start_fork: Start) -> None:
     told = finish(
-        start_script(
+        start_fork(
             """
             ray.init(address="local", num_cpus=3, include_dashboard=False)
             cluster = RayCluster()
@@ -177,9 +176,9 @@ def test_a_cluster_of_the_user_stays(start_script: Start) -> None:
     assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
 
 
-def test_a_cluster_that_runs_already(start_script: Start) -> None:
+def test_a_cluster_that_runs_already(start_fork: Start) -> None:
     """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
-    head = start_script(
+    head = start_fork(
         """
         import tempfile
         from ray.cluster_utils import Cluster
@@ -208,7 +207,7 @@ def test_a_cluster_that_runs_already(start_script: Start) -> None:
         cluster.close()
         """
     for _ in range(2):
-        (told,) = finish(start_script(code))
+        (told,) = finish(start_fork(code))
         assert told["sum"] == [6.0] * 3
         assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
         assert sorted(told["threads"]) == ["1", "1", "2"]
@@ -216,9 +215,9 @@ def test_a_cluster_that_runs_already(start_script: Start) -> None:
     finish(head)
 
 
-def test_an_address_where_nobody_is(start_script: Start) -> None:
+def test_an_address_where_nobody_is(start_fork: Start) -> None:
     told = finish(
-        start_script(
+        start_fork(
             """
             try:
                 RayCluster("127.0.0.1:1")
@@ -230,10 +229,10 @@ def test_an_address_where_nobody_is(start_script: Start) -> None:
     assert told[0]["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told[0]["error"]
 
 
-def test_auto_finds_a_cluster_that_is_gone(start_script: Start, tmp_path: Path) -> None:
+def test_auto_finds_a_cluster_that_is_gone(start_fork: Start, tmp_path: Path) -> None:
     """What the last `ray start` left: refused at once, with the address that it had."""
     told = finish(
-        start_script(
+        start_fork(
             """
             import ray._private.services as services
             services.find_gcs_addresses = lambda: set()
@@ -250,10 +249,10 @@ def test_auto_finds_a_cluster_that_is_gone(start_script: Start, tmp_path: Path) 
     assert told[0]["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
 
 
-def test_a_batch_is_not_loaded_after_the_end(start_script: Start) -> None:
+def test_a_batch_is_not_loaded_after_the_end(start_fork: Start) -> None:
     """Ray would start another cluster for it, or wait for one."""
     told = finish(
-        start_script(
+        start_fork(
             """
             from hybrid_rl.errors import HybridRLError
             cluster = RayCluster()
@@ -315,11 +314,11 @@ def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
         assert_nothing_left(**rest)
 
 
-def test_modules_that_only_the_driver_finds(start_script: Start, tmp_path: Path) -> None:
+def test_modules_that_only_the_driver_finds(start_fork: Start, tmp_path: Path) -> None:
     (tmp_path / "mods").mkdir()
     (tmp_path / "mods" / "only_here.py").write_text("import sys\ndef asked(): return sys.argv[1]\n")
     told = finish(
-        start_script(
+        start_fork(
             """
             cluster = RayCluster()
             sys.path.insert(0, str(FOLDER / "mods"))
@@ -336,9 +335,9 @@ def test_modules_that_only_the_driver_finds(start_script: Start, tmp_path: Path)
     assert told == [{"gathered": [[[0, "x"]]]}]
 
 
-def test_a_forked_child_ends_no_ranks(start_script: Start) -> None:
+def test_a_forked_child_ends_no_ranks(start_fork: Start) -> None:
     told = finish(
-        start_script(
+        start_fork(
             """
             cluster = RayCluster()
             group = make(cluster)
@@ -354,9 +353,9 @@ def test_a_forked_child_ends_no_ranks(start_script: Start) -> None:
     assert told == [{"child": 3, "gathered": [[[0, "x"]]]}]
 
 
-def test_a_cluster_started_in_a_thread_outlives_it(start_script: Start) -> None:
+def test_a_cluster_started_in_a_thread_outlives_it(start_fork: Start) -> None:
     told = finish(
-        start_script(
+        start_fork(
             """
             import threading
             made = []
@@ -374,9 +373,16 @@ def test_a_cluster_started_in_a_thread_outlives_it(start_script: Start) -> None:
     assert told == [{"gathered": [[[0, "x"]]]}, {"left": []}]
 
 
-def test_ray_is_loaded_when_it_is_needed() -> None:
-    code = "import sys, hybrid_rl, hybrid_rl.controller, hybrid_rl.trainer; print('ray' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
-    )
+def test_ray_is_loaded_when_it_is_needed(forks: Forks, tmp_path: Path) -> None:
+    """In a fork of a server that has imported half of the library."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys, hybrid_rl, hybrid_rl.controller, hybrid_rl.trainer; print('ray' in sys.modules)")
+    with forks.used():
+        answer = subprocess.run(
+            [sys.executable, str(SETUP_WORKER), str(script)],
+            env={**os.environ, **forks.environment()},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert answer.stdout.strip() == "False"
