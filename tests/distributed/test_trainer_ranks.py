@@ -60,15 +60,17 @@ def no_block(batch):
     raise AssertionError("the driver fetched samples in a step")
 
 
-def test_ten_replayed_steps_and_the_first_samples_are_the_same_on_1_2_and_4_ranks(train, monkeypatch, capfd):
-    recorder = train(1, save_rollouts=True)
+@pytest.mark.parametrize("num_steps", [4, pytest.param(NUM_STEPS, marks=pytest.mark.sweep)])
+def test_replayed_steps_and_the_first_samples_are_the_same_on_1_2_and_4_ranks(train, monkeypatch, capfd, num_steps):
+    """Two updates of the weights per step."""
+    recorder = train(1, save_rollouts=True, max_steps=num_steps)
     first = recorder.step().batch
     recorder.fit()
     recorded, folder = metrics_of(recorder), recorder.run_folder / "rollouts"
-    assert len(recorded) == NUM_STEPS
+    assert len(recorded) == num_steps
     assert len({tuple(ids.tolist()) for ids in first["completion_ids"]}) > 12  # nothing trivial is compared
     for num_ranks in (1, 2, 4):
-        replayed = train(num_ranks, mode="train", rollouts_path=str(folder))
+        replayed = train(num_ranks, mode="train", rollouts_path=str(folder), max_steps=num_steps)
         replayed.fit()
         for mine, theirs in zip(metrics_of(replayed), recorded, strict=True):
             for name in ("loss", "grad_norm", "kl", "entropy", "reward", "reward_std", "clip_ratio/region_mean"):
