@@ -254,14 +254,14 @@ class HFEngine(EmbeddedEngine):
 @contextmanager
 def _generating(module: nn.Module) -> Iterator[None]:
     """Out of training mode, in which transformers gives no cache where activations are recomputed."""
-    if not module.training:
-        yield
-        return
-    module.eval()
+    training = [child for child in module.modules() if child.training]
+    for child in training:
+        child.training = False
     try:
         yield
     finally:
-        module.train()
+        for child in training:
+            child.training = True
 
 
 def _free_bytes(model: CausalLM) -> int:

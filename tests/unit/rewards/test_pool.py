@@ -237,9 +237,8 @@ def test_a_daemon_that_a_function_started_ends_with_its_process(tmp_path, how):
 
 @needs_subreaper
 def test_a_daemon_does_not_outlive_a_killed_trainer(tmp_path):
-    body = f"import subprocess; subprocess.run([sys.executable, '-c', {DAEMON!r}, {str(tmp_path / 'pid')!r}]); "
-    body += "time.sleep(3600)"
-    script, pid = start_script(tmp_path, body, "time.sleep(3600)")
+    first = f"import subprocess; subprocess.run([sys.executable, '-c', {DAEMON!r}, {str(tmp_path / 'pid')!r}]); "
+    script, [pid] = start_script(tmp_path, ["sleeps"], "time.sleep(3600)", first)
     wait_until(lambda: (tmp_path / "pid").exists())
     daemon = int((tmp_path / "pid").read_text())
     assert is_alive(daemon)
@@ -316,7 +315,7 @@ SCRIPT = """
 
     def sleeps(completions, **kwargs):
         print(os.getpid(), flush=True)
-        time.sleep(3600)
+        {first}time.sleep(3600)
 
     def holds_the_gil(completions, **kwargs):
         print(os.getpid(), flush=True)
@@ -329,10 +328,11 @@ SCRIPT = """
 """
 
 
-def start_script(tmp_path, functions, end):
-    """A user's script without `if __name__ == "__main__"`; returns it and the processes of its reward functions."""
+def start_script(tmp_path, functions, end, first=""):
+    """A user's script without `if __name__ == "__main__"`; returns it and the processes of its reward functions. first:
+    what `sleeps` does before it sleeps."""
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT).format(functions=f"[{', '.join(functions)}]", end=end))
+    path.write_text(textwrap.dedent(SCRIPT).format(functions=f"[{', '.join(functions)}]", end=end, first=first))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     script = subprocess.Popen([sys.executable, str(path)], **streams, text=True, env=env)
