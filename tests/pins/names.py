@@ -320,12 +320,12 @@ def own_names(trees: Iterable[ast.Module]) -> set[str]:
 
 
 def python_names(modules: Iterable[str]) -> set[str]:
-    """Attributes of Python's own types, of these modules and of the classes in them."""
+    """Attributes of Python's own types, of these modules, and of the classes and modules in them (os.path)."""
     names: set[str] = set()
     for module in (builtins, types, *(importlib.import_module(name) for name in modules)):
         for name, value in vars(module).items():
             names.add(name)
-            if isinstance(value, type):
+            if isinstance(value, type | types.ModuleType):
                 names.update(dir(value))
     return names
 
