@@ -56,6 +56,8 @@ PINNED_PART := tests/pins tests/distributed/test_fsdp_versions.py \
 # Unit tests take one core each: two at a time, by files. The others start processes of their own, and take the machine.
 PARALLEL := -n 2 --dist loadfile
 
+SWEEP := benchmarks/results/sweep-$(shell date +%F).md
+
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
 .PHONY: help run test sweep check e2e pins pins-part vllm gpu lint install clean
@@ -72,9 +74,10 @@ test: lint vllm ## lint, types, architecture tests and every test that this mach
 	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full and not sweep"
 	@$(MAKE) --no-print-directory pins-part
 
-sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part
-	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep tests/unit
-	@$(BIN)/python -m pytest -ra tests --ignore=tests/unit -m "sweep and not e2e_full"
+sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part, into benchmarks/results
+	@rm -f $(SWEEP)
+	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep -p tests.sweep_results --sweep-results $(SWEEP) tests/unit
+	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" -p tests.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
 
 check: lint ## the quick part: lint, types, architecture tests, fast unit tests
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" $(wildcard tests/architecture tests/unit)
