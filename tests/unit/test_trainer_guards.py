@@ -182,7 +182,7 @@ def test_a_reward_may_run_the_policy_while_it_generates(make_trainer) -> None:
                 gaps.append(float((model(token_ids).logits - expected).abs().max()))
         return spread(completion_ids)
 
-    trainer = make_trainer(model, judge, prompts_per_step=8, max_completion_length=30, max_steps=1, learning_rate=0.0)
+    trainer = make_trainer(model, judge, prompts_per_step=8, max_completion_length=30, max_steps=1, learning_rate=1e-12)
     with torch.no_grad():
         expected = model(token_ids).logits
     assert trainer.step().metrics["rewards/num_failed"] == 0
