@@ -11,13 +11,15 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
-Reason = Literal["raised", "count", "nan", "type", "timeout", "died", "long", "none"]
+Reason = Literal["raised", "interrupt", "ended", "count", "nan", "type", "timeout", "died", "long", "none"]
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
 ALL_FUNCTIONS = "all functions"
 MEANINGS: dict[str, str] = {
     "raised": "raised an exception",
+    "interrupt": "raised KeyboardInterrupt",
+    "ended": "asked the program to end",
     "count": "returned a wrong number of values",
     "nan": "returned NaN or infinity",
     "type": "returned something that is not a number",
@@ -160,6 +162,31 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         lines.append(f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:")
         lines.extend(f"  {line}" for line in members[0].detail.splitlines())
     return "\n".join(lines)
+
+
+def cause_of(detail: str) -> str:
+    """The line of a failure's detail that says what is wrong: of a traceback the exception, which stands last there."""
+    lines = detail.splitlines() or [""]
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return lines[-1 if "Traceback" in lines[0] else 0].strip()
+    return next((line for line in lines[frames[-1] :] if not line.startswith("  ")), lines[-1].strip())
+
+
+def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
+    """End the run where a reward function asked for that, which is no failure of a sample: KeyboardInterrupt for one of
+    its own, as by a Ctrl-C, RewardError for SystemExit and what else is no Exception."""
+    for failure in failures:
+        told = "\n".join(f"  {line}" for line in failure.detail.splitlines())
+        cause = cause_of(failure.detail)
+        if failure.reason == "interrupt":
+            raise KeyboardInterrupt(f"step {step}: reward function {failure.function!r} raised {cause}\n{told}")
+        if failure.reason == "ended":
+            raise RewardError(
+                f"step {step}: reward function {failure.function!r} raised {cause}, which asks the program to end and "
+                f"is no failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
+                f"{told}"
+            )
 
 
 def check_failure_share(

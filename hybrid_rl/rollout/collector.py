@@ -17,7 +17,7 @@ from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
-from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, format_failures
+from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rollout.base import SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.refill import GroupRewards, Refill
@@ -209,13 +209,15 @@ class _Tally:
         self._logged = MetricSums()
 
     def add(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError where too many of all samples so far have no reward."""
+        """Count a rollout. Raises RewardError where too many of all samples so far have no reward, and what reward
+        functions end the run with."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
         if not call.is_scored:
             return
         shift = call.first_id - self._first_id
         failures = [replace(failure, key=failure.key + shift) for r in reports for failure in r.failures]
+        check_not_ended(failures, call.state.global_step)
         num_failed = int(batch["rewards"].isnan().sum())
         self._failures += failures
         self._num_failed += num_failed
