@@ -4,7 +4,8 @@ back."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class Collector:
             raise ConfigError(f"{len(self._weights)} reward weights for the reward functions {list(self._names)}")
         self._max_failure_share = max_failure_share
         self._next_id = 0
+        self._told: set[str] = set()
 
     def collect(
         self,
@@ -121,7 +123,20 @@ class Collector:
         metrics |= reward_metrics(batch, self._names)
         if not max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
-        return tally.collected(batch, metrics)
+        collected = tally.collected(batch, metrics)
+        self._tell_of_no_numbers(collected.logged, state.global_step)
+        return collected
+
+    def _tell_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
+        """Warn, once for each name, of what records leave out because JSON has no such numbers."""
+        for name, value in logged.items():
+            if not math.isfinite(value) and name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "step %d: the mean of what a reward function gave to log_metric(%r, ...) is %s: metrics.jsonl "
+                    "and trackers cannot hold that, and lack it in such steps; log finite numbers alone",
+                    *(step, name, value),
+                )
 
     def _success(self, batch: Batch | BatchRef) -> dict[str, float]:
         return success_metrics(batch, self._success_reward) if self._tells_success else {}
