@@ -159,8 +159,12 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
     for (function, reason), members in groups.items():
         shown = ", ".join(str(member.key) for member in members[:MAX_KEYS_SHOWN])
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
-        lines.append(f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:")
-        lines.extend(f"  {line}" for line in members[0].detail.splitlines())
+        detail = members[0].detail
+        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # where it stands last
+        lines.append(
+            f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:{cause}"
+        )
+        lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 
 
@@ -199,8 +203,9 @@ def check_failure_share(
     """
     if num_samples == 0 or num_failed / num_samples <= max_share:
         return
+    cause = f" ({failures[0].function}: {cause_of(failures[0].detail)})" if failures else ""
     raise RewardError(
-        f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward, more "
-        f"than max_reward_failure_share={max_share}; correct the reward function, or raise max_reward_failure_share "
-        f"if such failures are expected\n{format_failures(failures)}"
+        f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward{cause}, "
+        f"more than max_reward_failure_share={max_share}; correct the reward function, or raise "
+        f"max_reward_failure_share if such failures are expected\n{format_failures(failures)}"
     )
