@@ -11,7 +11,7 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
-Reason = Literal["raised", "interrupt", "ended", "count", "nan", "type", "timeout", "died", "long", "none"]
+Reason = Literal["raised", "interrupt", "ended", "count", "nan", "type", "timeout", "died", "long", "large", "none"]
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
@@ -26,8 +26,11 @@ MEANINGS: dict[str, str] = {
     "timeout": "ran past reward_timeout_seconds",
     "died": "ended their reward process",
     "long": "are too long for the judge or reward model",
+    "large": "have a reward that is too large",
     "none": "returned None",
 }
+# Sums over a batch of rewards of this size are finite.
+LARGEST_REWARD = 1e302
 MAX_KEYS_SHOWN = 8
 
 
@@ -119,18 +122,30 @@ def total_rewards(
     values: NDArray[np.float64],
     failures: Iterable[RewardFailure],
 ) -> tuple[NDArray[np.float64], list[RewardFailure]]:
-    """Weighted sums [N] of values [N, F], nan of samples that a failure is of or to which nothing applies; and the
-    failures of the latter."""
+    """Weighted sums [N] of values [N, F], nan of samples that a failure is of, to which nothing applies or whose sum is
+    too large; and the failures of the latter two."""
     applies = ~np.isnan(values)
-    rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
-    row_of = {key: row for row, key in enumerate(keys)}
-    for key in {failure.key for failure in failures}:
-        rewards[row_of[key]] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
+    failed = {failure.key for failure in failures}
     missing = []
-    for row in np.flatnonzero(~applies.any(axis=1) & ~np.isnan(rewards)).tolist():
+    for row in np.flatnonzero(~applies.any(axis=1) | ~(np.abs(rewards) <= LARGEST_REWARD)).tolist():
         rewards[row] = np.nan
-        detail = f"{', '.join(names)} returned None for this sample"
-        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
+        if keys[row] in failed:
+            continue
+        if not applies[row].any():
+            detail = f"{', '.join(names)} returned None for this sample"
+            missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
+            continue
+        parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
+        detail = (
+            f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, where sums over a batch would be infinite; "
+            "divide by a constant in the function, or lower reward_weights"
+        )
+        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "large", detail))
+    for row, key in enumerate(keys):
+        if key in failed:
+            rewards[row] = np.nan
     return rewards, missing
 
 

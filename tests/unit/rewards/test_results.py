@@ -115,6 +115,18 @@ def test_failure_report_groups_by_function_and_reason():
     assert format_failures([]) == ""
 
 
+@pytest.mark.parametrize(("given", "weights"), [([1e308, 0.0], [1.0, 1.0]), ([1e301, -1e308], [9e200, 9e200])])
+def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, weights, recwarn):
+    """Their mean and their advantages would be NaN, without a word. Others are not concerned."""
+    parts = [(index, (SAMPLES, outcome(value, 2.0, -2.0))) for index, value in enumerate(given)]
+    result = assemble(["f", "g"], weights, SAMPLES, parts)
+    assert np.isnan(result.rewards).tolist() == [True, False, False]
+    (failure,) = result.failures
+    assert (failure.key, failure.reason) == (SAMPLES[0].key, "large") and not recwarn
+    told = f"the weighted sum of f={given[0]:g}, g={given[1]:g} is beyond 1e+302, where sums over a batch would be"
+    assert failure.detail == f"{told} infinite; divide by a constant in the function, or lower reward_weights"
+
+
 def test_the_cause_comes_first():
     """In an error's first line, of a traceback the exception that stands last there."""
 
