@@ -36,6 +36,7 @@ from hybrid_rl.config import (
     resolve,
 )
 from hybrid_rl.config.hardware import Device, Hardware
+from hybrid_rl.config.notices import notices
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.data import SizedSource
 from hybrid_rl.errors import ConfigError, DataError, ModelError
@@ -291,6 +292,8 @@ def prepare(
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
     check_attention(resolved, hardware)
     tell_devices(resolved, hardware, module_device)
+    for notice in notices(resolved, given):
+        logger.warning(notice)
     check_trackers(resolved.report_to)
     if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
         raise ConfigError(

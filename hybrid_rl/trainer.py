@@ -35,7 +35,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
 from hybrid_rl.runlog import RunLog, cost_metrics
-from hybrid_rl.watch import LearningWatch
+from hybrid_rl.watch import LearningWatch, SignalWatch
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -104,6 +104,7 @@ class Trainer(Tenant):
         self.buffer = SampleBuffer(capacity=0)
         self._committed = self._sampler.state_dict()
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
+        self._signal_watch = SignalWatch(run.config)
         self._last_metrics: dict[str, float] = {}
         self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
@@ -173,6 +174,7 @@ class Trainer(Tenant):
             finally:
                 self._in_step = False
             diverged = self._watch.look(self.global_step, result.metrics, self.policy.skipped_updates)
+            self._signal_watch.look(self.global_step, result.metrics)
             self._after_step(result)
         if diverged is not None:
             raise diverged

@@ -1,16 +1,20 @@
-"""Whether a run still learns: updates that are skipped one after the other end it."""
+"""Whether a run still learns: updates that are skipped one after the other end it, and steps in which the rewards teach
+nothing are warned of."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import DivergedError
 
 logger = logging.getLogger("hybrid_rl")
 
 MAX_LOST_STEPS = 3
+NUM_MUTE_STEPS = 3
 ROLES = {"policy": "", "critic": "critic/"}
 
 
@@ -61,3 +65,59 @@ class LearningWatch:
                 )
                 self._has_warned[role] = True
         return error
+
+
+class SignalWatch:
+    """Warns, once in a run, of training steps in a row in which no completion got an advantage: the rewards have no
+    gradient there, and nothing but a KL penalty, an entropy bonus or weight decay changes the weights."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._masks_truncated = config.algorithm.mask_truncated_completions
+        options = {item.name: getattr(config.advantage, item.name) for item in dataclasses.fields(config.advantage)}
+        self._estimator = options["estimator"]
+        self._thresholds = {n: v for n, v in options.items() if n.endswith("_threshold") and v is not None}
+        self._num_mute = 0
+        self._has_warned = False
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a training step."""
+        if "skipped_updates" not in metrics:  # a policy whose critic warms up is not updated
+            return
+        is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # not known if no token is in the loss
+        self._num_mute = self._num_mute + 1 if is_mute else 0
+        if self._num_mute < NUM_MUTE_STEPS or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the last %d training steps, up to step %d, taught nothing: no completion had an advantage, so the rewards "
+            "gave no gradient. %s",
+            *(self._num_mute, step, self._reason(metrics)),
+        )
+
+    def _reason(self, metrics: Mapping[str, float]) -> str:
+        """The likely cause in the last of these steps, and what to do."""
+        reward = metrics.get("reward", float("nan"))
+        if self._masks_truncated and metrics.get("completions/clipped_ratio") == 1.0:
+            return (
+                "All completions were truncated, and mask_truncated_completions=true leaves such out: raise "
+                "max_completion_length, or set mask_truncated_completions=false"
+            )
+        if reward != reward:
+            return "No completion had a reward: look at the reward functions"
+        if metrics.get("reward_std") == 0.0:
+            return (
+                f"All rewards were {reward:g}: look at the completions (samples.jsonl) and the reward functions, and "
+                "give prompts that the policy solves sometimes"
+            )
+        if metrics.get("frac_reward_zero_std") == 1.0:
+            return (
+                f"The completions of each prompt had equal rewards (their mean was {reward:g}): give prompts that the "
+                "policy solves sometimes, or raise num_generations or temperature"
+            )
+        if self._thresholds:
+            named = ", ".join(f"{name}={value:g}" for name, value in self._thresholds.items())
+            return (
+                f"Rewards differed (their mean was {reward:g}), but advantage={self._estimator} counts those from "
+                f"{named} on: set it between the lowest and the highest reward"
+            )
+        return f"Rewards differed (their mean was {reward:g}), but advantage={self._estimator} gave 0 for all of them"

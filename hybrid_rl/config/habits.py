@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _UPPER = "set correction_cap (of correction=tis) or correction_high (of correction=mis)"
+_MICRO = "set tokens_per_micro_batch: micro-batches are cut by tokens"
+_NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
+_REWARDS = "pass reward functions, and names or folders of reward models, as the second argument"
+_CHECKPOINTS = "every checkpoint stays; save_steps says how often there is one"
 _NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
+
+
+def _many(advice: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, advice)
+
 
 # What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
 HABITS: Mapping[str, str] = MappingProxyType(
@@ -133,12 +142,94 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "eval_strategy": "set eval_steps",
         "logging_steps": "every training step is logged",
         "resume_from_checkpoint": "set resume",
+        **_many("set num_generations", "rollout_n", "n_resp_per_prompt", "num_samples_per_prompt"),
+        **_many("set max_completion_length", "response_length", "max_tokens", "generate_max_len"),
+        **_many("set max_prompt_length", "prompt_length", "prompt_max_len"),
+        **_many("set max_prompt_length and max_completion_length", "max_length", "max_len", "max_seq_length"),
+        **_many("set prompts_per_step, in prompts", "rollout_batch_size"),
+        **_many("set prompts_per_mini_batch, in prompts", "num_mini_batches", "mini_batch_size"),
+        **_many("set num_iterations", "num_ppo_epochs", "max_epochs"),
+        **_many("set num_train_epochs", "num_episodes"),
+        **_many("set max_steps, or num_train_epochs", "total_episodes"),
+        **_many(_MICRO, "micro_train_batch_size", "micro_rollout_batch_size", "log_prob_micro_batch_size"),
+        **_many(_MICRO, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
+        **_many(_MICRO, "local_rollout_forward_batch_size", "ppo_max_token_len"),
+        **_many("set beta", "init_kl_coef"),
+        **_many("set kl_estimator=k3", "use_kl_estimator_k3"),
+        **_many("set epsilon (and epsilon_high)", "eps_clip", "eps_clip_low_high", "clip_eps"),
+        **_many("set cliprange_value", "value_clip"),
+        **_many("set lam", "lambd", "gae_lambda"),
+        **_many("set advantage", "advantage_estimator"),
+        **_many("set policy_loss", "policy_loss_type"),
+        **_many("set scale_rewards=none", "no_advantage_std_norm"),
+        **_many("set entropy_coef", "entropy_loss_coef", "ent_coef"),
+        **_many("set max_refills", "dynamic_filtering", "max_num_gen_batches"),
+        **_many("set overlong_buffer, a number of tokens", "overlong_buffer_len", "overlong_buffer_cfg"),
+        **_many("set critic_warmup_steps", "freezing_actor_steps"),
+        **_many("set correction=tis", "enable_vllm_is_correction"),
+        **_many(_UPPER, "vllm_is_truncated_threshold"),
+        **_many("set learning_rate", "actor_learning_rate"),
+        **_many("set warmup_steps", "lr_warmup_steps"),
+        **_many("set warmup_steps, a number of optimizer steps", "lr_warmup_ratio", "lr_warmup_steps_ratio"),
+        **_many("set max_grad_norm", "grad_clip", "max_norm"),
+        **_many("set weight_decay", "l2"),
+        **_many("the optimizer is AdamW; set learning_rate, weight_decay and the others of its section", "optim"),
+        **_many("set model.path", "model_name_or_path", "model_name", "pretrain", "sft_model_path"),
+        **_many("set train_path, to a file or a saved dataset", "train_files", "prompt_data", "dataset_name"),
+        **_many("set eval_path", "val_files"),
+        **_many("evaluation is batched by the engine; nothing need be set", "val_batch_size", "eval_batch_size"),
+        **_many("evaluation is batched by the engine; nothing need be set", "per_device_eval_batch_size"),
+        **_many("prompts are the column named prompt", "prompt_key", "input_key"),
+        **_many("all other columns of the data reach the reward functions by their names", "label_key"),
+        **_many("prompts that are lists of messages go through the chat template", "apply_chat_template"),
+        **_many("set overlong_prompts", "filter_overlong_prompts", "truncation"),
+        **_many(_REWARDS, "reward_pretrain", "reward_model_path", "reward_manager", "remote_rm_url"),
+        **_many("set output_dir", "default_local_dir", "save_path", "ckpt_path"),
+        **_many("set run_name", "experiment_name", "project_name"),
+        **_many("set report_to", "logger", "use_wandb", "use_tensorboard", "wandb_project"),
+        **_many("set resume", "resume_mode", "load_checkpoint"),
+        **_many(_CHECKPOINTS, "save_total_limit", "max_actor_ckpt_to_keep", "max_ckpt_num"),
+        **_many("nothing is uploaded; upload the folder of a checkpoint", "push_to_hub", "hub_model_id"),
+        **_many("set eval_on_start", "val_before_train"),
+        **_many("set seed", "data_seed"),
+        **_many("set attention", "attn_implementation", "flash_attn"),
+        **_many("set gradient_checkpointing", "enable_gradient_checkpointing"),
+        **_many("set cpu_offload", "param_offload", "optimizer_offload", "adam_offload"),
+        **_many("several ranks train with FSDP2; see the keys of fsdp", "zero_stage", "fsdp_size"),
+        **_many("samples are packed always; nothing need be set", "packing_samples", "use_remove_padding"),
+        **_many("trainer and engine share the GPUs always; nothing need be set", "colocate_all_models"),
+        **_many("set num_ranks; with vLLM tensor_parallel_size of them share an engine", "vllm_num_engines"),
+        **_many("set num_ranks, over all nodes", "actor_num_nodes", "actor_num_gpus_per_node"),
+        **_many("set reference_ranks", "ref_num_nodes", "ref_num_gpus_per_node"),
+        **_many("set transport", "vllm_sync_backend"),
+        **_many("vLLM sleeps while the policy trains; nothing need be set", "free_cache_engine"),
+        **_many("the engine's logprobs are kept always; nothing need be set", "calculate_log_probs"),
+        **_many(_NO_ADAPTERS, "use_peft", "lora_r", "lora_rank", "lora_alpha", "load_in_4bit", "load_in_8bit"),
+        **_many("one sequence lies on one rank whole", "ulysses_sequence_parallel_size", "ring_attn_size"),
     }
 )
 
-# The same for names that exist, in a section where they do not: path -> advice.
+# The same for names that exist, or mean something else, in a section where they do not: end of a path -> advice.
 PATH_HABITS: Mapping[str, str] = MappingProxyType(
-    {"controller.device": "set device (model.device); it holds for all ranks"},
+    {
+        "controller.device": "set device (model.device); it holds for all ranks",
+        "rollout.name": "set rollout.engine",
+        "optim.lr": "set learning_rate",
+        "critic.optim.lr": "set critic_learning_rate (of an advantage with a critic)",
+        "critic.model.path": "set critic_path (of an advantage with a critic)",
+        "actor_rollout_ref.model.path": "set model.path",
+        "reward_model.path": _REWARDS,
+        "reward_model.enable": _REWARDS,
+        "custom_reward_function.path": _REWARDS,
+        "custom_reward_function.name": _REWARDS,
+        "filter_groups.enable": "set max_refills",
+        "overlong_buffer.enable": "set overlong_buffer, a number of tokens",
+        "overlong_buffer.len": "set overlong_buffer, a number of tokens",
+        "val_kwargs.n": "evaluation makes one completion per prompt",
+        "val_kwargs.temperature": "set eval_temperature",
+        "val_kwargs.top_p": "set eval_top_p",
+        "val_kwargs.top_k": "set eval_top_k",
+    },
 )
 
 _FLOAT16 = (

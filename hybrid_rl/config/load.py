@@ -244,7 +244,9 @@ def _flatten(
 
 def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
     leaf = path.rsplit(".", 1)[-1]
-    advice = PATH_HABITS.get(path, HABITS.get(leaf))
+    parts = path.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    advice = next((PATH_HABITS[end] for end in ends if end in PATH_HABITS), HABITS.get(leaf))
     if advice is not None:
         return f"unknown key {path!r}: {advice}"
     for section, union in UNIONS.items():

@@ -55,6 +55,13 @@ def number(value: Any) -> float:
         return 0.0
 
 
+def _loss_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    # Of a loss that compares with the policy that sampled, nothing could be read where nobody did.
+    named = given.get("advantage", given.get("estimator"))
+    estimator = ADVANTAGES.get(named) if isinstance(named, str) else None
+    return "reinforce" if estimator is not None and "demonstrations" in estimator.needs else None
+
+
 def _kl_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     if "beta" not in given:
         return None
@@ -79,7 +86,7 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
     {
         "algorithm": Union("name", "grpo", dict.fromkeys(PRESETS, AlgorithmConfig)),
         "advantage": Union("estimator", "grpo", ADVANTAGES),
-        "policy_loss": Union("objective", "clip", POLICY_LOSSES),
+        "policy_loss": Union("objective", "clip", POLICY_LOSSES, infer=_loss_section),
         "kl": Union("kl_in", "none", KL_TERMS, infer=_kl_section, remedies={"loss": "set beta above 0"}),
         "correction": Union("correction_mode", "none", CORRECTIONS),
         "critic": Union(

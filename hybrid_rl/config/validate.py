@@ -63,6 +63,7 @@ def resolve(
         raise ConfigError(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
         )
+    _check_learns(config)
     return dataclasses.replace(
         config, algorithm=algorithm, optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch)
     )
@@ -72,6 +73,27 @@ def _number_of(config: TrainerConfig) -> int:
     """num_ranks, once `auto` is settled."""
     assert config.num_ranks != "auto"
     return config.num_ranks
+
+
+def _check_learns(config: TrainerConfig) -> None:
+    """Refuse settings from which nothing can be learned, whatever the data and the rewards are."""
+    rate, critic, weights = config.optimizer.learning_rate, config.critic, config.rewards.reward_weights
+    has_critic = isinstance(critic, ValueHeadConfig) and critic.critic_learning_rate > 0
+    if config.mode != "rollout" and rate == 0 and not has_critic:
+        raise ConfigError(
+            f"learning_rate={rate} trains nothing; set it above 0, or mode=rollout to sample and score without training"
+        )
+    has_others = config.rewards.overlong_buffer is not None or config.kl.in_reward
+    if weights and not any(weights) and config.advantage.needs_rewards and not has_others:
+        raise ConfigError(
+            f"reward_weights={weights} makes every reward 0, from which nothing is learned; give one function another "
+            "weight, or leave reward_weights out"
+        )
+    if config.algorithm.mask_truncated_completions and config.rollout.max_completion_length == 1:
+        raise ConfigError(
+            "mask_truncated_completions=true with max_completion_length=1 leaves empty completions alone to learn "
+            "from: any other is truncated; raise max_completion_length, or set mask_truncated_completions=false"
+        )
 
 
 def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:

@@ -6,7 +6,13 @@ from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_comp
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
 from hybrid_rl.rewards.marks import dense_reward, group_reward
-from hybrid_rl.rewards.results import RewardFailure, RewardResult, check_failure_share, format_failures
+from hybrid_rl.rewards.results import (
+    RewardFailure,
+    RewardResult,
+    check_failure_share,
+    check_not_ended,
+    format_failures,
+)
 from hybrid_rl.rewards.runner import RewardRunner
 from hybrid_rl.rewards.shaping import (
     cosine_reward,
@@ -33,6 +39,7 @@ __all__ = [
     "RewardRunner",
     "TrainerState",
     "check_failure_share",
+    "check_not_ended",
     "completion_text",
     "cosine_reward",
     "dense_reward",

@@ -198,17 +198,26 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
+def raised(error: BaseException) -> CallOutcome:
+    """Outcome of a call that raised: "raised" for failures of the samples, a cancellation of the function's own among
+    them; "interrupt" and "ended" for what asks the program to end. It comes from the function: no signal arrives where
+    functions run."""
+    if isinstance(error, KeyboardInterrupt):
+        return failed_call("interrupt", user_traceback(error))
+    is_failure = isinstance(error, Exception | asyncio.CancelledError)
+    return failed_call("raised" if is_failure else "ended", user_traceback(error))
+
+
 def call_sync(
     function: Callable[..., Any], arguments: dict[str, Any], num_samples: int, log_names: Sequence[str]
 ) -> CallOutcome:
-    """Call a plain function once. Whatever it raises, `sys.exit()` too, becomes an outcome "raised": no signal of the
-    user's arrives where it runs."""
+    """Call a plain function once. Whatever it raises becomes an outcome (`raised`)."""
     log = CallLog(num_samples)
     try:
         # What it returned may run code of the user's too: repr(), tolist(), item().
         return check_values(function(**arguments, **log.functions(log_names)), log)
     except BaseException as error:
-        return failed_call("raised", user_traceback(error))
+        return raised(error)
 
 
 async def call_async(
@@ -233,7 +242,7 @@ async def call_async(
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
-        return failed_call("raised", user_traceback(error))
+        return raised(error)
 
 
 def kill_own_group(*_: object) -> None:

@@ -11,21 +11,26 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
-Reason = Literal["raised", "count", "nan", "type", "timeout", "died", "long", "none"]
+Reason = Literal["raised", "interrupt", "ended", "count", "nan", "type", "timeout", "died", "long", "large", "none"]
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
 ALL_FUNCTIONS = "all functions"
 MEANINGS: dict[str, str] = {
     "raised": "raised an exception",
+    "interrupt": "raised KeyboardInterrupt",
+    "ended": "asked the program to end",
     "count": "returned a wrong number of values",
     "nan": "returned NaN or infinity",
     "type": "returned something that is not a number",
     "timeout": "ran past reward_timeout_seconds",
     "died": "ended their reward process",
     "long": "are too long for the judge or reward model",
+    "large": "have a reward that is too large",
     "none": "returned None",
 }
+# Sums over a batch of rewards of this size are finite.
+LARGEST_REWARD = 1e302
 MAX_KEYS_SHOWN = 8
 
 
@@ -117,18 +122,30 @@ def total_rewards(
     values: NDArray[np.float64],
     failures: Iterable[RewardFailure],
 ) -> tuple[NDArray[np.float64], list[RewardFailure]]:
-    """Weighted sums [N] of values [N, F], nan of samples that a failure is of or to which nothing applies; and the
-    failures of the latter."""
+    """Weighted sums [N] of values [N, F], nan of samples that a failure is of, to which nothing applies or whose sum is
+    too large; and the failures of the latter two."""
     applies = ~np.isnan(values)
-    rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
-    row_of = {key: row for row, key in enumerate(keys)}
-    for key in {failure.key for failure in failures}:
-        rewards[row_of[key]] = np.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
+    failed = {failure.key for failure in failures}
     missing = []
-    for row in np.flatnonzero(~applies.any(axis=1) & ~np.isnan(rewards)).tolist():
+    for row in np.flatnonzero(~applies.any(axis=1) | ~(np.abs(rewards) <= LARGEST_REWARD)).tolist():
         rewards[row] = np.nan
-        detail = f"{', '.join(names)} returned None for this sample"
-        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
+        if keys[row] in failed:
+            continue
+        if not applies[row].any():
+            detail = f"{', '.join(names)} returned None for this sample"
+            missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
+            continue
+        parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
+        detail = (
+            f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, where sums over a batch would be infinite; "
+            "divide by a constant in the function, or lower reward_weights"
+        )
+        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "large", detail))
+    for row, key in enumerate(keys):
+        if key in failed:
+            rewards[row] = np.nan
     return rewards, missing
 
 
@@ -157,9 +174,38 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
     for (function, reason), members in groups.items():
         shown = ", ".join(str(member.key) for member in members[:MAX_KEYS_SHOWN])
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
-        lines.append(f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:")
-        lines.extend(f"  {line}" for line in members[0].detail.splitlines())
+        detail = members[0].detail
+        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # where it stands last
+        lines.append(
+            f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:{cause}"
+        )
+        lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
+
+
+def cause_of(detail: str) -> str:
+    """The line of a failure's detail that says what is wrong: of a traceback the exception, which stands last there."""
+    lines = detail.splitlines() or [""]
+    frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return lines[-1 if "Traceback" in lines[0] else 0].strip()
+    return next((line for line in lines[frames[-1] :] if not line.startswith("  ")), lines[-1].strip())
+
+
+def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
+    """End the run where a reward function asked for that, which is no failure of a sample: KeyboardInterrupt for one of
+    its own, as by a Ctrl-C, RewardError for SystemExit and what else is no Exception."""
+    for failure in failures:
+        told = "\n".join(f"  {line}" for line in failure.detail.splitlines())
+        cause = cause_of(failure.detail)
+        if failure.reason == "interrupt":
+            raise KeyboardInterrupt(f"step {step}: reward function {failure.function!r} raised {cause}\n{told}")
+        if failure.reason == "ended":
+            raise RewardError(
+                f"step {step}: reward function {failure.function!r} raised {cause}, which asks the program to end and "
+                f"is no failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
+                f"{told}"
+            )
 
 
 def check_failure_share(
@@ -172,8 +218,9 @@ def check_failure_share(
     """
     if num_samples == 0 or num_failed / num_samples <= max_share:
         return
+    cause = f" ({failures[0].function}: {cause_of(failures[0].detail)})" if failures else ""
     raise RewardError(
-        f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward, more "
-        f"than max_reward_failure_share={max_share}; correct the reward function, or raise max_reward_failure_share "
-        f"if such failures are expected\n{format_failures(failures)}"
+        f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward{cause}, "
+        f"more than max_reward_failure_share={max_share}; correct the reward function, or raise "
+        f"max_reward_failure_share if such failures are expected\n{format_failures(failures)}"
     )

@@ -4,7 +4,8 @@ back."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
-from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, format_failures
+from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rollout.base import SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.refill import GroupRewards, Refill
@@ -83,6 +84,7 @@ class Collector:
             raise ConfigError(f"{len(self._weights)} reward weights for the reward functions {list(self._names)}")
         self._max_failure_share = max_failure_share
         self._next_id = 0
+        self._told: set[str] = set()
 
     def collect(
         self,
@@ -121,7 +123,20 @@ class Collector:
         metrics |= reward_metrics(batch, self._names)
         if not max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
-        return tally.collected(batch, metrics)
+        collected = tally.collected(batch, metrics)
+        self._tell_of_no_numbers(collected.logged, state.global_step)
+        return collected
+
+    def _tell_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
+        """Warn, once for each name, of what records leave out because JSON has no such numbers."""
+        for name, value in logged.items():
+            if not math.isfinite(value) and name not in self._told:
+                self._told.add(name)
+                logger.warning(
+                    "step %d: the mean of what a reward function gave to log_metric(%r, ...) is %s: metrics.jsonl "
+                    "and trackers cannot hold that, and lack it in such steps; log finite numbers alone",
+                    *(step, name, value),
+                )
 
     def _success(self, batch: Batch | BatchRef) -> dict[str, float]:
         return success_metrics(batch, self._success_reward) if self._tells_success else {}
@@ -209,13 +224,15 @@ class _Tally:
         self._logged = MetricSums()
 
     def add(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError where too many of all samples so far have no reward."""
+        """Count a rollout. Raises RewardError where too many of all samples so far have no reward, and what reward
+        functions end the run with."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
         if not call.is_scored:
             return
         shift = call.first_id - self._first_id
         failures = [replace(failure, key=failure.key + shift) for r in reports for failure in r.failures]
+        check_not_ended(failures, call.state.global_step)
         num_failed = int(batch["rewards"].isnan().sum())
         self._failures += failures
         self._num_failed += num_failed

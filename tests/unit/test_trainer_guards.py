@@ -54,6 +54,20 @@ def test_log_metric_does_not_hide_our_own_metrics(make_trainer) -> None:
     assert (metrics["learning_rate"], metrics["log_metric/learning_rate"], metrics["mine"]) == (1e-3, 9.0, 7.0)
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_numbers_of_log_metric_that_are_not_finite_are_told_once(make_trainer, records, caplog, odd) -> None:
+    def logs(completion_ids, trainer_state, log_metric, **_):
+        log_metric("hits", odd if trainer_state.global_step < 3 else 1.0)
+        log_metric("good", 1.0)
+        return shares(completion_ids)
+
+    trainer = make_trainer(reward_funcs=logs, max_steps=3)
+    trainer.fit()
+    told = f"step 1: the mean of what a reward function gave to log_metric('hits', ...) is {odd}"
+    assert caplog.text.count("log_metric(") == 1 and told in caplog.text
+    assert [line.get("hits") for line in records(trainer)[-3:]] == [None, None, 1.0]
+
+
 def test_logging_as_if_it_were_an_evaluation(make_trainer) -> None:
     def logs(completion_ids, log_metric, **_):
         log_metric("eval/accuracy", 9.0)
@@ -182,7 +196,7 @@ def test_a_reward_may_run_the_policy_while_it_generates(make_trainer) -> None:
                 gaps.append(float((model(token_ids).logits - expected).abs().max()))
         return spread(completion_ids)
 
-    trainer = make_trainer(model, judge, prompts_per_step=8, max_completion_length=30, max_steps=1, learning_rate=0.0)
+    trainer = make_trainer(model, judge, prompts_per_step=8, max_completion_length=30, max_steps=1, learning_rate=1e-12)
     with torch.no_grad():
         expected = model(token_ids).logits
     assert trainer.step().metrics["rewards/num_failed"] == 0

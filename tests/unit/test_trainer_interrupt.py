@@ -171,6 +171,18 @@ def test_ctrl_c_while_a_reward_takes_long(make_trainer, records) -> None:
     assert_same_run(records, trainer, straight)
 
 
+def test_a_keyboard_interrupt_of_a_reward_function_ends_the_run_like_a_ctrl_c(make_trainer, records) -> None:
+    def impatient(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise KeyboardInterrupt
+        return spread(completion_ids)
+
+    trainer = make_trainer(reward_funcs=impatient, max_steps=3)
+    with pytest.raises(KeyboardInterrupt, match="step 2: reward function 'impatient' raised KeyboardInterrupt"):
+        trainer.fit()
+    assert trainer.global_step == 1 and [line["step"] for line in records(trainer)] == [0, 1]
+
+
 def test_ctrl_c_in_an_evaluation_loses_no_step(make_trainer, records, monkeypatch) -> None:
     trainer = make_trainer(max_steps=3, eval_dataset=sums(2), eval_steps=1, eval_on_start=False)
     evaluate = trainer.evaluate

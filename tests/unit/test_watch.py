@@ -1,13 +1,15 @@
 """Updates that are skipped: one is warned of, a few training steps of nothing else are an error that says why."""
 
 import logging
+import re
 
 import pytest
 import torch
 
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import DivergedError
-from hybrid_rl.watch import LearningWatch
+from hybrid_rl.watch import LearningWatch, SignalWatch
 from hybrid_rl.workers.skipped import SkippedUpdate, columns_not_finite
 from tests.tiny import sums
 
@@ -91,7 +93,65 @@ def test_columns_are_looked_at_where_they_count() -> None:
     assert columns_not_finite(batch, torch.tensor([True, False, True])) == {"advantages": (2, 2)}
 
 
+SKIPPED = {"skipped_updates": 0.0}
+MUTE = SKIPPED | {"advantages/zero_share": 1.0}
+TAUGHT = SKIPPED | {"advantages/zero_share": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned_at"),
+    [
+        ([MUTE] * 9, 3),  # once
+        ([MUTE, MUTE, TAUGHT, MUTE, MUTE, TAUGHT], None),
+        ([MUTE, TAUGHT, MUTE, MUTE, MUTE], 5),
+        ([SKIPPED] * 3, 3),  # no token in the loss, so no metric of it
+        ([{}] * 9, None),  # the critic warms up
+        ([MUTE, {}, MUTE, {}, MUTE], 5),
+    ],
+)
+def test_steps_in_which_the_rewards_teach_nothing(steps, warned_at, caplog) -> None:
+    watch = SignalWatch(TrainerConfig())
+    for step, metrics in enumerate(steps, 1):
+        watch.look(step, metrics)
+    expected = [] if warned_at is None else [f"the last 3 training steps, up to step {warned_at}, taught nothing"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == expected
+
+
+SCORED = MUTE | {"reward": 0.25, "reward_std": 0.5, "frac_reward_zero_std": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("keys", "metrics", "reason"),
+    [
+        (
+            {"mask_truncated_completions": True},
+            SCORED | {"completions/clipped_ratio": 1.0},
+            "All .* truncated, and mask",
+        ),
+        ({}, SCORED | {"reward": float("nan")}, "No completion had a reward"),
+        ({}, SCORED | {"reward_std": 0.0, "frac_reward_zero_std": 1.0}, r"All rewards were 0\.25"),
+        ({}, SCORED | {"frac_reward_zero_std": 1.0}, r"each prompt had equal rewards \(their mean was 0\.25\)"),
+        (
+            {"advantage": "rejection", "reward_threshold": 9},
+            SCORED,
+            "advantage=rejection counts those from reward_threshold=9 on: set it between",
+        ),
+        ({}, SCORED | {"completions/clipped_ratio": 1.0}, "advantage=grpo gave 0 for all"),
+    ],
+)
+def test_why_the_rewards_teach_nothing(keys, metrics, reason, caplog) -> None:
+    watch = SignalWatch(load_config(None, keys)[0])
+    for step in range(3):
+        watch.look(step, metrics)
+    assert re.search(reason, caplog.text)
+
+
 # --------------------------------------------------------------------------------------------------------- in a Trainer
+
+
+def test_a_threshold_above_every_reward_is_told(make_trainer, caplog) -> None:
+    make_trainer(advantage="rejection", reward_threshold=9.0, max_steps=4).fit()
+    assert caplog.text.count("taught nothing") == 1 and "reward_threshold=9 on" in caplog.text
 
 
 def poisoned(trainer, name: str = FIRST, when=lambda: True):

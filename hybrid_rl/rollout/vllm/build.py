@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import time
 import weakref
@@ -21,12 +22,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.controller.session import temporary_folder
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, ModelError
 from hybrid_rl.rollout.vllm.arguments import kv_cache_bytes
 from hybrid_rl.rollout.vllm.environment import process_kept
 from hybrid_rl.rollout.vllm.switches import COMPILER_VARIABLES, compile_alone
 from hybrid_rl.rollout.vllm.versions import has
 
+# Packages that vLLM's code of models may import, and that `make vllm` leaves out.
+INSPECTED = ("torchvision", "torchaudio")
 RUN = "HYBRID_RL_VLLM_RUN"  # the environment variable with the name of the run, for our worker
 
 _folders = contextlib.ExitStack()
@@ -102,7 +105,8 @@ def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
 def build(
     arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
-    """The engine, and the bytes of its cache. Raises ConfigError with vLLM's own words for what it refuses."""
+    """The engine, and the bytes of its cache. Raises ConfigError or ModelError with vLLM's own words for what it
+    refuses."""
     check_platform(device)
     compile_alone()
     try:
@@ -110,10 +114,49 @@ def build(
         num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
         give_cache(vllm_config.cache_config, num_bytes)
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
-    except ConfigError:
+    except HybridRLError:
         raise
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {reason(error)}") from error
+    except (
+        ValueError,
+        NotImplementedError,
+        LookupError,
+        AssertionError,
+        AttributeError,
+        TypeError,
+        ImportError,
+    ) as error:
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> ConfigError | ModelError:
+    """What to raise for an error of vLLM while it builds an engine: its own words, and what to do."""
+    others = "or set rollout.engine=inplace (or hf)"
+    if isinstance(error, ImportError):
+        package = f"pip install {error.name}, " if error.name else ""
+        return ModelError(f"vLLM lacks a package for this model: {error}; {package}{others}")
+    words = reason(error)
+    if "failed to be inspected" in words:  # in a process of its own, whose error is in vLLM's log alone
+        missing = [name for name in INSPECTED if importlib.util.find_spec(name) is None]
+        lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
+        what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
+        return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {what}, {others}")
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {words}; change them, {others}")
+    return ModelError(
+        f"vLLM fails on this model ({type(error).__name__}: {words}): its code for the architecture expects another "
+        f"config.json or other weights; {others.removeprefix('or ')}, or try another version of vLLM"
+    )
+
+
+def explain_step(error: BaseException) -> None:
+    """Raise EngineStateError for an error of a step of vLLM's that says nothing of what led to it."""
+    if "does not use offset" in str(error):  # vLLM takes back the noise of a pass whose prompt was not yet whole
+        raise EngineStateError(
+            "vLLM cannot compute a prompt in chunks on a CPU with per_request_seeds=true "
+            f"({str(error).splitlines()[0]}); set per_request_seeds=false, or raise "
+            "max_num_batched_tokens above the tokens of all prompts of a pass "
+            "(max_num_seqs times the longest)"
+        ) from error
 
 
 class SizedCache(CacheConfig):

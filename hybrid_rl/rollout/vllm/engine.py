@@ -38,6 +38,7 @@ from hybrid_rl.rollout.vllm.arguments import engine_arguments
 from hybrid_rl.rollout.vllm.build import (
     LIVE,
     build,
+    explain_step,
     own_group,
     own_sockets,
     release_groups,
@@ -211,6 +212,7 @@ class VLLMEngine(GuardedEngine):
             finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
+            explain_step(error)
             raise
         self._num_steps += 1
         return finished

@@ -14,7 +14,7 @@ import pytest
 
 import hybrid_rl
 from hybrid_rl.config import Leaf, TrainerConfig, load_config, visible_leaves
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import HABITS, PATH_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
@@ -184,3 +184,36 @@ def test_habits_are_refused_with_a_key_that_exists(habit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({habit: 1})
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("habit", PATH_HABITS)
+@pytest.mark.parametrize("prefix", ["", "elsewhere."])
+def test_habits_of_a_section_hold_wherever_the_section_lies(habit: str, prefix: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{re.escape(prefix + habit)}': ") as caught:
+        load_config({prefix + habit: 1})
+    assert str(caught.value).endswith(PATH_HABITS[habit])
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("rollout_n", "set num_generations"),  # verl
+        ("actor_rollout_ref.rollout.response_length", "set max_completion_length"),
+        ("actor_rollout_ref.rollout.name", "set rollout.engine"),
+        ("actor_rollout_ref.actor.optim.lr", "set learning_rate"),
+        ("critic.optim.lr", "set critic_learning_rate"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "evaluation makes one completion"),
+        ("data.train_files", "set train_path"),
+        ("trainer.default_local_dir", "set output_dir"),
+        ("save_total_limit", "every checkpoint stays"),  # TRL
+        ("num_ppo_epochs", "set num_iterations"),
+        ("max_tokens", "set max_completion_length"),
+        ("init_kl_coef", "set beta"),  # OpenRLHF
+        ("eps_clip", "set epsilon"),
+        ("pretrain", "set model.path"),
+        ("rollout_batch_size", "set prompts_per_step"),
+    ],
+)
+def test_names_of_other_libraries(key: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key {key!r}: {advice}")):
+        load_config({key: 1})

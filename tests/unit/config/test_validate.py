@@ -67,6 +67,40 @@ def test_what_cannot_work_together(keys: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"learning_rate": 0}, r"^learning_rate=0.0 trains nothing; set it above 0, or mode=rollout"),
+        ({"reward_weights": [0]}, r"^reward_weights=\[0.0\] makes every reward 0.*; give one function another weight"),
+        ({"reward_weights": [0, -0.0]}, r"^reward_weights=\[0.0, -0.0\] makes every reward 0"),
+        (
+            {"mask_truncated_completions": True, "max_completion_length": 1},
+            r"^mask_truncated_completions=true with max_completion_length=1 leaves .*; raise max_completion_length",
+        ),
+        ({"algorithm": "ppo", "learning_rate": 0, "critic_learning_rate": 0}, "^learning_rate=0.0 trains nothing"),
+    ],
+)
+def test_settings_from_which_nothing_can_be_learned(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"learning_rate": 0, "mode": "rollout"},
+        {"algorithm": "ppo", "learning_rate": 0},  # the critic learns
+        {"reward_weights": [0, 0.1]},
+        {"reward_weights": [0], "overlong_buffer": 64},  # which has a weight of its own
+        {"reward_weights": [0], "beta": 0.1, "kl": "reward", "advantage": "rloo"},  # the penalty is a reward
+        {"mask_truncated_completions": True, "max_completion_length": 2},
+        {"max_completion_length": 1},
+    ],
+)
+def test_settings_from_which_something_can(keys: dict[str, Any]) -> None:
+    resolved(**keys)
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {"tokens_per_micro_batch": 512},

@@ -143,7 +143,7 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
 
 
 def test_what_is_no_exception_is_told_with_its_traceback_too():
-    """It ends neither the process nor the call without a word."""
+    """It ends the process no more than the call: whoever collects the samples ends the run by it."""
 
     class Unforgiving(BaseException):
         pass
@@ -155,10 +155,10 @@ def test_what_is_no_exception_is_told_with_its_traceback_too():
         return [1.0] * len(completions)
 
     with RewardRunner(refuse, num_processes=1) as runner:
-        result = runner.score(samples("a", "b", "c"), None)
-    assert reasons(result) == [(11, "raised")]
+        before, result, after = (runner.score(samples(text), None) for text in "abc")
+    assert reasons(result) == [(10, "ended")]
     assert "Unforgiving: by the function" in result.failures[0].detail and "in refuse" in result.failures[0].detail
-    assert result.extras["pid"][10] == result.extras["pid"][12]
+    assert before.extras["pid"] == after.extras["pid"]
 
 
 def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():

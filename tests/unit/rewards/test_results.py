@@ -8,8 +8,8 @@ import pytest
 
 from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
-from hybrid_rl.rewards.calling import CallLog, CallOutcome, check_values, failed_call
-from hybrid_rl.rewards.results import assemble
+from hybrid_rl.rewards.calling import CallLog, CallOutcome, call_sync, check_values, failed_call
+from hybrid_rl.rewards.results import assemble, cause_of
 from hybrid_rl.rewards.runner import PendingScore
 
 SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
@@ -113,6 +113,50 @@ def test_failure_report_groups_by_function_and_reason():
         "  too slow"
     )
     assert format_failures([]) == ""
+
+
+@pytest.mark.parametrize(("given", "weights"), [([1e308, 0.0], [1.0, 1.0]), ([1e301, -1e308], [9e200, 9e200])])
+def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, weights, recwarn):
+    """Their mean and their advantages would be NaN, without a word. Others are not concerned."""
+    parts = [(index, (SAMPLES, outcome(value, 2.0, -2.0))) for index, value in enumerate(given)]
+    result = assemble(["f", "g"], weights, SAMPLES, parts)
+    assert np.isnan(result.rewards).tolist() == [True, False, False]
+    (failure,) = result.failures
+    assert (failure.key, failure.reason) == (SAMPLES[0].key, "large") and not recwarn
+    told = f"the weighted sum of f={given[0]:g}, g={given[1]:g} is beyond 1e+302, where sums over a batch would be"
+    assert failure.detail == f"{told} infinite; divide by a constant in the function, or lower reward_weights"
+
+
+def test_the_cause_comes_first():
+    """In an error's first line, of a traceback the exception that stands last there."""
+
+    def f(log_metric):
+        log_metric("step", 1)
+
+    detail = call_sync(f, {}, 1, ["log_metric"]).failure[1]
+    cause = "ValueError: log_metric('step', ...) would hide the step of the record; choose another name"
+    failures = [RewardFailure("f", 1, "raised", detail)]
+    with pytest.raises(RewardError) as raised:
+        check_failure_share(1, 1, failures, 0.0, step=3)
+    first, second, *rest = str(raised.value).splitlines()
+    assert first.startswith(f"step 3: 1 of 1 samples (100.0%) have no reward (f: {cause}), more than")
+    assert second == f"reward f: 1 samples raised an exception (samples 1); first: {cause}"
+    assert rest[0] == "  Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("detail", "cause"),
+    [
+        ("returned nan; rewards must be finite", "returned nan; rewards must be finite"),
+        ("too slow\nmore", "too slow"),
+        ('Traceback ...\n  File "a", line 1, in f\n    x\n    ^\nValueError: one\n  two', "ValueError: one"),
+        ("Traceback ...\nValueError: one", "ValueError: one"),
+        ('Traceback ...\n  File "a"\nKeyError: 1\n\nDuring ...\n\nTraceback ...\n  File "b"\nTypeError', "TypeError"),
+        ("", ""),
+    ],
+)
+def test_the_cause_of_a_failure(detail, cause):
+    assert cause_of(detail) == cause
 
 
 def test_a_second_outcome_of_a_call_comes_too_late():

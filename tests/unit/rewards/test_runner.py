@@ -65,9 +65,17 @@ def test_one_raising_sample_masks_only_itself_and_its_traceback_is_kept():
     assert "call_sync" not in detail
 
 
-def test_sys_exit_counts_as_raised():
-    result = run(lambda completions: exit(3), samples("a"))
-    assert [reason for _, _, reason in reasons(result)] == ["raised"]
+@pytest.mark.parametrize(("error", "reason"), [(SystemExit, "ended"), (KeyboardInterrupt, "interrupt")])
+@pytest.mark.parametrize("options", [{}, {"num_processes": 1}], ids=["thread", "process"])
+def test_what_asks_the_program_to_end_is_no_failure_of_single_samples(error, reason, options):
+    """It is not called again sample by sample."""
+
+    def f(completions):
+        raise error("by the function")
+
+    result = run(f, samples("a", "b"), **options)
+    assert reasons(result) == [("f", 10, reason), ("f", 11, reason)]
+    assert result.failures[0].detail.endswith(f"{error.__name__}: by the function")
 
 
 def test_logs_of_a_failed_call_are_dropped_and_those_of_its_repetition_kept():
@@ -172,7 +180,7 @@ def test_whatever_a_function_raises_is_its_own_failure(asynchronous, at):
         return f(completions)
 
     (failure,) = run(g if asynchronous else f, samples("a")).failures
-    assert failure.reason == "raised" and "Unforgiving: " in failure.detail
+    assert failure.reason == "ended" and "Unforgiving: " in failure.detail
     assert ("by the function" if at == "call" else "no list") in failure.detail
 
 

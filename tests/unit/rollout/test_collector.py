@@ -172,6 +172,20 @@ def test_too_many_failures_stop_the_run(num_ranks, keep):
         rollout(only_c, share=0.74, num_ranks=num_ranks, keep=keep)
 
 
+@RANKS
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_function_that_asks_the_program_to_end_ends_the_run(error, num_ranks, keep):
+    def judge(completions, completion_ids, **_):
+        if [3] in completion_ids:
+            raise error("enough")
+        return [1.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else RewardError) as raised:
+        rollout(judge, share=1.0, num_ranks=num_ranks, keep=keep)
+    told = str(raised.value)
+    assert told.startswith(f"step 3: reward function 'judge' raised {error.__name__}: enough") and "in judge" in told
+
+
 # --------------------------------------------------------------------------------------------------------- metrics
 
 

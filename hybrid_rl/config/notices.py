@@ -1,0 +1,40 @@
+"""What a configuration does that its user may not expect, though it is no error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from hybrid_rl.config.algorithm import learns_from_demonstrations
+from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.config.validate import optimizer_steps_per_training_step
+
+CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
+# At a ratio of 1 their loss is -A ln p.
+LIKELIHOODS = ("reinforce", "cispo")
+
+
+def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
+    """Sentences about a resolved config. given: the paths that the user set."""
+    loss, old = config.policy_loss, config.algorithm.old_logprobs
+    objective: str = loss.objective  # type: ignore[attr-defined]
+    if learns_from_demonstrations(config) and objective not in LIKELIHOODS:
+        yield (
+            f"policy_loss={objective} holds ratios: the metric loss is not the negative log-likelihood of the "
+            "demonstrations (of clip it is -1), though the first update of a batch learns from it; "
+            "policy_loss=reinforce shows it"
+        )
+    has_ratio = loss.uses_old_logprobs and old != "rollout"
+    if not has_ratio or optimizer_steps_per_training_step(config) > 1:
+        return
+    defaults = {item.name: item.default for item in dataclasses.fields(loss)}
+    inert = [
+        f"{name}={getattr(loss, name)}"
+        for name in CLIP_KEYS
+        if f"policy_loss.{name}" in given and getattr(loss, name) != defaults[name]
+    ]
+    if inert:
+        yield (
+            f"{', '.join(inert)}: nothing is clipped, because one optimizer step uses each batch, at which every ratio "
+            "is 1; set num_iterations above 1, or prompts_per_mini_batch below prompts_per_step"
+        )

@@ -1,0 +1,66 @@
+"""What a run tells of its configuration when it starts."""
+
+from typing import Any
+
+import pytest
+
+from hybrid_rl.config import load_config, resolve
+from hybrid_rl.config.notices import notices
+
+
+def told(**keys: Any) -> str:
+    config, given = load_config(None, keys)
+    return " ".join(notices(resolve(config, given), given))
+
+
+@pytest.mark.parametrize(
+    ("keys", "inert"),
+    [
+        ({"epsilon": 0.1}, "epsilon=0.1"),
+        ({"epsilon_high": 0.28, "dual_clip": 3}, "epsilon_high=0.28, dual_clip=3.0"),
+        ({"policy_loss": "cispo", "epsilon_high": 5}, "epsilon_high=5.0"),
+        ({"epsilon": 0.1, "beta": 0.1, "kl": "reward", "advantage": "rloo"}, "epsilon=0.1"),  # logprobs recomputed
+    ],
+)
+def test_bounds_of_a_ratio_that_is_always_1(keys: dict[str, Any], inert: str) -> None:
+    sentence = f"{inert}: nothing is clipped, because one optimizer step uses each batch"
+    assert told(**keys).startswith(sentence)
+    assert not told(**keys, num_iterations=2) and not told(**keys, prompts_per_mini_batch=4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"algorithm": "dapo"},  # whose preset has bounds
+        {"epsilon": 0.2},  # as a config read from a run folder has all keys
+        {"epsilon": 0.1, "old_logprobs": "rollout"},
+        {"policy_loss": "reinforce"},
+        {"policy_loss": "dppo", "divergence_threshold": 0.3},
+    ],
+)
+def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:
+    assert not told(**keys)
+
+
+def test_a_loss_of_demonstrations_that_is_no_likelihood() -> None:
+    assert told(advantage="sft", policy_loss="clip").startswith("policy_loss=clip holds ratios: the metric loss is not")
+    assert not told(advantage="sft", policy_loss="cispo") and not told(algorithm="sft")
+
+
+@pytest.mark.parametrize(
+    ("layers", "objective"),
+    [
+        (({"advantage": "sft"}, {}), "reinforce"),
+        (({"advantage": {"estimator": "sft"}}, {}), "reinforce"),
+        (({"algorithm": "dapo"}, {"advantage.estimator": "sft"}), "reinforce"),
+        (({"advantage": "sft", "policy_loss": "clip"}, {}), "clip"),
+        (({"advantage": "sft"}, {"policy_loss": "clip"}), "clip"),
+        (({"advantage": "grpo"}, {}), "clip"),
+        (({"advantage": "rejection"}, {}), "clip"),
+    ],
+)
+def test_demonstrations_are_learned_by_their_likelihood_unless_another_loss_is_named(layers, objective) -> None:
+    config = load_config(*layers)[0]
+    assert config.policy_loss.objective == objective
+    assert load_config(config)[0] == config  # as it is read back from a run folder

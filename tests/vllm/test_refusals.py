@@ -1,0 +1,64 @@
+"""What a user reads where vLLM fails: its own words, and what to do."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from hybrid_rl.errors import ConfigError, EngineStateError, ModelError
+from hybrid_rl.rollout.vllm import build as build_module
+from hybrid_rl.rollout.vllm.build import explain_step
+from hybrid_rl.rollout.vllm.environment import process_kept
+from tests.vllm.rigs import CONFIG
+
+UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check the logs for more details."
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (
+            KeyError("layers.1.mlp.gate.e_score_correction_bias"),
+            ModelError,
+            "vLLM fails on this model \\(KeyError: 'layers.1.mlp.gate.*set rollout.engine=inplace",
+        ),
+        (
+            ValueError("Head dimension 64 is not supported by MLA."),
+            ConfigError,
+            "refuses this model .*: Head dimension 64 is not supported by MLA.; .*set rollout.engine=inplace",
+        ),
+        (
+            ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
+            ModelError,
+            "lacks a package for this model: No module named 'torchvision'; pip install torchvision, or set rollout",
+        ),
+        (
+            ValueError(UNSEEN),
+            ModelError,
+            "failed to be inspected.*import torchvision and torchaudio, not .*: pip install torchvision torchaudio,",
+        ),
+        (ConfigError("ours"), ConfigError, "^ours$"),
+        (torch.OutOfMemoryError("as it is"), torch.OutOfMemoryError, "^as it is$"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_vllm_fails_on_while_an_engine_is_built(monkeypatch, error, kind, told):
+    def fails(**_):
+        raise error
+
+    find = importlib.util.find_spec
+    hidden = {"torchvision", "torchaudio"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in hidden else find(name, *rest))
+    monkeypatch.setattr(build_module, "EngineArgs", fails)
+    with process_kept(), pytest.raises(kind, match=told):
+        build_module.build({}, CONFIG, 64, torch.device("cpu"), 1.0)
+
+
+def test_seeds_of_prompts_in_chunks_on_a_cpu():
+    explain_step(RuntimeError("anything else"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.Generator().set_offset(0)
+    with pytest.raises(
+        EngineStateError, match="in chunks on a CPU with per_request_seeds=true .*set per_request_seeds="
+    ):
+        explain_step(caught.value)
