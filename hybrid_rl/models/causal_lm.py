@@ -26,7 +26,7 @@ from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
 from hybrid_rl.models.unpacked import UnpackedRow
-from hybrid_rl.models.verify import LengthLimit, check_outputs, check_survey, verify_row
+from hybrid_rl.models.verify import LengthLimit, check_outputs, check_survey, check_weights, verify_row
 
 # What carries more from token to token than attention does: linear attention, convolutions, state spaces.
 REMEDY = 'if it is causal, rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
@@ -207,14 +207,16 @@ class CausalLM:
         """The start-up check (verify.py): the largest relative gap to the model's own forward.
 
         Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
-        the numbers would be wrong, silently.
+        the numbers would be wrong, silently. Weights that are no numbers are named first.
         """
-        if not self.attention.is_packed:
-            return check_outputs(self)
         try:
-            self.masked_from = check_survey(self.module, self.backbone, self.device)
+            if self.attention.is_packed:
+                self.masked_from = check_survey(self.module, self.backbone, self.device)
             return check_outputs(self)
         except ModelError as error:
+            check_weights(self.module)
+            if not self.attention.is_packed:
+                raise
             raise ModelError(f"{error}; {REMEDY}") from error
 
     def verify_row(self) -> PackedRow:

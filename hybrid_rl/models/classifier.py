@@ -20,7 +20,14 @@ from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import first_line
 from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, check_survey, named_failure, own_attention, same_places
+from hybrid_rl.models.verify import (
+    VERIFY_TOLERANCE,
+    check_survey,
+    check_weights,
+    named_failure,
+    own_attention,
+    same_places,
+)
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.transfer import upload
 
@@ -118,6 +125,7 @@ def verify_scores(model: CausalLM) -> float:
     gap = float((found - torch.stack(expected).to(found.dtype)).abs().max() / scale)
     gap = max(gap, *routing.gaps(places).values(), 0.0)
     if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
+        check_weights(plain)
         raise ModelError(
             f"{name} gives other scores with packed sequences (relative gap {gap:.1e}); this architecture is not "
             f"supported as a reward model"

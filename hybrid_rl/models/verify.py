@@ -184,6 +184,18 @@ def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:
     return {what: numbers.flatten(0, 1) for what, numbers in outputs.items()}
 
 
+@torch.no_grad()
+def check_weights(module: nn.Module) -> None:
+    """Raise ModelError where weights are no numbers: then all that a model gives is none, and it is not to blame."""
+    parameters = dict(module.named_parameters())
+    broken = [name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())]
+    if broken:
+        raise ModelError(
+            f"{len(broken)} of {len(parameters)} weights of {type(module).__name__} are not finite, first {broken[0]}: "
+            f"they have diverged in training, or were written so; take another checkpoint"
+        )
+
+
 def verify_row(model: Packed) -> PackedRow:
     """The row that a model is verified on; its labels are the second tokens of its segments."""
     embeddings: Any = model.module.get_input_embeddings()

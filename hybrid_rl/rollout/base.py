@@ -59,7 +59,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or above"),
+            ("temperature", self.temperature == 0 or 1e-4 <= self.temperature <= 1e4, "0 (greedy), or 1e-4 to 1e4"),
             ("top_k", self.top_k >= 0, "0 (off) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),

@@ -263,6 +263,20 @@ def test_training_steps(keys: dict[str, Any], num_prompts: int | None, steps: in
     assert num_training_steps(resolved(**keys), num_prompts) == steps
 
 
+@pytest.mark.parametrize("epochs", [1e10, 1e300, 1.7e308])
+def test_more_epochs_than_anybody_means_are_refused(epochs: float) -> None:
+    with pytest.raises(ConfigError, match="num_train_epochs=.* must be at most 1000000000"):
+        resolved(num_train_epochs=epochs)
+    assert num_training_steps(resolved(num_train_epochs=1e9), 16) == 10**9
+
+
+@pytest.mark.parametrize(("temperature", "bound"), [(1e-300, "least 0.01"), (0.001, "least 0.01"), (1e300, "most 100")])
+def test_temperatures_at_which_nothing_can_be_learned_are_refused(temperature: float, bound: str) -> None:
+    """Colder, one token has all the probability and gradients are 0; hotter, all have the same."""
+    with pytest.raises(ConfigError, match=f"rollout.temperature=.* must be at {bound}"):
+        resolved(temperature=temperature)
+
+
 @pytest.mark.parametrize(
     ("num_prompts", "message"),
     [

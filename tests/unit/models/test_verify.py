@@ -258,3 +258,23 @@ def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPa
 def test_the_filler_and_shared_prompts_are_checked(name: str) -> None:
     row = CausalLM(build(name)).verify_row()
     assert row.layout.children and len(row.layout.roots) > row.layout.num_shared + 1
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("attention", ["auto", "unpacked"])
+def test_weights_that_are_no_numbers_are_named_and_not_the_architecture(attention: str, wrong: float) -> None:
+    module = build("qwen2")
+    module.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] = wrong
+    message = (
+        r"^1 of \d+ weights of Qwen2ForCausalLM are not finite, first model.layers.1.mlp.up_proj.weight:.*checkpoint$"
+    )
+    with pytest.raises(ModelError, match=message):
+        CausalLM(module, attention).verify()
+
+
+def test_so_are_those_of_a_reward_model() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**BASE, num_labels=1)).eval()
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ModelError, match="^1 of .* are not finite, first model.norm.weight"):
+        verify_scores(CausalLM(model))

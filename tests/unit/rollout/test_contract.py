@@ -239,6 +239,9 @@ def test_an_id_is_free_again_once_its_request_finished(rig):
         ("max_tokens", 0),
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", 1e-300),  # 0 in float32: taken for greedy
+        ("temperature", 1e-40),  # logits / 1e-40 is infinite: "its weights have diverged"
+        ("temperature", 1e300),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
