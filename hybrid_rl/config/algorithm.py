@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
 from hybrid_rl.algos.records import PolicyObjective
-from hybrid_rl.config.schema import AlgorithmConfig, TrainerConfig
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig
+from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 # Columns that come from the learner's distribution before the update.

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
-    AlgorithmConfig,
     CriticConfig,
     EvalConfig,
     InPlaceRolloutConfig,

@@ -1,0 +1,45 @@
+"""The section `algorithm`: what every algorithm has beside the records that it is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid_rl.options import key
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What every algorithm has. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), which may
+    all be set otherwise."""
+
+    name: str = key("grpo", "preset of the other keys of algorithm, advantage, policy_loss, kl, correction and critic")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "sequence_sum"] = key(
+        "dapo",
+        "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length; "
+        "sequence_sum: mean over sequences of token sums",
+    )
+    num_generations: int = key(8, "completions per prompt: the group", minimum=1)
+    mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
+    num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
+    old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
+        "auto",
+        "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
+        "batch), recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
+    )
+    max_refills: int = key(
+        0,
+        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most so many further "
+        "rollouts per training step; 0 = they stay",
+        minimum=0,
+    )
+    entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
+    positive_nll_coef: float = key(
+        0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
+    )
+    router_aux_loss_coef: float | None = key(
+        None,
+        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = what the model's config says. "
+        "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
+        minimum=0,
+    )
