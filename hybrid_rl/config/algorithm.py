@@ -86,6 +86,9 @@ def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool,
     yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
     yield shown, "algorithm.mask_truncated_completions", f"{without}, none of which is cut off"
     yield shown and config.algorithm.num_generations != 1, "algorithm.num_generations", f"{without}, one per prompt"
+    positive = config.advantage.is_never_negative
+    why = f"advantage={estimator} makes no negative advantages, and others stay"
+    yield positive, "algorithm.off_policy_mask_threshold", why
     for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
         yield shown and not has_eval, f"rewards.{name}", f"{without}, and nothing is evaluated: no reward is called"
     yield shown and not has_eval, "rewards.max_reward_failure_share", f"{without}, and nothing is evaluated"

@@ -33,6 +33,12 @@ class AlgorithmConfig:
         "rollouts per training step; 0 = they stay",
         minimum=0,
     )
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "leave out of the policy loss what has a negative advantage in a completion whose KL(engine, policy) per token "
+        "is above this (DeepSeek-V3.2; TRL: 0.5); None = nothing",
+        above=0,
+    )
     entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
     positive_nll_coef: float = key(
         0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0

@@ -18,6 +18,7 @@ from hybrid_rl.algos import (
 )
 from hybrid_rl.algos.kl import exact_kl
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.token_masks import off_policy_mask
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AlgorithmConfig, TrainerConfig
 from hybrid_rl.errors import DataError
@@ -116,6 +117,13 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         name = type(config.policy_loss).__name__
         raise TypeError(f"{name}.loss gave a {type(loss).__name__}; it must return a hybrid_rl.algos.PolicyLoss")
     per_token, sums = loss.per_token, MetricSums()
+    if algorithm.off_policy_mask_threshold is not None:
+        near = off_policy_mask(
+            *(inputs.logprobs, inputs.rollout_logprobs, inputs.advantages, mask, inputs.rows, inputs.num_rows),
+            threshold=algorithm.off_policy_mask_threshold,
+        )
+        per_token = _masked(per_token, near)
+        sums.mean("mismatch/off_policy_masked", (mask & ~near).sum(), masks.num_tokens)
     if config.correction.is_active:
         corrected = config.correction.weigh(correction_inputs(inputs))
         per_token = per_token * corrected.weights

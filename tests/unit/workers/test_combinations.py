@@ -37,7 +37,10 @@ LOSSES: dict[str, Keys] = {
 SECTIONS: dict[str, dict[str, Keys]] = {
     "estimator": ESTIMATORS,
     "loss": LOSSES,
-    "correction": {name: {"correction": name} for name in records(CORRECTIONS)},
+    "correction": {
+        **{name: {"correction": name} for name in records(CORRECTIONS)},
+        "off-policy mask": {"off_policy_mask_threshold": 0.02},
+    },
     "kl": {
         "none": {},
         "loss": {"kl": "loss", "beta": 0.3},
@@ -182,6 +185,7 @@ ALGORITHM: dict[str, list[Any]] = {
     "old_logprobs": ["rollout"],
     "entropy_coef": [0.1],
     "positive_nll_coef": [0.1],
+    "off_policy_mask_threshold": [0.02, 0.2],
 }
 
 

@@ -72,6 +72,9 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
         }[algorithm.loss_type]
         corrections = correction(config.correction, tokens, case)
         upstream = [weight * factor for factor in corrections]
+        limit = algorithm.off_policy_mask_threshold
+        if limit is not None and statistics.fmean(token.rollout - token.now for token in tokens) > limit:
+            upstream = [0.0 if token.advantage < 0 else up for token, up in zip(tokens, upstream, strict=True)]
         objective = config.policy_loss
         ratios = LOSSES[objective.objective](objective, sample, tokens, upstream, slopes, case)
         for token, ratio in zip(tokens, ratios, strict=True):
