@@ -39,6 +39,13 @@ class AlgorithmConfig:
         "is above this (DeepSeek-V3.2; TRL: 0.5); None = nothing",
         above=0,
     )
+    top_entropy_quantile: float = key(
+        1.0,
+        "only so large a share of a mini-batch's tokens, those of the highest entropy, is in the policy loss and the "
+        "entropy bonus (0.2); 1 = all. With several micro-batches or ranks a forward pass of its own finds them",
+        minimum=0,
+        maximum=1,
+    )
     entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
     positive_nll_coef: float = key(
         0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0

@@ -16,7 +16,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import finish_downloads, start_download
-from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
+from hybrid_rl.workers.extras import LearnedNumbers, least_entropy, prepared_column, rollout_gap
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
 from hybrid_rl.workers.routing import expert_load, router_columns
@@ -120,7 +120,7 @@ class Actor(TrainedModel):
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
-        terms = self._with_balance(batch, micro_batches, terms)
+        terms = self._with_whole(batch, micro_batches, terms)
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             micro = micro_batch(batch, rows, self.model.idle_token)
@@ -145,24 +145,26 @@ class Actor(TrainedModel):
             sums.merge(self._numbers.metrics())
         return sums, torch.cat(before)
 
-    def _with_balance(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
-        """The terms with what the load-balancing loss wants to know of the mini-batch beforehand."""
-        if self._balance is None:
+    def _with_whole(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
+        """The terms with what must be known of the whole mini-batch beforehand."""
+        terms = replace(terms, balance=self._balance)
+        if len(micro_batches) == 1 and self._context.num_ranks == 1:
             return terms
-        is_whole = len(micro_batches) == 1 and self._context.num_ranks == 1
-        load = (
-            None
-            if is_whole
-            else expert_load(
+        algorithm = self._config.algorithm
+        if algorithm.top_entropy_quantile < 1:
+            least = least_entropy(self.model, batch, micro_batches, terms, self._context)
+            terms = replace(terms, least_entropy=least)
+        if self._balance is not None:
+            load = expert_load(
                 self.model,
                 self._balance,
                 batch,
                 micro_batches,
                 self._context,
-                mask_truncated_completions=self._config.algorithm.mask_truncated_completions,
+                mask_truncated_completions=algorithm.mask_truncated_completions,
             )
-        )
-        return replace(terms, balance=self._balance, expert_load=load)
+            terms = replace(terms, expert_load=load)
+        return terms
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """See TrainedModel; with what the algorithm has learned beside the model."""

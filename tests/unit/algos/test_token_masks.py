@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.token_masks import off_policy_mask
+from hybrid_rl.algos.token_masks import entropy_quantile, off_policy_mask
 
 # Four completions, None = masked: ln p of the policy and of the engine.
 NOW = [[-1.0, -2.0, -0.5, None], [-0.3, -1.2, None, None], [-2.0, -1.0, -0.7, -0.1], [-0.6, None, None, None]]
@@ -56,3 +56,34 @@ def test_it_has_no_gradient_and_sums_in_float32() -> None:
     rows = torch.zeros(1024, dtype=torch.int64)
     found = [off_policy_mask(now, engine, -on.float(), on, rows, 1, threshold=limit) for limit in (0.49, 0.51)]
     assert not found[0].any() and found[1].all() and not found[0].requires_grad
+
+
+# --------------------------------------------------------------------------------------------------- by entropy
+
+ENTROPY = torch.tensor([0.1, 0.9, 0.4, 9.0, 0.7, 0.7, 9.0, 9.0, 0.2, 0.05, 1.1, 0.3, 0.6, 9.0, 9.0, 9.0])
+
+
+# By GRPOTrainer.get_high_entropy_mask of TRL 1.10.0.dev0 at f2cd57710, and torch.quantile.
+@pytest.mark.parametrize(
+    ("share", "quantile", "expected"),
+    [
+        (0.0, 1.1, [0, 0, 0, 0, 0, 0, 0, 1, 0, 0]),
+        (0.2, 0.74, [0, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
+        (0.35, 0.685, [0, 1, 0, 1, 1, 0, 0, 1, 0, 0]),
+        (0.5, 0.5, [0, 1, 0, 1, 1, 0, 0, 1, 0, 1]),
+        (0.9, 0.095, [1, 1, 1, 1, 1, 1, 0, 1, 1, 1]),
+        (1.0, 0.05, [1] * 10),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_that_trl_keeps(share: float, quantile: float, expected: list[int]) -> None:
+    found = entropy_quantile(ENTROPY, MASK, share, num_tokens=10)
+    assert float(found) == pytest.approx(quantile, abs=1e-6)
+    assert (ENTROPY.double() >= found)[MASK].int().tolist() == expected
+
+
+def test_a_mini_batch_without_tokens_has_no_quantile() -> None:
+    none = torch.zeros_like(MASK)
+    assert float(entropy_quantile(ENTROPY, none, 0.2, num_tokens=0)) == -math.inf
+    with pytest.raises(ValueError, match="share=1.5 is no share of tokens; use 0 to 1"):
+        entropy_quantile(ENTROPY, MASK, 1.5, num_tokens=10)

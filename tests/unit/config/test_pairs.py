@@ -251,7 +251,6 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ({"clip_ratio_high": 0.28}, "set epsilon_high$"),
         ({"clip_ratio_low": 0.2}, "set epsilon$"),
         ({"clip_ratio_c": 3.0}, r"set dual_clip \(of policy_loss=clip\)"),
-        ({"top_entropy_quantile": 0.2}, "not offered: all tokens are in the loss"),
     ],
     ids=str,
 )
@@ -289,7 +288,6 @@ TRL = [
     "sync_ref_model",
     "ref_model_mixup_alpha",
     "ref_model_sync_steps",
-    "top_entropy_quantile",
     "max_tool_calling_iterations",
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",

@@ -40,6 +40,7 @@ SECTIONS: dict[str, dict[str, Keys]] = {
     "correction": {
         **{name: {"correction": name} for name in records(CORRECTIONS)},
         "off-policy mask": {"off_policy_mask_threshold": 0.02},
+        "top entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
     },
     "kl": {
         "none": {},
@@ -186,6 +187,7 @@ ALGORITHM: dict[str, list[Any]] = {
     "entropy_coef": [0.1],
     "positive_nll_coef": [0.1],
     "off_policy_mask_threshold": [0.02, 0.2],
+    "top_entropy_quantile": [0.2, 0.0],
 }
 
 

@@ -61,6 +61,7 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
     kept = [[token for token in sample.tokens if token.kept] for sample in samples]
     num_tokens, num_samples = sum(map(len, kept)), sum(sample.is_scored for sample in samples)
     positive = [token for sample, own in zip(samples, kept, strict=True) if sample.reward > 0 for token in own]
+    least = least_entropy([token for own in kept for token in own], algorithm.top_entropy_quantile)
     for sample, tokens in zip(samples, kept, strict=True):
         if not tokens:
             continue
@@ -75,16 +76,30 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
         limit = algorithm.off_policy_mask_threshold
         if limit is not None and statistics.fmean(token.rollout - token.now for token in tokens) > limit:
             upstream = [0.0 if token.advantage < 0 else up for token, up in zip(tokens, upstream, strict=True)]
+        is_high = [entropy_of(token) >= least for token in tokens]
+        upstream = [up * high for up, high in zip(upstream, is_high, strict=True)]
         objective = config.policy_loss
         ratios = LOSSES[objective.objective](objective, sample, tokens, upstream, slopes, case)
-        for token, ratio in zip(tokens, ratios, strict=True):
+        for token, ratio, high in zip(tokens, ratios, is_high, strict=True):
             if config.kl.in_loss:
                 _kl(config.kl, token, ratio, weight * case.beta, slopes)
             for entry, log in enumerate(token.logs):
-                slopes.add(token, weight * algorithm.entropy_coef * math.exp(log) * (log + 1), entry)
+                slopes.add(token, weight * high * algorithm.entropy_coef * math.exp(log) * (log + 1), entry)
     for token in positive:
         slopes.add(token, -algorithm.positive_nll_coef / len(positive))
     return slopes.of_logits(temperature)
+
+
+def entropy_of(token: Token) -> float:
+    return -sum(math.exp(log) * log for log in token.logs)
+
+
+def least_entropy(tokens: Sequence[Token], share: float) -> float:
+    """The quantile 1 - share."""
+    ordered = sorted(map(entropy_of, tokens))
+    place = (1 - share) * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
 
 
 def _kl(record: Any, token: Token, ratio: Ratio, weight: float, slopes: Slopes) -> None:
@@ -274,7 +289,7 @@ def kl_cov(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes:
 
 def simko(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     ratios = _token_ratios(tokens, case)
-    entropies = [-sum(math.exp(log) * log for log in token.logs) for token in tokens]
+    entropies = [entropy_of(token) for token in tokens]
     place = record.forking_quantile * (len(tokens) - 1)
     low, ordered = math.floor(place), sorted(entropies)
     threshold = ordered[low] + (ordered[min(low + 1, len(tokens) - 1)] - ordered[low]) * (place - low)
