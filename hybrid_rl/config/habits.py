@@ -53,7 +53,6 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "rollout_rs_threshold": "set correction_threshold (of correction=kl_rejection) or correction_high (of mis)",
         "rollout_token_veto_threshold": "set correction_veto",
         "tis_imp_ratio_cap": "set correction=tis with correction_cap",
-        "multi_objective_aggregation": "rewards are added with reward_weights before the estimator normalises them",
         "entropy_target": "not offered: entropy_coef is fixed",
         "sync_ref_model": "set reference_reset_steps: every n steps the policy becomes the reference",
         "ref_model_sync_steps": "set reference_reset_steps: every n steps the policy becomes the reference",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid_rl.algos import row_mean
+from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.checkpoint import read_optimizer
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -216,3 +217,21 @@ def test_a_new_critic_begins_at_the_mean_return(make_trainer) -> None:
     mean = float(first["returns"].values.double().mean())
     for batch in (second, third):
         assert batch["values"].values.tolist() == pytest.approx([mean] * len(batch["values"].values), rel=1e-6)
+
+
+def test_functions_are_normalised_one_by_one_with_their_weights(make_trainer) -> None:
+    """The penalty that a key adds is one of them, and weighs 1."""
+
+    def letters(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text))) for text in completions]
+
+    keys = {"reward_weights": [1.0, -0.5], "overlong_buffer": 3, "max_steps": 1}
+    trainer = make_trainer(reward_funcs=[spread, letters], multi_objective_aggregation="normalize_then_sum", **keys)
+    batch = trainer.step().batch
+    mine = batch["advantages"].values
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64)
+    assert values.shape[1] == 3 and all(len(set(column.tolist())) > 1 for column in values.T[:2])
+    weights = torch.tensor([1.0, -0.5, 1.0])
+    expected = reward_decoupled_advantages(batch["rewards"], values, weights, batch["group"])
+    torch.testing.assert_close(mine, expected[batch["completion_ids"].row_index()].float())
+    assert bool(mine.any())

@@ -161,6 +161,10 @@ def per_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
         ({"num_top": 5, "policy_loss": "dppo"}, {"divergence_type": "topk_tv"}),
         ({"num_top": 5, "policy_loss": "dppo", "divergence_type": "binary_kl"}, {"divergence_type": "topk_kl"}),
         ({"max_refills": 2, "advantage": "sft"}, {"advantage": "rloo"}),
+        (
+            {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"},
+            {"multi_objective_aggregation": "sum_then_normalize"},
+        ),
         ({"mask_truncated_completions": True, "advantage": "sft"}, {"advantage": "rloo"}),
         ({"off_policy_mask_threshold": 0.5, "advantage": "sft"}, {"advantage": "rloo"}),
         ({"off_policy_mask_threshold": 0.5, "advantage": "rejection"}, {"advantage": "rloo"}),
@@ -284,7 +288,6 @@ TRL = [
     "vllm_max_model_length",
     "vllm_tensor_parallel_size",
     "vllm_enable_sleep_mode",
-    "multi_objective_aggregation",
     "sync_ref_model",
     "ref_model_mixup_alpha",
     "ref_model_sync_steps",

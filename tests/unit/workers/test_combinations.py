@@ -25,6 +25,7 @@ Keys = Mapping[str, Any]
 # What is registered, with what makes another algorithm of it.
 ESTIMATORS: dict[str, Keys] = {
     **{name: {"advantage": name} for name in records(ADVANTAGES)},
+    "grpo by function": {"advantage": "grpo", "multi_objective_aggregation": "normalize_then_sum"},
     "grpo by steps": {"advantage": "grpo", "token_level": True},
     "distillation and rewards": {"advantage": "distillation", "group_advantage_coef": 0.5},
 }
