@@ -33,6 +33,8 @@ LOSSES: dict[str, Keys] = {
     **{name: {"policy_loss": name} for name in records(POLICY_LOSSES)},
     "gspo": {"policy_loss": "clip", "importance_sampling_level": "sequence"},
     "gspo token": {"policy_loss": "clip", "importance_sampling_level": "sequence_token"},
+    "cispo by completion": {"policy_loss": "cispo", "importance_sampling_level": "sequence"},
+    "sapo by completion": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
     "dppo top-k": {"policy_loss": "dppo", "divergence_type": "topk_tv", "num_top": 3, "divergence_threshold": 0.05},
 }
 SECTIONS: dict[str, dict[str, Keys]] = {

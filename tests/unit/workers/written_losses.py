@@ -177,7 +177,7 @@ def clip(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
     level = getattr(record, "importance_sampling_level", "token")
     ratios = _token_ratios(tokens, case)
     if level != "token":
-        ratios = [math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))] * len(tokens)
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         if id(token) in case.selected or not _is_open(record, ratio, token.advantage):
             continue
@@ -185,7 +185,7 @@ def clip(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
         for other in reached:
             slopes.add(other, -weight * token.advantage * ratio / len(reached))
     if level == "sequence":
-        return [(ratios[0], [(other, ratios[0] / len(tokens)) for other in tokens])] * len(tokens)
+        return _of_completion(tokens, ratios[0])
     return _own(tokens, ratios)
 
 
@@ -211,20 +211,37 @@ def _log_linear(token: Token, case: Case) -> float:
     return token.rollout + share * (token.now - token.rollout)
 
 
+def _mean_ratio(ratios: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _of_completion(tokens: Sequence[Token], ratio: float) -> list[Ratio]:
+    """One ratio, with a gradient through all of its tokens."""
+    return [(ratio, [(other, ratio / len(tokens)) for other in tokens])] * len(tokens)
+
+
 def cispo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     ratios = _token_ratios(tokens, case)
+    is_whole = record.importance_sampling_level == "sequence"
+    if is_whole:
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     low = 0.0 if record.epsilon is None else 1 - record.epsilon
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         slopes.add(token, -weight * token.advantage * min(max(ratio, low), 1 + record.epsilon_high))
-    return _own(tokens, ratios)
+    return _of_completion(tokens, ratios[0]) if is_whole else _own(tokens, ratios)
 
 
 def sapo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
+    ratios, level = _token_ratios(tokens, case), record.importance_sampling_level
+    if level != "token":
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         tau = record.sapo_temperature_pos if token.advantage > 0 else record.sapo_temperature_neg
-        slopes.add(token, -weight * token.advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2)
-    return _own(tokens, ratios)
+        slope = -weight * token.advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2
+        reached = tokens if level == "sequence" else [token]
+        for other in reached:
+            slopes.add(other, slope / len(reached))
+    return _of_completion(tokens, ratios[0]) if level == "sequence" else _own(tokens, ratios)
 
 
 def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
@@ -238,7 +255,7 @@ def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
     for token, log, bounded in zip(tokens, logs, cut, strict=True):
         if log == bounded:
             slopes.add(token, total / len(tokens))
-    return [(plain, [(other, plain / len(tokens)) for other in tokens])] * len(tokens)
+    return _of_completion(tokens, plain)
 
 
 def reinforce(_: Any, __: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
