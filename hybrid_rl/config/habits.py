@@ -45,7 +45,8 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "sequence",
         "vllm_importance_sampling_cap": _UPPER,
         "vllm_importance_sampling_clip_max": _UPPER,
-        "vllm_importance_sampling_clip_min": "set correction_low (of correction=mis or icepop)",
+        "vllm_importance_sampling_clip_min": "set correction_floor (of correction=tis) or correction_low "
+        "(of mis and icepop)",
         "rollout_is": "set correction=tis with correction_level and correction_cap",
         "rollout_is_threshold": _UPPER,
         "rollout_is_batch_normalize": "weights of a correction are not normalised",

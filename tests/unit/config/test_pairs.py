@@ -251,7 +251,7 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
             "kl.beta=0.1 must be at most 0: kl=none has no penalty to weigh; leave kl out, or choose kl=loss or",
         ),
         ({"vllm_importance_sampling_clip_max": 3.0}, "set correction_cap .* or correction_high"),
-        ({"vllm_importance_sampling_clip_min": 0.1}, r"set correction_low \(of correction=mis or icepop\)"),
+        ({"vllm_importance_sampling_clip_min": 0.1}, r"set correction_floor \(of correction=tis\) or correction_low"),
         ({"clip_ratio_high": 0.28}, "set epsilon_high$"),
         ({"clip_ratio_low": 0.2}, "set epsilon$"),
         ({"clip_ratio_c": 3.0}, r"set dual_clip \(of policy_loss=clip\)"),

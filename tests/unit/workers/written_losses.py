@@ -131,7 +131,7 @@ def correction(record: Any, tokens: Sequence[Token], case: Case) -> list[float]:
     if mode == "none":
         return [1.0] * len(tokens)
     if mode == "tis":
-        found = [min(ratio, record.correction_cap) for ratio in ratios]
+        found = [min(max(ratio, record.correction_floor), record.correction_cap) for ratio in ratios]
     elif mode in ("mis", "icepop"):
         found = [ratio if record.correction_low <= ratio <= record.correction_high else 0.0 for ratio in ratios]
     else:
