@@ -59,7 +59,6 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "ref_model_sync_steps": "set reference_reset_steps: every n steps the policy becomes the reference",
         "ref_model_mixup_alpha": "not offered: at reference_reset_steps the policy becomes the reference whole",
         "cast_lm_head_to_fp32": "not offered: the head has the dtype of the model; logits and logprobs are float32",
-        "num_generations_eval": "not offered: evaluation makes one completion per prompt",
         "disable_dropout": "dropout is off always: ratios need the same network twice",
         "shuffle_dataset": "set shuffle",
         "max_prompt_len": "set max_prompt_length",

@@ -254,6 +254,7 @@ class EvalConfig:
     eval_top_p = 1.0
     eval_top_k = 0
     eval_min_p = 0.0
+    num_generations_eval = 1
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,9 @@ class SampledEvalConfig(EvalConfig):
     eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
     eval_min_p: float = key(
         0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
+    )
+    num_generations_eval: int = key(
+        1, "completions per prompt of evaluation; eval/pass@n is told beside the accuracy", minimum=1
     )
 
 

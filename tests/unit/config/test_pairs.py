@@ -268,7 +268,6 @@ TRL = [
     "disable_dropout",
     "cast_lm_head_to_fp32",
     "remove_unused_columns",
-    "num_generations_eval",
     "ds3_gather_for_generation",
     "shuffle_dataset",
     "generation_batch_size",
