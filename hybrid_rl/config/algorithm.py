@@ -200,9 +200,9 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator={kl.kl_estimator} is a KL gradient only without the importance weight; set "
             "use_bias_correction_kl=false or kl_estimator=k3"
         )
-    if isinstance(kl, (KLInLoss, KLInReward)) and kl.reference_reset_steps and reference_ranks(config):
+    if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and reference_ranks(config):
         raise ConfigError(
-            f"reference_reset_steps={kl.reference_reset_steps} copies the policy into a reference on the same ranks, "
+            f"{kl.moves_reference} copies the policy into a reference on the same ranks, "
             f"but reference_ranks={reference_ranks(config)}; leave one of them out"
         )
     if isinstance(kl, KLInLoss) and kl.kl_estimator == "exact" and reference_ranks(config):

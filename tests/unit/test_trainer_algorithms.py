@@ -29,6 +29,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "learned numbers": {"policy_loss": "lambda_grpo", "prompts_per_mini_batch": 2, "lambda_learning_rate": 0.1},
     "adaptive kl": {"beta": 0.5, "kl_target": 0.01, "kl_horizon": 20, "learning_rate": 3e-2},
     "moving reference": {"beta": 0.5, "reference_reset_steps": 2, "learning_rate": 3e-2},
+    "reference that follows": {"beta": 0.5, "ref_model_sync_steps": 2, "learning_rate": 3e-2},
     "refills": {"max_refills": 4},
     "greedy baseline": {"advantage": "remax"},
 }
@@ -98,6 +99,27 @@ def test_the_policy_becomes_the_reference(make_trainer) -> None:
     kls = [trainer.step().metrics["kl"] for _ in range(5)]
     assert kls[0] < 1e-6 < kls[1]  # before step 1, and after its update
     assert kls[2] < 1e-6 < kls[3] and kls[4] < 1e-6  # after steps 2 and 4 it is the policy
+
+
+def test_the_reference_moves_towards_the_policy(make_trainer) -> None:
+    """(1 - alpha) * reference + alpha * policy after every second step; moments of the optimizer stay."""
+    model = build_model()
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    keys = {"beta": 0.1, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "learning_rate": 3e-2}
+    trainer = make_trainer(model, max_steps=4, **keys)
+    reference = trainer.policy._backend._worker._roles.reference_model.module
+    for step in range(1, 5):
+        trainer.step()
+        if step % 2 == 0:
+            old = {name: 0.7 * old[name] + 0.3 * p.detach() for name, p in model.named_parameters()}
+        for name, mine in reference.named_parameters():
+            torch.testing.assert_close(mine, old[name], rtol=1e-6, atol=1e-7)
+        assert any(not torch.equal(mine, dict(model.named_parameters())[n]) for n, mine in reference.named_parameters())
+
+
+def test_one_key_moves_the_reference(make_trainer) -> None:
+    with pytest.raises(ConfigError, match="reference_reset_steps=2 and ref_model_sync_steps=2 both move the reference"):
+        make_trainer(beta=0.1, reference_reset_steps=2, ref_model_sync_steps=2)
 
 
 def test_whole_distributions_and_single_tokens_measure_the_same_kl(make_trainer) -> None:

@@ -158,6 +158,7 @@ def per_completion(completion_ids: list[list[int]], **_: Any) -> list[float]:
     [
         ({"kl_horizon": 100000, "beta": 0.1}, {"kl_target": 0.1}),
         ({"kl_horizon": 100000, "beta": 0.1, "kl": "reward", "advantage": "rloo"}, {"kl_target": 0.1}),
+        ({"ref_model_mixup_alpha": 0.5, "beta": 0.1}, {"ref_model_sync_steps": 2}),
         ({"num_top": 5, "policy_loss": "dppo"}, {"divergence_type": "topk_tv"}),
         ({"num_top": 5, "policy_loss": "dppo", "divergence_type": "binary_kl"}, {"divergence_type": "topk_kl"}),
         ({"max_refills": 2, "advantage": "sft"}, {"advantage": "rloo"}),
@@ -288,8 +289,6 @@ TRL = [
     "vllm_tensor_parallel_size",
     "vllm_enable_sleep_mode",
     "sync_ref_model",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
     "max_tool_calling_iterations",
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",

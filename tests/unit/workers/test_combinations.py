@@ -181,7 +181,7 @@ VALUES: dict[str, list[Any]] = {
     "correction kl_rejection correction_veto": [0.9],
 }
 # What shows later than in one training step: tests/unit/test_trainer_algorithms.py.
-LATER = {"reference_reset_steps", "teacher_path"}
+LATER = {"reference_reset_steps", "ref_model_sync_steps", "ref_model_mixup_alpha", "teacher_path"}
 ALGORITHM: dict[str, list[Any]] = {
     "loss_type": ["grpo", "dr_grpo", "sequence_sum"],
     "mask_truncated_completions": [True],
