@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
 from hybrid_rl.algos.records import PolicyObjective
-from hybrid_rl.config.algorithm_keys import AlgorithmConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
@@ -40,6 +40,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     _check_group(config)
     _check_kl(config)
     _check_credit(config)
+    _check_entropy(config)
     old = algorithm.old_logprobs
     if old == "detach" and updates > 1 and config.policy_loss.uses_old_logprobs:
         raise ConfigError(
@@ -179,6 +180,15 @@ def _check_group(config: TrainerConfig) -> None:
         raise ConfigError(
             f"max_refills={config.algorithm.max_refills} replaces groups whose rewards are all equal, but "
             f"num_generations={size}; use at least 2, or max_refills=0"
+        )
+
+
+def _check_entropy(config: TrainerConfig) -> None:
+    entropy, coef = config.entropy, config.algorithm.entropy_coef
+    if isinstance(entropy, AdaptiveEntropyConfig) and not entropy.entropy_coef_min <= coef <= entropy.entropy_coef_max:
+        raise ConfigError(
+            f"entropy_coef={coef:g} is what the weight of the entropy starts from, but entropy_coef_min="
+            f"{entropy.entropy_coef_min:g} and entropy_coef_max={entropy.entropy_coef_max:g} bound it; give one between"
         )
 
 

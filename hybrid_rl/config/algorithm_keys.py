@@ -56,3 +56,20 @@ class AlgorithmConfig:
         "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
         minimum=0,
     )
+
+
+@dataclass(frozen=True)
+class EntropyConfig:
+    """Base of what entropy_coef does over a run; without more it stays as it is."""
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropyConfig(EntropyConfig):
+    """entropy_coef follows the measured entropy (Skywork-OR1, arXiv:2505.22312; TRL's use_adaptive_entropy)."""
+
+    entropy_target: float = key(
+        0.2, "above this mean entropy of a token, in nats, no bonus is paid and its weight falls", above=0
+    )
+    entropy_coef_min: float = key(0.0, "entropy_coef falls to this at most", minimum=0)
+    entropy_coef_max: float = key(1.0, "entropy_coef rises to this at most", minimum=0)
+    entropy_coef_delta: float = key(0.005, "by so much entropy_coef rises or falls at an optimizer step", above=0)

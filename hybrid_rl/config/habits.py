@@ -54,7 +54,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "rollout_rs_threshold": "set correction_threshold (of correction=kl_rejection) or correction_high (of mis)",
         "rollout_token_veto_threshold": "set correction_veto",
         "tis_imp_ratio_cap": "set correction=tis with correction_cap",
-        "entropy_target": "not offered: entropy_coef is fixed",
+        "use_adaptive_entropy": "set entropy_target",
         "sync_ref_model": "set ref_model_sync_steps, with ref_model_mixup_alpha",
         "cast_lm_head_to_fp32": "not offered: the head has the dtype of the model; logits and logprobs are float32",
         "disable_dropout": "dropout is off always: ratios need the same network twice",

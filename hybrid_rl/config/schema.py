@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl_terms import NoKL
-from hybrid_rl.config.algorithm_keys import AlgorithmConfig
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.options import key
 
 
@@ -355,6 +355,7 @@ class TrainerConfig:
     policy_loss: PolicyObjective = field(default_factory=Clip)
     kl: KLTerm = field(default_factory=NoKL)
     correction: Correction = field(default_factory=NoCorrection)
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)

@@ -16,6 +16,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import finish_downloads, start_download
+from hybrid_rl.workers.entropy import EntropyWeight
 from hybrid_rl.workers.extras import LearnedNumbers, least_entropy, prepared_column, rollout_gap
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
@@ -42,6 +43,7 @@ class Actor(TrainedModel):
         self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
         self._balance = LoadBalance.of(model, config.algorithm.router_aux_loss_coef)
         self.kl_weight = KLWeight(config.kl)
+        self.entropy_weight = EntropyWeight(config)
         self._numbers = LearnedNumbers(config.policy_loss, model.device)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
@@ -120,7 +122,7 @@ class Actor(TrainedModel):
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
-        terms = self._with_whole(batch, micro_batches, terms)
+        terms = replace(self._with_whole(batch, micro_batches, terms), entropy_coef=self.entropy_weight.applied)
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             micro = micro_batch(batch, rows, self.model.idle_token)
@@ -143,6 +145,7 @@ class Actor(TrainedModel):
             sums.mean("learning_rate", learning_rate, 1)
             sums.total("skipped_updates", 0 if updated else 1)
             sums.merge(self._numbers.metrics())
+        sums.merge(self.entropy_weight.follow(sums, self._context))
         return sums, torch.cat(before)
 
     def _with_whole(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
@@ -168,9 +171,11 @@ class Actor(TrainedModel):
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """See TrainedModel; with what the algorithm has learned beside the model."""
-        return super().optimizer_state() | {"algorithm": self.kl_weight.state_dict() | self._numbers.state_dict()}
+        own = self.kl_weight.state_dict() | self._numbers.state_dict() | self.entropy_weight.state_dict()
+        return super().optimizer_state() | {"algorithm": own}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self.kl_weight.load_state_dict(state["algorithm"])
+        self.entropy_weight.load_state_dict(state["algorithm"])
         self._numbers.load_state_dict(state["algorithm"])

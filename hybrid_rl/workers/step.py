@@ -71,7 +71,7 @@ class Terms:
     at the start of the training step; parameters: learned beside the model, float64 [P]; reference: the model, where
     the KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores; balance: of
     experts, where that is part of the loss; expert_load, and least_entropy of a token in the policy loss (float64 []):
-    of the whole mini-batch, None = the micro-batch is all of it.
+    of the whole mini-batch, None = the micro-batch is all of it; entropy_coef: present weight, None = as configured.
     """
 
     config: TrainerConfig
@@ -83,6 +83,7 @@ class Terms:
     balance: LoadBalance | None = None
     expert_load: ExpertLoad | None = None
     least_entropy: Tensor | None = None
+    entropy_coef: float | None = None
 
     @property
     def is_exact_kl(self) -> bool:
@@ -128,6 +129,7 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         is_high = entropy.detach().double() >= least
         per_token, entropy = _masked(per_token, is_high), _masked(entropy, is_high)
         sums.mean("top_entropy/tokens", (mask & is_high).sum(), masks.num_tokens)
+        sums.mean("top_entropy/part_of_entropy", _masked(entropy.detach(), mask).sum(), masks.num_tokens)
     if config.correction.is_active:
         corrected = config.correction.weigh(correction_inputs(inputs))
         per_token = per_token * corrected.weights
@@ -136,8 +138,9 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         kl = _kl_per_token(config.kl, extra.ref_logprobs, inputs, loss, row, terms)
         per_token = per_token + terms.beta * kl
         sums.mean("kl", _masked(kl.detach(), mask).sum(), masks.num_tokens)
-    if algorithm.entropy_coef:
-        per_token = per_token - algorithm.entropy_coef * entropy
+    coef = algorithm.entropy_coef if terms.entropy_coef is None else terms.entropy_coef
+    if coef:
+        per_token = per_token - coef * entropy
     weights = token_weights(
         mask,
         inputs.rows,

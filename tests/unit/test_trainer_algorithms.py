@@ -30,6 +30,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "adaptive kl": {"beta": 0.5, "kl_target": 0.01, "kl_horizon": 20, "learning_rate": 3e-2},
     "moving reference": {"beta": 0.5, "reference_reset_steps": 2, "learning_rate": 3e-2},
     "reference that follows": {"beta": 0.5, "ref_model_sync_steps": 2, "learning_rate": 3e-2},
+    "adaptive entropy": {"entropy_target": 1.0, "entropy_coef_delta": 0.1, "learning_rate": 3e-2},
     "refills": {"max_refills": 4},
     "greedy baseline": {"advantage": "remax"},
 }

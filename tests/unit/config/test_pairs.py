@@ -298,7 +298,7 @@ TRL = [
     "num_completions_to_print",
     "log_unique_prompts",
     "use_liger_kernel",
-    "entropy_target",
+    "use_adaptive_entropy",
 ]
 
 
