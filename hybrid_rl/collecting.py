@@ -60,11 +60,13 @@ def collect_step(
 
 
 def evaluation_metrics(run: Run, collector: Collector, version: int, state: TrainerState) -> dict[str, float]:
-    """Metrics of one sample for each prompt of the evaluation data; their names begin with `eval/`."""
+    """Metrics of one sample, or num_generations_eval, for each prompt of the evaluation data; their names begin with
+    `eval/`."""
     data = run.data.eval
     assert data is not None
     rows, purpose = [data[index] for index in range(len(data))], f"evaluation/{state.global_step}"
-    collected = collector.rollout(rows, 1, run.eval_params, version, state, purpose=purpose)
+    each = run.config.eval.num_generations_eval
+    collected = collector.rollout(rows, each, run.eval_params, version, state, purpose=purpose)
     metrics = {f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]}
     accuracy = metrics.pop("eval/pass@1", None)
     return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}

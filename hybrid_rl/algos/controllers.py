@@ -30,3 +30,10 @@ def next_beta(beta: float, measured: float, *, target: float | None, horizon: in
         )
     error = min(max(measured / target - 1, -MAX_ERROR), MAX_ERROR)
     return beta * (1 + error * num_samples / horizon)
+
+
+def next_entropy_coef(coef: float, measured: float, *, target: float, low: float, high: float, delta: float) -> float:
+    """The weight of an entropy bonus after an optimizer step: up by `delta` to at most `high` where the mean entropy of
+    a token is at most `target`, else down by it to at least `low` (Skywork-OR1, arXiv:2505.22312; the bounds are those
+    of TRL's use_adaptive_entropy). An entropy that is no number counts as above."""
+    return min(coef + delta, high) if measured <= target else max(coef - delta, low)

@@ -84,13 +84,13 @@ def importance_ratio(
     raise ValueError(f"level={level!r} is unknown; use token, sequence or geometric")
 
 
-def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float) -> Corrected:
-    """Truncated importance sampling: min(ratio, cap). It zeroes nothing but a ratio that is no number, which counts as
-    rejected. ratio: float [T]; mask: bool [T]."""
+def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float = 0.0) -> Corrected:
+    """Truncated importance sampling: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is no number,
+    which counts as rejected. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & ~ratio.isnan()
-    weights = torch.where(kept, ratio.clamp(max=cap), torch.zeros_like(ratio))
-    return Corrected(weights, mask & ~kept, mask & (ratio > cap))
+    weights = torch.where(kept, ratio.clamp(floor, cap), torch.zeros_like(ratio))
+    return Corrected(weights, mask & ~kept, mask & ((ratio > cap) | (ratio < floor)))
 
 
 def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
@@ -181,8 +181,8 @@ class _Weighing(Correction):
 
 @dataclass(frozen=True)
 class TruncatedImportanceSampling(_Weighing):
-    """min(pi_old / pi_rollout, C), detached (F. Yao et al., "Your efficient RL framework secretly brings you off-policy
-    RL training", 2025: per token, C = 2).
+    """min(pi_old / pi_rollout, C), detached, with TRL's lower bound where one is given (F. Yao et al., "Your efficient
+    RL framework secretly brings you off-policy RL training", 2025: per token, C = 2).
 
     For the ratio of a completion verl says C = 2 to 10 and TRL has 3; for the geometric mean C must be near 1 to do
     anything.
@@ -191,9 +191,11 @@ class TruncatedImportanceSampling(_Weighing):
     correction_mode: Literal["tis"] = key("tis", _MODE)
     correction_level: Literal["token", "sequence", "geometric"] = key("token", _LEVEL)
     correction_cap: float = key(2.0, "ratios above this count as this", minimum=1)
+    correction_floor: float = key(0.0, "ratios below this count as this; 0 = no lower bound", minimum=0, maximum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        return truncated_weights(self._ratio(inputs, self.correction_level), inputs.mask, cap=self.correction_cap)
+        ratio = self._ratio(inputs, self.correction_level)
+        return truncated_weights(ratio, inputs.mask, cap=self.correction_cap, floor=self.correction_floor)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ class AdvantageInputs:
     where the policy made the token. The other columns are there where an estimator's `needs` asks for them:
     logprobs (of the learner, at the start of the training step), rollout_logprobs, ref_logprobs, teacher_logprobs,
     values, sum_pi_squared (sum over the vocabulary of p^2): float64 [T]; baseline_rewards: float64 [N], NaN where it
-    could not be scored. gather: the same call on every rank gives the values of all ranks, in order; rank: this one's
-    place there.
+    could not be scored; function_rewards: float64 [N, K], of each of K reward functions before they are weighed, NaN
+    where one says nothing, and reward_weights: float64 [K]. gather: the same call on every rank gives the values of all
+    ranks, in order; rank: this one's place there.
 
     Raises ValueError for columns of other shapes, a mask that is not bool, rows that do not ascend within 0..N-1, and
     infinite rewards.
@@ -53,6 +54,8 @@ class AdvantageInputs:
     values: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     baseline_rewards: Tensor | None = None
+    function_rewards: Tensor | None = None
+    reward_weights: Tensor | None = None
     gather: Callable[[Any], list[Any]] = alone
     rank: int = 0
 

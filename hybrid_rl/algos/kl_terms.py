@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hybrid_rl.algos.records import Record
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 _WHERE = "where a KL penalty against the reference stands: none, loss or reward"
@@ -48,10 +49,37 @@ class _Weighted(KLTerm):
         None, "every n training steps the policy becomes the new reference; None = never (ProRL)", minimum=1
     )
 
+    ref_model_sync_steps: int | None = key(
+        None, "every n training steps the reference moves towards the policy; None = never (TRL: 512)", minimum=1
+    )
+    ref_model_mixup_alpha: float = key(
+        0.6, "the share of the policy in the reference that ref_model_sync_steps makes", above=0, maximum=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference_reset_steps is not None and self.ref_model_sync_steps is not None:
+            raise ConfigError(
+                f"reference_reset_steps={self.reference_reset_steps} and ref_model_sync_steps="
+                f"{self.ref_model_sync_steps} both move the reference, the first with a new start of the optimizer; "
+                "leave one of them out"
+            )
+
     @property
     def inert_options(self) -> Mapping[str, str]:
         """See Record."""
-        return {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
+        found = {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
+        if self.ref_model_sync_steps is None:
+            found["ref_model_mixup_alpha"] = "the reference does not move; set ref_model_sync_steps"
+        return found
+
+    @property
+    def moves_reference(self) -> str:
+        """The key, with its value, by which the reference does not stay as it was before training; empty if it does."""
+        for name in ("reference_reset_steps", "ref_model_sync_steps"):
+            if getattr(self, name) is not None:
+                return f"{name}={getattr(self, name)}"
+        return ""
 
 
 @dataclass(frozen=True)

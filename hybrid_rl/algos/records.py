@@ -65,12 +65,13 @@ class AdvantageEstimator(Record):
     """From rewards to advantages. Subclasses begin with a field `estimator`, their name.
 
     needs: "values", "logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "sum_pi_squared",
-    "baseline_rewards": columns of AdvantageInputs that it cannot do without; "demonstrations": samples are the
-    dataset's own completions. min_generations: smallest group that it can compare. needs_rewards: False where it learns
-    without any. takes_kl_rewards: False where a KL penalty in the rewards would spoil them (thresholds, steps), or
-    would not be seen. tells_tokens_apart: True where the tokens of a completion may have different advantages whatever
-    its rewards are. uses_step_rewards: True where rewards of single tokens, dense ones and those of a KL penalty, count
-    at their tokens and not as their sum. needs_step_rewards: True where it is another estimator without any.
+    "baseline_rewards", "function_rewards": columns of AdvantageInputs that it cannot do without; "demonstrations":
+    samples are the dataset's own completions. min_generations: smallest group that it can compare. needs_rewards: False
+    where it learns without any. takes_kl_rewards: False where a KL penalty in the rewards would spoil them (thresholds,
+    steps), or would not be seen. tells_tokens_apart: True where the tokens of a completion may have different
+    advantages whatever its rewards are. uses_step_rewards: True where rewards of single tokens, dense ones and those of
+    a KL penalty, count at their tokens and not as their sum. needs_step_rewards: True where it is another estimator
+    without any. is_never_negative: True where no advantage is, whatever the rewards are.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -80,6 +81,7 @@ class AdvantageEstimator(Record):
     tells_tokens_apart: ClassVar[bool] = False
     uses_step_rewards: ClassVar[bool] = False
     needs_step_rewards: ClassVar[bool] = False
+    is_never_negative: ClassVar[bool] = False
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Advantages of all tokens, the same however samples lie on ranks."""

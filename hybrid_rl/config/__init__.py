@@ -1,9 +1,9 @@
 """Configuration: the schema, how it is loaded, and what is checked before any work starts."""
 
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.hf import HFConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
 from hybrid_rl.config.schema import (
-    AlgorithmConfig,
     CriticConfig,
     EvalConfig,
     FSDPConfig,

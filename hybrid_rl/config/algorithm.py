@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
 from hybrid_rl.algos.records import PolicyObjective
-from hybrid_rl.config.schema import AlgorithmConfig, TrainerConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
+from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 # Columns that come from the learner's distribution before the update.
@@ -39,6 +40,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     _check_group(config)
     _check_kl(config)
     _check_credit(config)
+    _check_entropy(config)
     old = algorithm.old_logprobs
     if old == "detach" and updates > 1 and config.policy_loss.uses_old_logprobs:
         raise ConfigError(
@@ -85,6 +87,9 @@ def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool,
     yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
     yield shown, "algorithm.mask_truncated_completions", f"{without}, none of which is cut off"
     yield shown and config.algorithm.num_generations != 1, "algorithm.num_generations", f"{without}, one per prompt"
+    positive = config.advantage.is_never_negative
+    why = f"advantage={estimator} makes no negative advantages, and others stay"
+    yield positive, "algorithm.off_policy_mask_threshold", why
     for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
         yield shown and not has_eval, f"rewards.{name}", f"{without}, and nothing is evaluated: no reward is called"
     yield shown and not has_eval, "rewards.max_reward_failure_share", f"{without}, and nothing is evaluated"
@@ -178,6 +183,15 @@ def _check_group(config: TrainerConfig) -> None:
         )
 
 
+def _check_entropy(config: TrainerConfig) -> None:
+    entropy, coef = config.entropy, config.algorithm.entropy_coef
+    if isinstance(entropy, AdaptiveEntropyConfig) and not entropy.entropy_coef_min <= coef <= entropy.entropy_coef_max:
+        raise ConfigError(
+            f"entropy_coef={coef:g} is what the weight of the entropy starts from, but entropy_coef_min="
+            f"{entropy.entropy_coef_min:g} and entropy_coef_max={entropy.entropy_coef_max:g} bound it; give one between"
+        )
+
+
 def _check_kl(config: TrainerConfig) -> None:
     kl = config.kl
     num_samples = config.data.prompts_per_step * config.algorithm.num_generations
@@ -196,9 +210,9 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator={kl.kl_estimator} is a KL gradient only without the importance weight; set "
             "use_bias_correction_kl=false or kl_estimator=k3"
         )
-    if isinstance(kl, (KLInLoss, KLInReward)) and kl.reference_reset_steps and reference_ranks(config):
+    if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and reference_ranks(config):
         raise ConfigError(
-            f"reference_reset_steps={kl.reference_reset_steps} copies the policy into a reference on the same ranks, "
+            f"{kl.moves_reference} copies the policy into a reference on the same ranks, "
             f"but reference_ranks={reference_ranks(config)}; leave one of them out"
         )
     if isinstance(kl, KLInLoss) and kl.kl_estimator == "exact" and reference_ranks(config):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.options import key
 
 
@@ -64,43 +65,6 @@ class DataConfig:
         "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
     )
     chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """What every algorithm has. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), which may
-    all be set otherwise."""
-
-    name: str = key("grpo", "preset of the other keys of algorithm, advantage, policy_loss, kl, correction and critic")
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "sequence_sum"] = key(
-        "dapo",
-        "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length; "
-        "sequence_sum: mean over sequences of token sums",
-    )
-    num_generations: int = key(8, "completions per prompt: the group", minimum=1)
-    mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
-    num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
-    old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
-        "auto",
-        "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
-        "batch), recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
-    )
-    max_refills: int = key(
-        0,
-        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most so many further "
-        "rollouts per training step; 0 = they stay",
-        minimum=0,
-    )
-    entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
-    positive_nll_coef: float = key(
-        0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
-    )
-    router_aux_loss_coef: float | None = key(
-        None,
-        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = what the model's config says. "
-        "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
-        minimum=0,
-    )
 
 
 @dataclass(frozen=True)
@@ -292,6 +256,7 @@ class EvalConfig:
     eval_top_p = 1.0
     eval_top_k = 0
     eval_min_p = 0.0
+    num_generations_eval = 1
 
 
 @dataclass(frozen=True)
@@ -302,6 +267,9 @@ class SampledEvalConfig(EvalConfig):
     eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
     eval_min_p: float = key(
         0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
+    )
+    num_generations_eval: int = key(
+        1, "completions per prompt of evaluation; eval/pass@n is told beside the accuracy", minimum=1
     )
 
 
@@ -389,6 +357,7 @@ class TrainerConfig:
     policy_loss: PolicyObjective = field(default_factory=Clip)
     kl: KLTerm = field(default_factory=NoKL)
     correction: Correction = field(default_factory=NoCorrection)
+    entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)

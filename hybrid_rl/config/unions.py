@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
-    AlgorithmConfig,
     CriticConfig,
     EvalConfig,
     InPlaceRolloutConfig,
@@ -73,6 +73,10 @@ def _controller_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str |
     return "ray" if given.get("num_ranks") == "auto" or number(given.get("num_ranks")) > 1 else None
 
 
+def _entropy_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    return "adaptive" if given.get("entropy_target") is not None else None
+
+
 def _eval_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     return "sampled" if number(given.get("eval_temperature")) > 0 else None
 
@@ -95,6 +99,13 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             {"none": CriticConfig, "value_head": ValueHeadConfig},
             infer=_critic_section,
             remedies={"value_head": "there is no critic; choose an advantage that has one: gae, vapo or vtrace"},
+        ),
+        "entropy": Union(
+            None,
+            "fixed",
+            {"fixed": EntropyConfig, "adaptive": AdaptiveEntropyConfig},
+            infer=_entropy_section,
+            remedies={"adaptive": "entropy_coef is fixed; set entropy_target"},
         ),
         "eval": Union(
             None,

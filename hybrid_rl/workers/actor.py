@@ -16,7 +16,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import finish_downloads, start_download
-from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap
+from hybrid_rl.workers.entropy import EntropyWeight
+from hybrid_rl.workers.extras import LearnedNumbers, least_entropy, prepared_column, rollout_gap
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
 from hybrid_rl.workers.routing import expert_load, router_columns
@@ -42,6 +43,7 @@ class Actor(TrainedModel):
         self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
         self._balance = LoadBalance.of(model, config.algorithm.router_aux_loss_coef)
         self.kl_weight = KLWeight(config.kl)
+        self.entropy_weight = EntropyWeight(config)
         self._numbers = LearnedNumbers(config.policy_loss, model.device)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
@@ -120,7 +122,7 @@ class Actor(TrainedModel):
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
-        terms = self._with_balance(batch, micro_batches, terms)
+        terms = replace(self._with_whole(batch, micro_batches, terms), entropy_coef=self.entropy_weight.applied)
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             micro = micro_batch(batch, rows, self.model.idle_token)
@@ -143,32 +145,37 @@ class Actor(TrainedModel):
             sums.mean("learning_rate", learning_rate, 1)
             sums.total("skipped_updates", 0 if updated else 1)
             sums.merge(self._numbers.metrics())
+        sums.merge(self.entropy_weight.follow(sums, self._context))
         return sums, torch.cat(before)
 
-    def _with_balance(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
-        """The terms with what the load-balancing loss wants to know of the mini-batch beforehand."""
-        if self._balance is None:
+    def _with_whole(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
+        """The terms with what must be known of the whole mini-batch beforehand."""
+        terms = replace(terms, balance=self._balance)
+        if len(micro_batches) == 1 and self._context.num_ranks == 1:
             return terms
-        is_whole = len(micro_batches) == 1 and self._context.num_ranks == 1
-        load = (
-            None
-            if is_whole
-            else expert_load(
+        algorithm = self._config.algorithm
+        if algorithm.top_entropy_quantile < 1:
+            least = least_entropy(self.model, batch, micro_batches, terms, self._context)
+            terms = replace(terms, least_entropy=least)
+        if self._balance is not None:
+            load = expert_load(
                 self.model,
                 self._balance,
                 batch,
                 micro_batches,
                 self._context,
-                mask_truncated_completions=self._config.algorithm.mask_truncated_completions,
+                mask_truncated_completions=algorithm.mask_truncated_completions,
             )
-        )
-        return replace(terms, balance=self._balance, expert_load=load)
+            terms = replace(terms, expert_load=load)
+        return terms
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """See TrainedModel; with what the algorithm has learned beside the model."""
-        return super().optimizer_state() | {"algorithm": self.kl_weight.state_dict() | self._numbers.state_dict()}
+        own = self.kl_weight.state_dict() | self._numbers.state_dict() | self.entropy_weight.state_dict()
+        return super().optimizer_state() | {"algorithm": own}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self.kl_weight.load_state_dict(state["algorithm"])
+        self.entropy_weight.load_state_dict(state["algorithm"])
         self._numbers.load_state_dict(state["algorithm"])

@@ -104,6 +104,15 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
         baseline_rewards=cast("Tensor | None", batch.get("baseline_rewards")),
+        **(_rewards_of_functions(batch, config) if "function_rewards" in config.advantage.needs else {}),
         gather=context.gather,
         rank=context.rank,
     )
+
+
+def _rewards_of_functions(batch: Batch, config: TrainerConfig) -> dict[str, Tensor]:
+    """What each reward function gave, and its weight; those that the configuration added weigh 1."""
+    given = config.rewards.reward_weights or []
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)
+    weights = [*given, *([1.0] * (values.shape[1] - len(given)))]
+    return {"function_rewards": values, "reward_weights": torch.tensor(weights, dtype=torch.float64)}

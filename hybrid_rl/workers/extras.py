@@ -10,12 +10,15 @@ from torch import Tensor
 
 from hybrid_rl.algos import CorrectionInputs, PolicyObjective, WholeMiniBatch
 from hybrid_rl.algos.diagnostics import correction_diagnostics, gap_diagnostics
+from hybrid_rl.algos.token_masks import entropy_quantile
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
+from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.workers.plan import Plan
-from hybrid_rl.workers.step import loss_mask, mismatch_metrics
+from hybrid_rl.workers.scoring import MicroBatches, token_columns
+from hybrid_rl.workers.step import Terms, loss_mask, mismatch_metrics, model_outputs
 
 
 def prepared_column(
@@ -88,6 +91,28 @@ def rollout_gap(
         for name, value in found.items():
             sums.mean(name, value, 1)
     return sums
+
+
+def least_entropy(
+    model: CausalLM, batch: Batch, micro_batches: MicroBatches, terms: Terms, context: RankContext
+) -> Tensor:
+    """The entropy from which on tokens are in the policy loss (top_entropy_quantile), of the mini-batch of all ranks,
+    float64 [] on the model's device: a forward pass over all micro-batches of this rank. Collective."""
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        return {"entropy": model_outputs(model, row, terms)[1].float()}
+
+    algorithm = terms.config.algorithm
+    entropy = token_columns(batch, micro_batches, compute)["entropy"]
+    rows = torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+    mask = loss_mask(batch, mask_truncated_completions=algorithm.mask_truncated_completions)
+    mine = entropy.select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
+    whole = torch.cat(context.gather(mine))
+    found = entropy_quantile(
+        whole, torch.ones_like(whole, dtype=torch.bool), algorithm.top_entropy_quantile, num_tokens=len(whole)
+    )
+    return found.to(model.device)
 
 
 class LearnedNumbers:

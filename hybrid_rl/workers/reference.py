@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -35,16 +36,22 @@ class Reference:
         return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], temperature)
 
     @torch.no_grad()
-    def take(self, policy: CausalLM) -> None:
-        """Become what the policy is now, in the memory that is there; both lie on the ranks in the same way."""
+    def take(self, policy: CausalLM, share: float = 1.0) -> None:
+        """Become what the policy is now, in the memory that is there; both lie on the ranks in the same way. share: of
+        the policy in the new reference, the rest is the old one's: (1 - share) * old + share * policy (TRL's
+        SyncRefModelCallback), in the wider dtype of the two."""
         theirs = dict(policy.module.named_parameters())
-        for name, mine in self.model.module.named_parameters():
-            source = theirs[name]
-            if isinstance(mine, DTensor):
-                assert isinstance(source, DTensor)
-                mine.to_local().copy_(source.to_local())
-            else:
-                mine.copy_(source)
+        for name, parameter in self.model.module.named_parameters():
+            mine, source = _local(parameter), _local(theirs[name])
+            if share < 1:
+                wide = torch.promote_types(mine.dtype, source.dtype)
+                source = mine.to(wide) * (1 - share) + source.to(wide) * share
+            mine.copy_(source)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What lies on this rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class ReferenceWorker(WorkerBase):

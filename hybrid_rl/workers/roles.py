@@ -102,18 +102,22 @@ class Roles:
         return isinstance(critic, ValueHeadConfig) and step <= critic.critic_warmup_steps
 
     def after_update(self, actor: Actor, step: int) -> None:
-        """Where it is due, the policy becomes the reference, and its optimizer begins anew (ProRL, arXiv:2505.24864,
-        section 3.3)."""
-        if self._resets and step % self._resets == 0:
-            assert self._reference is not None
+        """Where it is due, the reference moves towards the policy (Trust Region DPO, arXiv:2404.09656), or becomes the
+        policy, whose optimizer begins anew (ProRL, arXiv:2505.24864, section 3.3)."""
+        kl = self._config.kl
+        if not isinstance(kl, (KLInLoss, KLInReward)) or self._reference is None:
+            return
+        if kl.ref_model_sync_steps and step % kl.ref_model_sync_steps == 0:
+            self._reference.take(actor.model, kl.ref_model_mixup_alpha)
+        if kl.reference_reset_steps and step % kl.reference_reset_steps == 0:
             self._reference.take(actor.model)
             actor.optimizer.forget_moments()
 
     @property
-    def _resets(self) -> int:
-        """Training steps between two resets of the reference, 0 for none."""
+    def _moves_reference(self) -> bool:
+        """Whether the reference is not the model as it was before training."""
         kl = self._config.kl
-        return (kl.reference_reset_steps or 0) if isinstance(kl, (KLInLoss, KLInReward)) else 0
+        return isinstance(kl, (KLInLoss, KLInReward)) and bool(kl.moves_reference)
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -122,7 +126,7 @@ class Roles:
         is_writer = self._context.rank == 0
         if self._critic is not None:
             self._critic.save_model(folder / CRITIC_FOLDER)
-        if self._resets and self._reference is not None:
+        if self._moves_reference and self._reference is not None:
             model = self._reference.model
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)
 
@@ -134,7 +138,7 @@ class Roles:
         """Continue from a checkpoint's models; of the critic with its optimizer. Collective."""
         if self._critic is not None:
             self._critic.load(folder / CRITIC_FOLDER)
-        if self._resets and self._reference is not None:
+        if self._moves_reference and self._reference is not None:
             model, place = self._reference.model, folder / REFERENCE_FOLDER
             try:
                 load_weights(model.module, FolderSource(str(place)), model.device)

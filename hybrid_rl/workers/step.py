@@ -18,6 +18,7 @@ from hybrid_rl.algos import (
 )
 from hybrid_rl.algos.kl import exact_kl
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.token_masks import entropy_quantile, off_policy_mask
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AlgorithmConfig, TrainerConfig
 from hybrid_rl.errors import DataError
@@ -69,7 +70,8 @@ class Terms:
     """What a loss is made of beside the batch. beta: present weight of a KL penalty in the loss; version: of the policy
     at the start of the training step; parameters: learned beside the model, float64 [P]; reference: the model, where
     the KL is taken over the whole vocabulary; routers: of the policy, where the loss needs their scores; balance: of
-    experts, where that is part of the loss; expert_load: of the whole mini-batch, None = the micro-batch is all of it.
+    experts, where that is part of the loss; expert_load, and least_entropy of a token in the policy loss (float64 []):
+    of the whole mini-batch, None = the micro-batch is all of it; entropy_coef: present weight, None = as configured.
     """
 
     config: TrainerConfig
@@ -80,6 +82,8 @@ class Terms:
     routers: Routers | None = None
     balance: LoadBalance | None = None
     expert_load: ExpertLoad | None = None
+    least_entropy: Tensor | None = None
+    entropy_coef: float | None = None
 
     @property
     def is_exact_kl(self) -> bool:
@@ -95,17 +99,12 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     """
     config, algorithm = terms.config, terms.config.algorithm
     row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
-    log_probs: Tensor | None = None
     masks_truncated = algorithm.mask_truncated_completions
     with (
         reading_old_experts(terms.routers, batch, row) as reading,
         reading_balance(terms.balance, batch, row, mask_truncated_completions=masks_truncated) as balance,
     ):
-        if terms.is_exact_kl or "log_probs" in config.policy_loss.needs:
-            log_probs = model.row_distribution(row, config.rollout.temperature)
-            logprobs, entropy = chosen_and_entropy(log_probs, row.labels)
-        else:
-            logprobs, entropy = model.row_logprobs(row, config.rollout.temperature)
+        logprobs, entropy, log_probs = model_outputs(model, row, terms)
     masks = Masks.of(batch, algorithm)
     inputs, extra = loss_inputs(
         batch, row, (logprobs, entropy), masks, terms, log_probs, None if reading is None else reading.logprobs
@@ -116,6 +115,21 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         name = type(config.policy_loss).__name__
         raise TypeError(f"{name}.loss gave a {type(loss).__name__}; it must return a hybrid_rl.algos.PolicyLoss")
     per_token, sums = loss.per_token, MetricSums()
+    if algorithm.off_policy_mask_threshold is not None:
+        near = off_policy_mask(
+            *(inputs.logprobs, inputs.rollout_logprobs, inputs.advantages, mask, inputs.rows, inputs.num_rows),
+            threshold=algorithm.off_policy_mask_threshold,
+        )
+        per_token = _masked(per_token, near)
+        sums.mean("mismatch/off_policy_masked", (mask & ~near).sum(), masks.num_tokens)
+    if algorithm.top_entropy_quantile < 1:
+        least = terms.least_entropy
+        if least is None:
+            least = entropy_quantile(entropy, mask, algorithm.top_entropy_quantile, num_tokens=masks.num_tokens)
+        is_high = entropy.detach().double() >= least
+        per_token, entropy = _masked(per_token, is_high), _masked(entropy, is_high)
+        sums.mean("top_entropy/tokens", (mask & is_high).sum(), masks.num_tokens)
+        sums.mean("top_entropy/part_of_entropy", _masked(entropy.detach(), mask).sum(), masks.num_tokens)
     if config.correction.is_active:
         corrected = config.correction.weigh(correction_inputs(inputs))
         per_token = per_token * corrected.weights
@@ -124,8 +138,9 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         kl = _kl_per_token(config.kl, extra.ref_logprobs, inputs, loss, row, terms)
         per_token = per_token + terms.beta * kl
         sums.mean("kl", _masked(kl.detach(), mask).sum(), masks.num_tokens)
-    if algorithm.entropy_coef:
-        per_token = per_token - algorithm.entropy_coef * entropy
+    coef = algorithm.entropy_coef if terms.entropy_coef is None else terms.entropy_coef
+    if coef:
+        per_token = per_token - coef * entropy
     weights = token_weights(
         mask,
         inputs.rows,
@@ -145,6 +160,15 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
         sums.mean("aux_loss", aux_loss.detach(), 0)
     _add_metrics(sums, loss, inputs, masks)
     return total, sums, inputs.logprobs.detach()
+
+
+def model_outputs(model: CausalLM, row: PackedRow, terms: Terms) -> tuple[Tensor, Tensor, Tensor | None]:
+    """ln p and entropy of the labels of a row, [M] each, and where the loss needs it ln p of the whole vocabulary."""
+    temperature = terms.config.rollout.temperature
+    if terms.is_exact_kl or "log_probs" in terms.config.policy_loss.needs:
+        log_probs = model.row_distribution(row, temperature)
+        return *chosen_and_entropy(log_probs, row.labels), log_probs
+    return *model.row_logprobs(row, temperature), None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid_rl.algos import row_mean
+from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.checkpoint import read_optimizer
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -28,6 +29,8 @@ RESUMED: dict[str, dict[str, Any]] = {
     "learned numbers": {"policy_loss": "lambda_grpo", "prompts_per_mini_batch": 2, "lambda_learning_rate": 0.1},
     "adaptive kl": {"beta": 0.5, "kl_target": 0.01, "kl_horizon": 20, "learning_rate": 3e-2},
     "moving reference": {"beta": 0.5, "reference_reset_steps": 2, "learning_rate": 3e-2},
+    "reference that follows": {"beta": 0.5, "ref_model_sync_steps": 2, "learning_rate": 3e-2},
+    "adaptive entropy": {"entropy_target": 1.0, "entropy_coef_delta": 0.1, "learning_rate": 3e-2},
     "refills": {"max_refills": 4},
     "greedy baseline": {"advantage": "remax"},
 }
@@ -97,6 +100,27 @@ def test_the_policy_becomes_the_reference(make_trainer) -> None:
     kls = [trainer.step().metrics["kl"] for _ in range(5)]
     assert kls[0] < 1e-6 < kls[1]  # before step 1, and after its update
     assert kls[2] < 1e-6 < kls[3] and kls[4] < 1e-6  # after steps 2 and 4 it is the policy
+
+
+def test_the_reference_moves_towards_the_policy(make_trainer) -> None:
+    """(1 - alpha) * reference + alpha * policy after every second step; moments of the optimizer stay."""
+    model = build_model()
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+    keys = {"beta": 0.1, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "learning_rate": 3e-2}
+    trainer = make_trainer(model, max_steps=4, **keys)
+    reference = trainer.policy._backend._worker._roles.reference_model.module
+    for step in range(1, 5):
+        trainer.step()
+        if step % 2 == 0:
+            old = {name: 0.7 * old[name] + 0.3 * p.detach() for name, p in model.named_parameters()}
+        for name, mine in reference.named_parameters():
+            torch.testing.assert_close(mine, old[name], rtol=1e-6, atol=1e-7)
+        assert any(not torch.equal(mine, dict(model.named_parameters())[n]) for n, mine in reference.named_parameters())
+
+
+def test_one_key_moves_the_reference(make_trainer) -> None:
+    with pytest.raises(ConfigError, match="reference_reset_steps=2 and ref_model_sync_steps=2 both move the reference"):
+        make_trainer(beta=0.1, reference_reset_steps=2, ref_model_sync_steps=2)
 
 
 def test_whole_distributions_and_single_tokens_measure_the_same_kl(make_trainer) -> None:
@@ -216,3 +240,21 @@ def test_a_new_critic_begins_at_the_mean_return(make_trainer) -> None:
     mean = float(first["returns"].values.double().mean())
     for batch in (second, third):
         assert batch["values"].values.tolist() == pytest.approx([mean] * len(batch["values"].values), rel=1e-6)
+
+
+def test_functions_are_normalised_one_by_one_with_their_weights(make_trainer) -> None:
+    """The penalty that a key adds is one of them, and weighs 1."""
+
+    def letters(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text))) for text in completions]
+
+    keys = {"reward_weights": [1.0, -0.5], "overlong_buffer": 3, "max_steps": 1}
+    trainer = make_trainer(reward_funcs=[spread, letters], multi_objective_aggregation="normalize_then_sum", **keys)
+    batch = trainer.step().batch
+    mine = batch["advantages"].values
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64)
+    assert values.shape[1] == 3 and all(len(set(column.tolist())) > 1 for column in values.T[:2])
+    weights = torch.tensor([1.0, -0.5, 1.0])
+    expected = reward_decoupled_advantages(batch["rewards"], values, weights, batch["group"])
+    torch.testing.assert_close(mine, expected[batch["completion_ids"].row_index()].float())
+    assert bool(mine.any())

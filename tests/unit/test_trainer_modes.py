@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,21 @@ def test_a_failed_start_closes_what_it_opened(make_trainer, monkeypatch) -> None
     with pytest.raises(HandoffError, match="policy version 0"):
         make_trainer(reward_funcs=spread, probe_tolerance=1e-30)
     assert len(closed) >= 2  # the one of the checks, and the worker's
+
+
+def test_evaluation_makes_several_completions(make_trainer) -> None:
+    """The accuracy is the share of all samples, pass@3 that of prompts with a success among theirs."""
+    seen: list[list[float]] = []
+
+    def odd(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.append([float(len(ids) % 2) for ids in completion_ids])
+        return seen[-1]
+
+    keys = {"eval_temperature": 1.0, "num_generations_eval": 3, "score_by": "group"}
+    trainer = make_trainer(reward_funcs=odd, eval_dataset=sums(5), **keys)
+    metrics = trainer.evaluate()
+    assert [len(one) for one in seen] == [3] * 5
+    successes = [value for one in seen for value in one]
+    assert 0 < sum(successes) < 15
+    assert metrics["eval/accuracy"] == pytest.approx(sum(successes) / 15)
+    assert metrics["eval/pass@3"] == pytest.approx(sum(max(one) for one in seen) / 5)

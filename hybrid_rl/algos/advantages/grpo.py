@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.inputs import AdvantageInputs, Advantages, alone
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.records import AdvantageEstimator
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 ROUNDING = 1e-5  # of the dense rewards of a sample, which are float32: what is left of the total below it is no outcome
@@ -32,17 +33,44 @@ class GRPO(AdvantageEstimator):
     token_level: bool = key(
         False, "normalise the rewards of single tokens over the group and sum what follows (process supervision)"
     )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = key(
+        "sum_then_normalize",
+        "several reward functions: their weighted sum is normalised over the group, or each by itself over the group, "
+        "and the weighted sum of these over the batch (GDPO)",
+    )
     min_generations = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            if self.token_level:
+                raise ConfigError(
+                    "token_level=true normalises rewards of single tokens, multi_objective_aggregation="
+                    "normalize_then_sum those of functions for whole completions; leave one of them out"
+                )
+            object.__setattr__(self, "needs", frozenset({"function_rewards"}))
+            object.__setattr__(self, "takes_kl_rewards", False)  # no function's reward, so it would not be seen
         if self.token_level:  # a KL penalty would make a step of every token
             object.__setattr__(self, "takes_kl_rewards", False)
             object.__setattr__(self, "uses_step_rewards", True)
             object.__setattr__(self, "needs_step_rewards", True)
 
+    @property
+    def inert_options(self) -> Mapping[str, str]:
+        """See Record."""
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return {}
+        return {"scale_rewards": "normalize_then_sum divides by the standard deviations of groups and batch"}
+
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. The standard deviation of the batch is that of all ranks."""
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            of_functions, weights = inputs.needed("function_rewards"), inputs.needed("reward_weights")
+            whole = inputs.gather((inputs.rewards, inputs.groups, of_functions))
+            rewards, groups, of_functions = (torch.cat(parts) for parts in zip(*whole, strict=True))
+            start = sum(len(mine) for mine, *_ in whole[: inputs.rank])
+            found = reward_decoupled_advantages(rewards, of_functions, weights, groups)
+            return Advantages(inputs.per_token(found[start : start + len(inputs.rewards)]))
         if not self.token_level:
             return whole_batch(inputs, lambda r, g: group_relative_advantages(r, g, scale_rewards=self.scale_rewards))
         advantages = process_advantages(
@@ -74,6 +102,29 @@ def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards:
     scale = found.scale(scale_rewards)[found.index]
     centred = found.rewards - found.mean(found.rewards)[found.index]
     return torch.where(found.compared, centred / scale, torch.zeros_like(centred))
+
+
+def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
+    """GDPO: each reward function against the mean of its group, (r_k - mean) / (std + 1e-4), then the weighted sum of
+    these against that of the batch in the same way, so that no function drowns the others.
+
+    S. Liu et al., arXiv:2601.05242; the constant, the sample standard deviations (n - 1) and what a function that says
+    nothing of a sample counts (0, and it is in no mean) are TRL's, multi_objective_aggregation="normalize_then_sum".
+    A function that gives a whole group the same adds exactly 0.
+
+    rewards: float [N], the totals, NaN where a sample could not be scored, which says no more than that; of_functions:
+    float [N, K], NaN where one says nothing; weights: float [K]; groups: int64 [N]. Returns float64 [N].
+    """
+    if of_functions.shape != (len(rewards), len(weights)):
+        raise ValueError(
+            f"function rewards must be [N, K] for {len(rewards)} samples and {len(weights)} weights, not "
+            f"{list(of_functions.shape)}"
+        )
+    unscored = rewards.isnan()
+    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    for weight, values in zip(weights.double(), of_functions.double().unbind(1), strict=True):
+        total += weight * group_relative_advantages(values.masked_fill(unscored, torch.nan), groups)
+    return group_relative_advantages(total.masked_fill(unscored, torch.nan), torch.zeros_like(groups))
 
 
 def process_advantages(

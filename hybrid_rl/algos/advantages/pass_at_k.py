@@ -44,6 +44,7 @@ class MaxOfGroup(AdvantageEstimator):
     estimator: Literal["max_of_group"] = key("max_of_group", "the advantage estimator")
     scale_rewards: Literal["group", "none"] = key("none", "divide by the standard deviation of the group")
     min_generations = 2
+    is_never_negative = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator."""

@@ -22,6 +22,7 @@ class SFT(AdvantageEstimator):
     estimator: Literal["sft"] = key("sft", "the advantage estimator")
     needs = frozenset({"demonstrations"})
     needs_rewards = takes_kl_rewards = False
+    is_never_negative = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """See AdvantageEstimator. Samples without a reward count as well."""
@@ -37,6 +38,7 @@ class Rejection(AdvantageEstimator):
     num_best: int | None = key(
         1, "accepted completions of a group, the best ones; None = all over the threshold", minimum=1
     )
+    is_never_negative = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
+from hybrid_rl.algos.policy_losses.levels import at_level
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.options import key
 
@@ -23,6 +24,10 @@ class CISPO(PolicyObjective):
     epsilon: float | None = key(None, "weights are at least 1 - this; None = no lower bound", above=0, maximum=1)
     epsilon_high: float = key(4.0, "weights are at most 1 + this (TRL gives the bound itself: 5)", above=0)
 
+    importance_sampling_level: Literal["token", "sequence"] = key(
+        "token", "sequence = the weight of a completion, the geometric mean over its tokens, stands at each of them"
+    )
+
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """See PolicyObjective."""
         return cispo_policy_loss(
@@ -30,8 +35,11 @@ class CISPO(PolicyObjective):
             inputs.old_logprobs,
             inputs.advantages,
             inputs.mask,
+            inputs.rows,
+            inputs.num_rows,
             epsilon=self.epsilon,
             epsilon_high=self.epsilon_high,
+            importance_sampling_level=self.importance_sampling_level,
         )
 
 
@@ -40,17 +48,23 @@ def cispo_policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
+    rows: Tensor,
+    num_rows: int,
     *,
     epsilon: float | None,
     epsilon_high: float,
+    importance_sampling_level: str = "token",
 ) -> PolicyLoss:
     """-sg(clip(ratio, 1 - epsilon, 1 + epsilon_high)) * A * ln p (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
 
     The clipped ratio is detached: it weighs the gradient of ln p, which no token loses. epsilon=None: no lower bound.
-    logprobs, old_logprobs, advantages: float [T]; mask: bool [T]. Gradients flow through logprobs only.
+    importance_sampling_level: whose ratio it is, see `at_level`; with "sequence", as in TRL, a token keeps its own
+    advantage and ln p. logprobs, old_logprobs, advantages: float [T]; mask: bool [T]; rows: int64 [T], in
+    0..num_rows-1. Gradients flow through logprobs only.
     """
-    check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    ratio = ratio_of(masked_log_ratio(logprobs, old_logprobs, mask))
+    check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, rows=rows)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = ratio_of(at_level(log_ratio, mask, rows, num_rows, importance_sampling_level))
     detached = ratio.detach()
     weight = detached.clamp(min=0.0 if epsilon is None else 1 - epsilon, max=1 + epsilon_high)
     logprobs = torch.where(mask, logprobs, torch.zeros_like(logprobs))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, masked_advantages, masked_log_ratio, ratio_of
 from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.masked import row_mean
+from hybrid_rl.algos.policy_losses.levels import at_level
 from hybrid_rl.algos.records import PolicyObjective
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
@@ -99,15 +99,7 @@ def clipped_policy_loss(
     """
     check_columns(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, rows=rows)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
-    if importance_sampling_level == "sequence":
-        log_ratio = row_mean(log_ratio, mask, rows, num_rows)[rows]
-    elif importance_sampling_level == "sequence_token":
-        mean = row_mean(log_ratio.detach(), mask, rows, num_rows)[rows]
-        log_ratio = mean + (log_ratio - log_ratio.detach())
-    elif importance_sampling_level != "token":
-        raise ValueError(
-            f"importance_sampling_level={importance_sampling_level!r} is unknown; use token, sequence or sequence_token"
-        )
+    log_ratio = at_level(log_ratio, mask, rows, num_rows, importance_sampling_level)
     ratio = ratio_of(log_ratio)
     bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
     unclipped = ratio if delta is None else ratio.clamp(max=delta)

@@ -74,6 +74,16 @@ def test_truncation_zeroes_nothing() -> None:
     assert (flags(found.truncated), flags(found.rejected)) == ("..x...", "......")
 
 
+def test_a_floor_lifts_what_is_below_it() -> None:
+    """TRL's clip_min of the modes that truncate; nothing is lifted where the policy made no token, or is no number."""
+    given = inputs([0.01, 1.0, 7.0], [0.3, None, 0.5])
+    found = TIS(correction_floor=0.4).weigh(given)
+    assert found.weights.tolist() == pytest.approx([0.4, 1.0, 2.0, 0.4, 0.0, 0.5], rel=1e-12)
+    assert (flags(found.truncated), flags(found.rejected)) == ("x.xx..", "......")
+    unknown = dataclasses.replace(given, logprobs=torch.full_like(given.logprobs, math.nan))
+    assert not TIS(correction_floor=0.4).weigh(unknown).weights.any()
+
+
 def test_truncation_of_completions() -> None:
     """Products 1.5 * 1.2 = 1.8 and 2 * 2 = 4; geometric means sqrt(1.8) and 2, both of two tokens."""
     given = inputs([1.5, 1.2, None], [2.0, None, 2.0])
@@ -189,8 +199,8 @@ def by_loops(given: CorrectionInputs, rule: Callable[[list[float]], list[float]]
     return found
 
 
-def truncate(cap: float) -> Callable[[float], float]:
-    return lambda ratio: min(ratio, cap)
+def truncate(cap: float, floor: float = 0.0) -> Callable[[float], float]:
+    return lambda ratio: min(max(ratio, floor), cap)
 
 
 def within(low: float, high: float) -> Callable[[float], float]:
@@ -234,6 +244,8 @@ CASES = [
     (TIS(), per_token(truncate(2.0))),
     (TIS(correction_level="sequence", correction_cap=3.0), product(truncate(3.0))),
     (TIS(correction_level="geometric", correction_cap=1.1), geometric(truncate(1.1))),
+    (TIS(correction_floor=0.8, correction_cap=1.2), per_token(truncate(1.2, 0.8))),
+    (TIS(correction_floor=0.9, correction_level="sequence"), product(truncate(2.0, 0.9))),
     (MIS(), product(within(0.5, 2.0))),
     (MIS(correction_level="token", correction_high=3.0), per_token(within(0.5, 3.0))),
     (MIS(correction_level="geometric", correction_low=0.9, correction_high=1.1), geometric(within(0.9, 1.1))),

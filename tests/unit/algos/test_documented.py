@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_rl.algos.registry import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
 from hybrid_rl.config import AlgorithmConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.config.presets import PRESETS
 
 TEXT = Path(__file__).parents[3].joinpath("docs/algorithms.md").read_text()
@@ -29,7 +30,7 @@ RECORDS = {
 }
 KEYS = {
     item.name
-    for section in (*RECORDS.values(), AlgorithmConfig, ValueHeadConfig)
+    for section in (*RECORDS.values(), AlgorithmConfig, AdaptiveEntropyConfig, ValueHeadConfig)
     for item in dataclasses.fields(section)
 }
 

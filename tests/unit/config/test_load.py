@@ -27,8 +27,8 @@ from hybrid_rl.config import (
     visible_leaves,
 )
 from hybrid_rl.config import load as load_module
+from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.habits import HABITS
-from hybrid_rl.config.schema import AlgorithmConfig
 from hybrid_rl.config.unions import UNIONS, Union
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key

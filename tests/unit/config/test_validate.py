@@ -199,6 +199,7 @@ INERT = [
     ({"eval_top_p": 0.9}, {"eval_temperature": 0.7}),
     ({"eval_top_k": 5}, {"eval_temperature": 0.7}),
     ({"eval_min_p": 0.1}, {"eval_temperature": 0.7}),
+    ({"num_generations_eval": 4}, {"eval_temperature": 0.7}),
     ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
     ({"reshard_after_forward": False}, {"num_ranks": 2}),
     ({"sync_every_micro_batch": True}, {"num_ranks": 2}),

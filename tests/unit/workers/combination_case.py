@@ -109,6 +109,9 @@ def tiny_batch(config: TrainerConfig, *, dense: bool, engine_noise: float) -> Ba
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.0, 0.75, 0.4, 1.5, 0.1, torch.nan, 0.6], dtype=torch.float64)
     if dense:
         rewards = rewards.index_add(0, of_sample, token_rewards.double())
+    # Of two functions, the second of which says nothing of some samples.
+    second = torch.tensor([0.1, 0.3, torch.nan, 0.2, 0.2, -0.5, torch.nan, 0.4, 0.1, 0.0], dtype=torch.float64)
+    of_functions = torch.stack([rewards - second.nan_to_num(), second], 1)
     engine = torch.minimum(column_of(START, base) + noise(engine_noise), torch.tensor(-1e-3))
     values = {
         "completion_mask": made,
@@ -129,6 +132,7 @@ def tiny_batch(config: TrainerConfig, *, dense: bool, engine_noise: float) -> Ba
             "trajectory": torch.arange(10),
             "finish_reason": ["length" if place in (2, 5) else "stop" for place in range(10)],
             "rewards": torch.ones(10, dtype=torch.float64) if shown else rewards,
+            "function_rewards": of_functions.tolist(),
             "baseline_rewards": torch.tensor([0.3] * GROUP + [0.5] * GROUP, dtype=torch.float64),
             **{name: completions.with_values(column) for name, column in values.items()},
         }

@@ -25,6 +25,7 @@ Keys = Mapping[str, Any]
 # What is registered, with what makes another algorithm of it.
 ESTIMATORS: dict[str, Keys] = {
     **{name: {"advantage": name} for name in records(ADVANTAGES)},
+    "grpo by function": {"advantage": "grpo", "multi_objective_aggregation": "normalize_then_sum"},
     "grpo by steps": {"advantage": "grpo", "token_level": True},
     "distillation and rewards": {"advantage": "distillation", "group_advantage_coef": 0.5},
 }
@@ -32,12 +33,18 @@ LOSSES: dict[str, Keys] = {
     **{name: {"policy_loss": name} for name in records(POLICY_LOSSES)},
     "gspo": {"policy_loss": "clip", "importance_sampling_level": "sequence"},
     "gspo token": {"policy_loss": "clip", "importance_sampling_level": "sequence_token"},
+    "cispo by completion": {"policy_loss": "cispo", "importance_sampling_level": "sequence"},
+    "sapo by completion": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
     "dppo top-k": {"policy_loss": "dppo", "divergence_type": "topk_tv", "num_top": 3, "divergence_threshold": 0.05},
 }
 SECTIONS: dict[str, dict[str, Keys]] = {
     "estimator": ESTIMATORS,
     "loss": LOSSES,
-    "correction": {name: {"correction": name} for name in records(CORRECTIONS)},
+    "correction": {
+        **{name: {"correction": name} for name in records(CORRECTIONS)},
+        "off-policy mask": {"off_policy_mask_threshold": 0.02},
+        "top entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
+    },
     "kl": {
         "none": {},
         "loss": {"kl": "loss", "beta": 0.3},
@@ -174,7 +181,7 @@ VALUES: dict[str, list[Any]] = {
     "correction kl_rejection correction_veto": [0.9],
 }
 # What shows later than in one training step: tests/unit/test_trainer_algorithms.py.
-LATER = {"reference_reset_steps", "teacher_path"}
+LATER = {"reference_reset_steps", "ref_model_sync_steps", "ref_model_mixup_alpha", "teacher_path"}
 ALGORITHM: dict[str, list[Any]] = {
     "loss_type": ["grpo", "dr_grpo", "sequence_sum"],
     "mask_truncated_completions": [True],
@@ -182,6 +189,8 @@ ALGORITHM: dict[str, list[Any]] = {
     "old_logprobs": ["rollout"],
     "entropy_coef": [0.1],
     "positive_nll_coef": [0.1],
+    "off_policy_mask_threshold": [0.02, 0.2],
+    "top_entropy_quantile": [0.2, 0.0],
 }
 
 

@@ -42,13 +42,15 @@ class Token:
 
 @dataclass
 class Sample:
-    """reward: NaN = could not be scored; greedy: the reward of the greedy completion."""
+    """reward: NaN = could not be scored; greedy: the reward of the greedy completion; parts: of reward functions, NaN
+    where one says nothing."""
 
     tokens: list[Token]
     reward: float
     greedy: float
     group: int
     is_cut: bool
+    parts: Sequence[float] = ()
 
     @property
     def steps(self) -> list[Token]:
@@ -132,8 +134,27 @@ def scale(kind: str, rewards: list[float], everything: list[float]) -> float:
 def grpo(record: Any, samples: Samples) -> Rows:
     if record.token_level:
         return _process(record, samples)
+    if record.multi_objective_aggregation == "normalize_then_sum":
+        return _by_function(samples)
     everything = scored(samples)
     return by_group(samples, lambda r, rs: (r - statistics.fmean(rs)) / scale(record.scale_rewards, rs, everything))
+
+
+def _by_function(samples: Samples) -> Rows:
+    """Each function over the group, their sum over the batch."""
+    sums = {}
+    for sample in samples:
+        if not sample.is_scored:
+            continue
+        found = []
+        for place, value in enumerate(sample.parts):
+            others = [other.parts[place] for other in samples if other.group == sample.group and other.is_scored]
+            others = [other for other in others if not math.isnan(other)]
+            if not math.isnan(value) and len(others) > 1:
+                found.append((value - statistics.fmean(others)) / (statistics.stdev(others) + 1e-4))
+        sums[id(sample)] = sum(found)
+    mean, deviation = statistics.fmean(sums.values()), statistics.stdev(sums.values()) + 1e-4
+    return spread([(sums.get(id(sample), mean) - mean) / deviation for sample in samples], samples)
 
 
 def _process(record: Any, samples: Samples) -> Rows:

@@ -61,6 +61,7 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
     kept = [[token for token in sample.tokens if token.kept] for sample in samples]
     num_tokens, num_samples = sum(map(len, kept)), sum(sample.is_scored for sample in samples)
     positive = [token for sample, own in zip(samples, kept, strict=True) if sample.reward > 0 for token in own]
+    least = least_entropy([token for own in kept for token in own], algorithm.top_entropy_quantile)
     for sample, tokens in zip(samples, kept, strict=True):
         if not tokens:
             continue
@@ -72,16 +73,33 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
         }[algorithm.loss_type]
         corrections = correction(config.correction, tokens, case)
         upstream = [weight * factor for factor in corrections]
+        limit = algorithm.off_policy_mask_threshold
+        if limit is not None and statistics.fmean(token.rollout - token.now for token in tokens) > limit:
+            upstream = [0.0 if token.advantage < 0 else up for token, up in zip(tokens, upstream, strict=True)]
+        is_high = [entropy_of(token) >= least for token in tokens]
+        upstream = [up * high for up, high in zip(upstream, is_high, strict=True)]
         objective = config.policy_loss
         ratios = LOSSES[objective.objective](objective, sample, tokens, upstream, slopes, case)
-        for token, ratio in zip(tokens, ratios, strict=True):
+        for token, ratio, high in zip(tokens, ratios, is_high, strict=True):
             if config.kl.in_loss:
                 _kl(config.kl, token, ratio, weight * case.beta, slopes)
             for entry, log in enumerate(token.logs):
-                slopes.add(token, weight * algorithm.entropy_coef * math.exp(log) * (log + 1), entry)
+                slopes.add(token, weight * high * algorithm.entropy_coef * math.exp(log) * (log + 1), entry)
     for token in positive:
         slopes.add(token, -algorithm.positive_nll_coef / len(positive))
     return slopes.of_logits(temperature)
+
+
+def entropy_of(token: Token) -> float:
+    return -sum(math.exp(log) * log for log in token.logs)
+
+
+def least_entropy(tokens: Sequence[Token], share: float) -> float:
+    """The quantile 1 - share."""
+    ordered = sorted(map(entropy_of, tokens))
+    place = (1 - share) * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
 
 
 def _kl(record: Any, token: Token, ratio: Ratio, weight: float, slopes: Slopes) -> None:
@@ -113,7 +131,7 @@ def correction(record: Any, tokens: Sequence[Token], case: Case) -> list[float]:
     if mode == "none":
         return [1.0] * len(tokens)
     if mode == "tis":
-        found = [min(ratio, record.correction_cap) for ratio in ratios]
+        found = [min(max(ratio, record.correction_floor), record.correction_cap) for ratio in ratios]
     elif mode in ("mis", "icepop"):
         found = [ratio if record.correction_low <= ratio <= record.correction_high else 0.0 for ratio in ratios]
     else:
@@ -159,7 +177,7 @@ def clip(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
     level = getattr(record, "importance_sampling_level", "token")
     ratios = _token_ratios(tokens, case)
     if level != "token":
-        ratios = [math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))] * len(tokens)
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         if id(token) in case.selected or not _is_open(record, ratio, token.advantage):
             continue
@@ -167,7 +185,7 @@ def clip(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
         for other in reached:
             slopes.add(other, -weight * token.advantage * ratio / len(reached))
     if level == "sequence":
-        return [(ratios[0], [(other, ratios[0] / len(tokens)) for other in tokens])] * len(tokens)
+        return _of_completion(tokens, ratios[0])
     return _own(tokens, ratios)
 
 
@@ -193,20 +211,37 @@ def _log_linear(token: Token, case: Case) -> float:
     return token.rollout + share * (token.now - token.rollout)
 
 
+def _mean_ratio(ratios: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _of_completion(tokens: Sequence[Token], ratio: float) -> list[Ratio]:
+    """One ratio, with a gradient through all of its tokens."""
+    return [(ratio, [(other, ratio / len(tokens)) for other in tokens])] * len(tokens)
+
+
 def cispo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     ratios = _token_ratios(tokens, case)
+    is_whole = record.importance_sampling_level == "sequence"
+    if is_whole:
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     low = 0.0 if record.epsilon is None else 1 - record.epsilon
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         slopes.add(token, -weight * token.advantage * min(max(ratio, low), 1 + record.epsilon_high))
-    return _own(tokens, ratios)
+    return _of_completion(tokens, ratios[0]) if is_whole else _own(tokens, ratios)
 
 
 def sapo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
+    ratios, level = _token_ratios(tokens, case), record.importance_sampling_level
+    if level != "token":
+        ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         tau = record.sapo_temperature_pos if token.advantage > 0 else record.sapo_temperature_neg
-        slopes.add(token, -weight * token.advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2)
-    return _own(tokens, ratios)
+        slope = -weight * token.advantage * ratio / math.cosh(tau * (ratio - 1) / 2) ** 2
+        reached = tokens if level == "sequence" else [token]
+        for other in reached:
+            slopes.add(other, slope / len(reached))
+    return _of_completion(tokens, ratios[0]) if level == "sequence" else _own(tokens, ratios)
 
 
 def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
@@ -220,7 +255,7 @@ def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
     for token, log, bounded in zip(tokens, logs, cut, strict=True):
         if log == bounded:
             slopes.add(token, total / len(tokens))
-    return [(plain, [(other, plain / len(tokens)) for other in tokens])] * len(tokens)
+    return _of_completion(tokens, plain)
 
 
 def reinforce(_: Any, __: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
@@ -271,7 +306,7 @@ def kl_cov(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes:
 
 def simko(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     ratios = _token_ratios(tokens, case)
-    entropies = [-sum(math.exp(log) * log for log in token.logs) for token in tokens]
+    entropies = [entropy_of(token) for token in tokens]
     place = record.forking_quantile * (len(tokens) - 1)
     low, ordered = math.floor(place), sorted(entropies)
     threshold = ordered[low] + (ordered[min(low + 1, len(tokens) - 1)] - ordered[low]) * (place - low)

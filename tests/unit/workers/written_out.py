@@ -68,6 +68,7 @@ def samples_of(trained: Trained, table: Tensor, *, with_advantages: bool = True)
             float(batch["baseline_rewards"][row]),
             int(batch["group"][row]),
             is_cut,
+            batch["function_rewards"][row],
         )
         for token in sample.steps:
             token.kept = sample.is_scored and not (is_cut and config.algorithm.mask_truncated_completions)

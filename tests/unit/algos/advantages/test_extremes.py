@@ -53,6 +53,8 @@ def wild_inputs(seed: int, dtype: torch.dtype, *, negative: bool) -> AdvantageIn
         values=column(draw.of(torch.tensor([0, 1e-6, -3, 1e6, 1e30]).double(), count)),
         sum_pi_squared=column(draw.uniform(0, 1, count)),
         baseline_rewards=greedy,
+        function_rewards=draw.of(torch.cat([SIZES, torch.tensor([math.nan])]), NUM_SAMPLES, 3),
+        reward_weights=draw.of(torch.tensor([0.0, 1.0, -2.0, 1e6]), 3),
     )
 
 
@@ -90,8 +92,9 @@ def plain_inputs() -> AdvantageInputs:
     rows = torch.repeat_interleave(torch.arange(NUM_SAMPLES), draw.integers(1, 7, NUM_SAMPLES))
     zeros = torch.zeros(len(rows)).double()
     logprobs = -draw.uniform(0.1, 2, len(rows))
+    rewards = torch.where(torch.arange(NUM_SAMPLES) % 3 == 0, draw.uniform(1, 3, NUM_SAMPLES), 0.0)
     return AdvantageInputs(
-        rewards=torch.where(torch.arange(NUM_SAMPLES) % 3 == 0, draw.uniform(1, 3, NUM_SAMPLES), 0.0),
+        rewards=rewards,
         groups=torch.arange(NUM_SAMPLES) // 6,
         rows=rows,
         mask=torch.ones(len(rows), dtype=torch.bool),
@@ -103,6 +106,8 @@ def plain_inputs() -> AdvantageInputs:
         values=zeros,
         sum_pi_squared=draw.uniform(0.2, 1, len(rows)),
         baseline_rewards=torch.zeros(NUM_SAMPLES).double(),
+        function_rewards=torch.stack([0.25 * rewards, rewards.roll(1)], 1),
+        reward_weights=torch.tensor([1.0, 0.5]),
     )
 
 
@@ -111,10 +116,16 @@ def test_large_rewards_are_small_ones_on_another_scale(name: str) -> None:
     """Rewards times 2^20 and times 2^996, some 7e299: the same advantages where they are normalised, else 2^976 times
     as large. The floors under a division are nothing beside 2^20, and a threshold is passed by all or by none."""
     inputs = plain_inputs()
-    moderate, large = (
-        ESTIMATORS[name].compute(dataclasses.replace(inputs, rewards=torch.ldexp(inputs.rewards, torch.tensor(power))))
+    assert inputs.function_rewards is not None
+    larger = [
+        dataclasses.replace(
+            inputs,
+            rewards=torch.ldexp(inputs.rewards, torch.tensor(power)),
+            function_rewards=torch.ldexp(inputs.function_rewards, torch.tensor(power)),
+        )
         for power in (20, 996)
-    )
+    ]
+    moderate, large = map(ESTIMATORS[name].compute, larger)
     for few, many in ((moderate.advantages, large.advantages), (moderate.returns, large.returns)):
         if few is None or many is None:
             assert few is many

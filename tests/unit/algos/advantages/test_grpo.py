@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.algos import group_has_signal, group_relative_advantages
+from hybrid_rl.algos import GRPO, AdvantageInputs, group_has_signal, group_relative_advantages
 from hybrid_rl.algos.advantages import STD_FLOOR, process_advantages
+from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
+from hybrid_rl.errors import ConfigError
 
 NAN = math.nan
 SCALES = ["group", "batch", "mad", "none"]
@@ -238,3 +240,50 @@ def test_process_supervision_against_the_definition(
     cases = [(g, o, [r if m else 0.0 for r, m in tokens], [m for _, m in tokens]) for g, o, tokens in samples]
     expected = [a for row in process_reference(cases, scale) for a in row]
     assert process(cases, scale) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------- several functions
+
+# Three groups of four, by two functions that weigh 1 and -0.5.
+BY_FUNCTION = [[1.0, 0.2], [0.0, 0.9], [1.0, NAN], [0.0, 0.4], [NAN, NAN], [0.5, 10.0], [0.25, 30.0], [0.0, 20.0]]
+BY_FUNCTION += [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0], [1.0, NAN]]
+# GRPOTrainer's multi_objective_aggregation="normalize_then_sum" of TRL 1.10.0.dev0 at f2cd57710, in float64.
+OF_TRL = [1.35572547, -1.50235938, 0.91582377, -0.76918986, 0.0, 1.58609987, -0.5288374, -1.05726247]
+OF_TRL += [-0.52878981, 0.52878981, 0.0, 0.0]
+
+
+def by_function(order: list[int]) -> list[float]:
+    """By the estimator itself, its samples given in this order."""
+    values = torch.tensor(BY_FUNCTION, dtype=torch.float64)[order]
+    totals = torch.where(values.isnan().all(1), NAN, values.nan_to_num() @ torch.tensor([1.0, -0.5]).double())
+    number = len(order)
+    inputs = AdvantageInputs(
+        rewards=totals,
+        groups=torch.tensor(order) // 4,
+        rows=torch.arange(number),
+        mask=torch.ones(number, dtype=torch.bool),
+        token_rewards=torch.zeros(number, dtype=torch.float64),
+        function_rewards=values,
+        reward_weights=torch.tensor([1.0, -0.5]),
+    )
+    found: list[float] = GRPO(multi_objective_aggregation="normalize_then_sum").compute(inputs).advantages.tolist()
+    return found
+
+
+def test_functions_normalised_one_by_one_give_the_numbers_of_trl() -> None:
+    assert by_function(list(range(12))) == pytest.approx(OF_TRL, abs=1e-7)
+    order = [7, 2, 9, 0, 4, 11, 1, 5, 3, 10, 8, 6]
+    assert by_function(order) == pytest.approx([OF_TRL[place] for place in order], abs=1e-7)
+
+
+def test_functions_that_tell_nothing_apart_give_exactly_nothing() -> None:
+    values = torch.tensor([[0.1, NAN], [0.1, 0.7], [0.1, NAN], [0.3, 0.2]], dtype=torch.float64)
+    groups, weights = torch.tensor([0, 0, 1, 2]), torch.tensor([3.0, 1.0])
+    assert reward_decoupled_advantages(values.nansum(1), values, weights, groups).tolist() == [0.0] * 4
+    with pytest.raises(ValueError, match=r"must be \[N, K\] for 4 samples and 2 weights, not \[4, 3\]"):
+        reward_decoupled_advantages(values.nansum(1), torch.ones(4, 3), weights, groups)
+
+
+def test_steps_and_functions_are_not_normalised_both() -> None:
+    with pytest.raises(ConfigError, match="normalize_then_sum those of functions for whole completions; leave one of"):
+        GRPO(multi_objective_aggregation="normalize_then_sum", token_level=True)

@@ -36,7 +36,14 @@ def test_one_token_by_hand() -> None:
     logprob = torch.tensor([-3.0], dtype=torch.float64, requires_grad=True)
     old = logprob.detach() - math.log(1.5)
     loss = cispo_policy_loss(
-        logprob, old, torch.tensor([2.0], dtype=torch.float64), torch.tensor([True]), epsilon=0.2, epsilon_high=0.2
+        logprob,
+        old,
+        torch.tensor([2.0], dtype=torch.float64),
+        torch.tensor([True]),
+        torch.tensor([0]),
+        1,
+        epsilon=0.2,
+        epsilon_high=0.2,
     )
     loss.per_token.sum().backward()
     assert logprob.grad is not None

@@ -44,6 +44,8 @@ def test_the_papers_temperatures_by_hand(ratio: float, advantage: float, value: 
         logprob.detach() - math.log(ratio),
         torch.tensor([advantage], dtype=torch.float64),
         torch.tensor([True]),
+        torch.tensor([0]),
+        1,
         temperature_pos=SAPO().sapo_temperature_pos,
         temperature_neg=SAPO().sapo_temperature_neg,
     )
@@ -70,6 +72,8 @@ def test_a_ratio_beyond_float32_meets_a_closed_gate(advantage: float) -> None:
         torch.tensor([-90.0]),
         torch.tensor([advantage]),
         torch.tensor([True]),
+        torch.tensor([0]),
+        1,
         temperature_pos=1.0,
         temperature_neg=1.05,
     )

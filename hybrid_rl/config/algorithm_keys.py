@@ -1,0 +1,75 @@
+"""The section `algorithm`: what every algorithm has beside the records that it is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybrid_rl.options import key
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What every algorithm has. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), which may
+    all be set otherwise."""
+
+    name: str = key("grpo", "preset of the other keys of algorithm, advantage, policy_loss, kl, correction and critic")
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "sequence_sum"] = key(
+        "dapo",
+        "grpo: mean over sequences of token means; dapo: mean over all tokens; dr_grpo: sum over a fixed length; "
+        "sequence_sum: mean over sequences of token sums",
+    )
+    num_generations: int = key(8, "completions per prompt: the group", minimum=1)
+    mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
+    num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
+    old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
+        "auto",
+        "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
+        "batch), recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
+    )
+    max_refills: int = key(
+        0,
+        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most so many further "
+        "rollouts per training step; 0 = they stay",
+        minimum=0,
+    )
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "leave out of the policy loss what has a negative advantage in a completion whose KL(engine, policy) per token "
+        "is above this (DeepSeek-V3.2; TRL: 0.5); None = nothing",
+        above=0,
+    )
+    top_entropy_quantile: float = key(
+        1.0,
+        "only so large a share of a mini-batch's tokens, those of the highest entropy, is in the policy loss and the "
+        "entropy bonus (0.2); 1 = all. With several micro-batches or ranks a forward pass of its own finds them",
+        minimum=0,
+        maximum=1,
+    )
+    entropy_coef: float = key(0.0, "weight of an entropy bonus in the loss", minimum=0)
+    positive_nll_coef: float = key(
+        0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
+    )
+    router_aux_loss_coef: float | None = key(
+        None,
+        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = what the model's config says. "
+        "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
+class EntropyConfig:
+    """Base of what entropy_coef does over a run; without more it stays as it is."""
+
+
+@dataclass(frozen=True)
+class AdaptiveEntropyConfig(EntropyConfig):
+    """entropy_coef follows the measured entropy (Skywork-OR1, arXiv:2505.22312; TRL's use_adaptive_entropy)."""
+
+    entropy_target: float = key(
+        0.2, "above this mean entropy of a token, in nats, no bonus is paid and its weight falls", above=0
+    )
+    entropy_coef_min: float = key(0.0, "entropy_coef falls to this at most", minimum=0)
+    entropy_coef_max: float = key(1.0, "entropy_coef rises to this at most", minimum=0)
+    entropy_coef_delta: float = key(0.005, "by so much entropy_coef rises or falls at an optimizer step", above=0)

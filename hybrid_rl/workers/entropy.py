@@ -1,0 +1,63 @@
+"""The weight of the entropy bonus over a run: fixed, or following the measured entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid_rl.algos.controllers import next_entropy_coef
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
+from hybrid_rl.controller import RankContext
+from hybrid_rl.metrics import MetricSums
+
+
+class EntropyWeight:
+    """entropy_coef, the same on every rank."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._options = config.entropy if isinstance(config.entropy, AdaptiveEntropyConfig) else None
+        self._is_subset = config.algorithm.top_entropy_quantile < 1
+        self._coef = config.algorithm.entropy_coef
+        self._measured = math.inf  # in the last optimizer step; before the first one nobody knows, so nothing is paid
+
+    @property
+    def applied(self) -> float:
+        """The weight in the next optimizer step."""
+        return self._coef if self._options is None or self._measured <= self._options.entropy_target else 0.0
+
+    def follow(self, sums: MetricSums, context: RankContext) -> MetricSums:
+        """Move by the mean entropy, in an optimizer step, of the tokens that are paid for it; its metrics. Collective.
+        sums: of the step on this rank."""
+        found = MetricSums()
+        if self._options is None:
+            return found
+        total, count = sums.parts("entropy")
+        if self._is_subset:
+            total, count = sums.parts("top_entropy/part_of_entropy")[0], sums.parts("top_entropy/tokens")[0]
+        total, count = (sum(part) for part in zip(*context.gather((total, count)), strict=True))
+        self._measured = total / max(count, 1.0)
+        self._coef = next_entropy_coef(
+            self._coef,
+            self._measured,
+            target=self._options.entropy_target,
+            low=self._options.entropy_coef_min,
+            high=self._options.entropy_coef_max,
+            delta=self._options.entropy_coef_delta,
+        )
+        if context.rank == 0:
+            found.mean("entropy_coef", self._coef, 1)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        if self._options is None:
+            return {}
+        return {"entropy_coef": self._coef, "entropy": None if math.isinf(self._measured) else self._measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`: an adaptive weight from where it was, a fixed one is the configuration's."""
+        if self._options is not None and "entropy_coef" in state:
+            self._coef = float(state["entropy_coef"])
+            self._measured = math.inf if state["entropy"] is None else float(state["entropy"])
