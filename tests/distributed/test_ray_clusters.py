@@ -112,75 +112,6 @@ def test_a_killed_driver_leaves_no_process(start_script: Start, start_fork: Star
     assert not Path(told["folder"]).exists()
 
 
-def test_a_cluster_of_the_user_stays(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            ray.init(address="local", num_cpus=3, include_dashboard=False)
-            cluster = RayCluster()
-            group = make(cluster, 2)
-            tell(sum=group.all_reduce())
-            try:
-                make(cluster, 4)
-            except Exception as error:
-                tell(error=str(error))
-            group.close()
-            cluster.close()
-            tell(connected=ray.is_initialized(), free=ray.available_resources()["CPU"])
-            try:
-                RayCluster("other:6379")
-            except Exception as error:
-                tell(error=str(error))
-            ray.shutdown()
-            """
-        )
-    )
-    assert told[0] == {"sum": [3.0, 3.0]}
-    assert "4 ranks of 1 CPU each do not fit into the cluster, which has room for 3" in told[1]["error"]
-    assert told[2]["connected"] is True
-    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
-
-
-def test_a_cluster_that_runs_already(start_fork: Start) -> None:
-    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
-    head = start_fork(
-        """
-        import tempfile
-        from ray.cluster_utils import Cluster
-        with tempfile.TemporaryDirectory(prefix="r") as folder:
-            os.environ["RAY_TMPDIR"] = folder
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-            cluster.add_node(num_cpus=2)
-            tell(address=cluster.address)
-            sys.stdin.read()
-            cluster.shutdown()
-        """
-    )
-    assert head.stdout is not None
-    lines = []
-    for line in head.stdout:
-        lines.append(line)
-        if line.startswith("TELLS "):
-            break
-    address = json.loads(lines[-1].removeprefix("TELLS "))["address"]
-    code = f"""
-        cluster = RayCluster({address!r})
-        group = make(cluster, 3, placement="pack")
-        nodes = [place.node for place in group._backend._ranks._places]
-        tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
-        group.close()
-        cluster.close()
-        """
-    (told,) = finish(start_fork(code))
-    assert told["sum"] == [6.0] * 3
-    assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
-    assert sorted(told["threads"]) == ["1", "1", "2"]
-    (told,) = finish(start_fork(f"group = make(RayCluster({address!r}))\ntell(all=group.gather(7))\ngroup.close()"))
-    assert told == {"all": [[[0, 7]]]}
-    assert head.poll() is None
-    finish(head)
-
-
 def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
     code = f"cluster = RayCluster()\ngroup = make(cluster)\n{WHERE}{TELL}group.patient(3600.0, False)\n"
     process = start_script(code)
@@ -219,6 +150,77 @@ def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
         assert failure["kind"] == "WorkerError"
         assert f"failed in patient(): cluster ended: {name} (pid {failure['lost']}) of the Ray" in failure["error"]
         assert_nothing_left(**rest)
+
+
+# -------------------------------------------------------------------------------------------- a cluster of two nodes
+
+HEAD = """
+import tempfile
+from ray.cluster_utils import Cluster
+with tempfile.TemporaryDirectory(prefix="r") as folder:
+    os.environ["RAY_TMPDIR"] = folder
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=2)
+    tell(address=cluster.address)
+    sys.stdin.read()
+    cluster.shutdown()
+"""
+JOINS = """
+cluster = RayCluster(%r)
+group = make(cluster, 3, placement="pack")
+nodes = [place.node for place in group._backend._ranks._places]
+tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
+group.close()
+cluster.close()
+"""
+OF_THE_USER = """
+ray.init(address=%r)
+cluster = RayCluster()
+group = make(cluster, 2)
+tell(sum=group.all_reduce())
+try:
+    make(cluster, 5)
+except Exception as error:
+    tell(error=str(error))
+group.close()
+cluster.close()
+tell(connected=ray.is_initialized())
+try:
+    RayCluster("other:6379")
+except Exception as error:
+    tell(error=str(error))
+ray.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def joined(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What two drivers told, one after the other, of a cluster that ran before them and after them."""
+    with forked_drivers(tmp_path_factory.mktemp("joined"), forks) as start:
+        head = start(HEAD)
+        assert head.stdout is not None
+        line = next(line for line in head.stdout if line.startswith("TELLS "))
+        address = json.loads(line.removeprefix("TELLS "))["address"]
+        told = {name: finish(start(code % address)) for name, code in {"joins": JOINS, "user": OF_THE_USER}.items()}
+        assert head.poll() is None
+        finish(head)
+        return told
+
+
+def test_a_cluster_that_runs_already(joined: dict[str, list[dict[str, Any]]]) -> None:
+    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
+    (told,) = joined["joins"]
+    assert told["sum"] == [6.0] * 3
+    assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
+    assert sorted(told["threads"]) == ["1", "1", "2"]
+
+
+def test_a_cluster_of_the_user_stays(joined: dict[str, list[dict[str, Any]]]) -> None:
+    told = joined["user"]
+    assert told[0] == {"sum": [3.0, 3.0]}
+    assert "5 ranks of 1 CPU each do not fit into the cluster, which has room for 4" in told[1]["error"]
+    assert told[2] == {"connected": True}
+    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
 
 
 # ------------------------------------------------------------------------------ a driver to which all of this happens
