@@ -205,8 +205,8 @@ def test_weights_are_neither_copied_nor_changed():
     ],
 )
 def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(name, backend, tmp_path, monkeypatch):
-    """eager is the part that finds the blocks' graphs, and whether a length makes another one; aot_eager has the backward
-    pass as well; inductor writes and compiles C++, which takes nine tenths of the time."""
+    """eager finds the blocks' graphs, and whether a length makes another one; aot_eager has the backward pass as well;
+    inductor writes and compiles C++, which takes nine tenths of the time."""
     # What was compiled before may be for another processor: see test_processors.py.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
