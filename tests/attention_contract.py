@@ -88,7 +88,7 @@ def check_context(
         assert gap <= TOLERANCES[dtype], f"{name} is off by {gap:.2e} of its largest number ({layout}, {options})"
 
 
-def check_backend(backend: str, device: str, dtype: torch.dtype) -> None:
+def check_backend(backend: str, device: str, dtype: torch.dtype, key_heads: tuple[int, ...] = (1, 2, 4)) -> None:
     """Everything that is asked of a backend, on one device and dtype. Raises ConfigError where it does not run here."""
     for softcap in (None, 1.3):
         needs = AttentionNeeds(torch.device(device), dtype, HEAD_DIM, softcap)
@@ -97,6 +97,6 @@ def check_backend(backend: str, device: str, dtype: torch.dtype) -> None:
         chosen = choose_backend(backend, needs)
         for layout in LAYOUTS.values():
             for options in (OPTIONS if softcap is None else SOFTCAP).values():
-                for num_key_value_heads in (1, 2, 4):
+                for num_key_value_heads in key_heads:
                     context = chosen.context(layout, device)
                     check_context(context, layout, options, device, dtype, num_key_value_heads=num_key_value_heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -134,10 +135,17 @@ def start_script(tmp_path: Path) -> Iterator[Start]:
 def start_fork(tmp_path: Path, forks: Forks) -> Iterator[Start]:
     """The same with a fork, whose ranks are forks. What is returned is the process that waits for the fork: to kill a
     driver, or to look at its end, takes a real one."""
+    with forked_drivers(tmp_path, forks) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def forked_drivers(folder: Path, forks: Forks) -> Iterator[Start]:
+    """What `start_fork` gives, for fixtures of other scopes."""
     started: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
-        path = tmp_path / f"fork{len(started)}.py"
+        path = folder / f"fork{len(started)}.py"
         code = FORKED_START + textwrap.dedent(code)
         started.append(_start(code, path, [str(SETUP_WORKER)], **forks.environment()))
         return started[-1]

@@ -57,6 +57,7 @@ def test_environment_and_threads_are_pinned(group: WorkerGroup) -> None:
         assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_threads_and_variables_of_the_user_win(make_group: Callable[..., WorkerGroup]) -> None:
     about = make_group(1, threads_per_rank=3, env_vars={"TOKENIZERS_PARALLELISM": "true"}).about()[0]
     assert about["env"]["OMP_NUM_THREADS"] == "3" and about["env"]["TOKENIZERS_PARALLELISM"] == "true"

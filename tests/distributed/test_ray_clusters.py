@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.conftest import DEADLINE_SECONDS, SETUP_WORKER, Start, is_running, wait_until
+from tests.distributed.conftest import DEADLINE_SECONDS, SETUP_WORKER, Start, forked_drivers, is_running, wait_until
 from tests.distributed.forks import Forks
 
 pytestmark = pytest.mark.slow
@@ -53,13 +53,14 @@ TELL = "tell(pids=descendants(), folder=folder)\n"
 
 
 def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
-    """The process goes on: it connects again."""
+    """The process goes on: it connects again. (With a rank: test_a_cluster_that_loses_a_process.)"""
     told = finish(
         start_script(
             f"""
+            group = None
             for _ in range(2):
                 cluster = RayCluster()
-                group = make(cluster)
+                group = group or make(cluster)
                 pids = descendants()
                 {WHERE}
                 paths = (Path(folder).parent, Path.home() / ".ray" / "auth_token")
@@ -71,8 +72,8 @@ def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
         )
     )
     assert len(told) == 2
-    for one in told:
-        assert len(one["pids"]) >= 5 and one["left"] == [] and not one["connected"]
+    for one, fewest in zip(told, (5, 4), strict=True):
+        assert len(one["pids"]) >= fewest and one["left"] == [] and not one["connected"]
         assert one["modes"] == [0o700, 0o600]  # Ray's own folder, below, is open to everybody
         assert_nothing_left(one["pids"], one["folder"])
 
@@ -81,7 +82,7 @@ def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
     ("end", "code"),
     [
         ("raise ValueError", 1),
-        ("", 0),
+        pytest.param("", 0, marks=pytest.mark.sweep),
         pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.sweep),
         pytest.param("import gc; del group; gc.collect()", 0, marks=pytest.mark.sweep),
     ],
@@ -92,25 +93,6 @@ def test_a_driver_that_does_not_close(start_script: Start, end: str, code: int) 
         code,
     )
     assert_nothing_left(**told[0])
-
-
-def test_a_group_that_is_dropped_ends_its_ranks(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            import gc
-            from tests.distributed.conftest import is_running, wait_until
-            cluster = RayCluster()
-            group = make(cluster)
-            pids = [about["pid"] for about in group.about()]
-            del group
-            gc.collect()
-            wait_until(lambda: not any(map(is_running, pids)), "ranks are left")
-            tell(pids=pids)
-            """
-        )
-    )
-    assert told[0]["pids"]
 
 
 def test_a_killed_driver_leaves_no_process(start_script: Start, start_fork: Start, agents: list[int]) -> None:
@@ -126,152 +108,8 @@ def test_a_killed_driver_leaves_no_process(start_script: Start, start_fork: Star
     agents += late
     wait_until(lambda: not any(is_running(pid) for pid in others), "processes are left")
     assert Path(told["folder"]).exists()
-    finish(start_fork(code))
+    finish(start_fork("RayCluster().close()"))
     assert not Path(told["folder"]).exists()
-
-
-def test_a_cell_run_twice(start_fork: Start) -> None:
-    """The second run replaces the names of the first without closing anything; two groups overlap for a while."""
-    told = finish(
-        start_fork(
-            """
-            for _ in range(2):
-                cluster = RayCluster()
-                group = make(cluster, 1)
-                clusters = sum("gcs_server" in process.name() for process in psutil.Process().children())
-                tell(gathered=group.gather("x"), clusters=clusters)
-            group.close()
-            """
-        )
-    )
-    assert told == [{"gathered": [[[0, "x"]]], "clusters": 1}] * 2
-
-
-def test_a_cluster_of_the_user_stays(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            ray.init(address="local", num_cpus=3, include_dashboard=False)
-            cluster = RayCluster()
-            group = make(cluster, 2)
-            tell(sum=group.all_reduce())
-            try:
-                make(cluster, 4)
-            except Exception as error:
-                tell(error=str(error))
-            group.close()
-            cluster.close()
-            tell(connected=ray.is_initialized(), free=ray.available_resources()["CPU"])
-            try:
-                RayCluster("other:6379")
-            except Exception as error:
-                tell(error=str(error))
-            ray.shutdown()
-            """
-        )
-    )
-    assert told[0] == {"sum": [3.0, 3.0]}
-    assert "4 ranks of 1 CPU each do not fit into the cluster, which has room for 3" in told[1]["error"]
-    assert told[2]["connected"] is True
-    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
-
-
-def test_a_cluster_that_runs_already(start_fork: Start) -> None:
-    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
-    head = start_fork(
-        """
-        import tempfile
-        from ray.cluster_utils import Cluster
-        with tempfile.TemporaryDirectory(prefix="r") as folder:
-            os.environ["RAY_TMPDIR"] = folder
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-            cluster.add_node(num_cpus=2)
-            tell(address=cluster.address)
-            sys.stdin.read()
-            cluster.shutdown()
-        """
-    )
-    assert head.stdout is not None
-    lines = []
-    for line in head.stdout:
-        lines.append(line)
-        if line.startswith("TELLS "):
-            break
-    address = json.loads(lines[-1].removeprefix("TELLS "))["address"]
-    code = f"""
-        cluster = RayCluster({address!r})
-        group = make(cluster, 3, placement="pack")
-        nodes = [place.node for place in group._backend._ranks._places]
-        tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
-        group.close()
-        cluster.close()
-        """
-    for _ in range(2):
-        (told,) = finish(start_fork(code))
-        assert told["sum"] == [6.0] * 3
-        assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
-        assert sorted(told["threads"]) == ["1", "1", "2"]
-    assert head.poll() is None
-    finish(head)
-
-
-def test_an_address_where_nobody_is(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            try:
-                RayCluster("127.0.0.1:1")
-            except Exception as error:
-                tell(kind=type(error).__name__, error=str(error))
-            """
-        )
-    )
-    assert told[0]["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told[0]["error"]
-
-
-def test_auto_finds_a_cluster_that_is_gone(start_fork: Start, tmp_path: Path) -> None:
-    """What the last `ray start` left: refused at once, with the address that it had."""
-    told = finish(
-        start_fork(
-            """
-            import ray._private.services as services
-            services.find_gcs_addresses = lambda: set()
-            services.find_bootstrap_address = lambda folder: "127.0.0.1:1"
-            services.resolve_ip_for_localhost = lambda host: host
-            try:
-                RayCluster("auto")
-            except Exception as error:
-                tell(kind=type(error).__name__, error=str(error))
-            """
-        )
-    )
-    assert told[0]["kind"] == "ConfigError"
-    assert told[0]["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
-
-
-def test_a_batch_is_not_loaded_after_the_end(start_fork: Start) -> None:
-    """Ray would start another cluster for it, or wait for one."""
-    told = finish(
-        start_fork(
-            """
-            from hybrid_rl.errors import HybridRLError
-            cluster = RayCluster()
-            for close in (lambda: group.close(), lambda: cluster.close()):
-                group = make(cluster)
-                batch = group.score(sample_batch(2, 2), 2.0)
-                assert batch.load().num_samples == 4
-                group.close()
-                close()
-                try:
-                    batch.load()
-                except HybridRLError as error:
-                    tell(error=str(error))
-            tell(left=descendants(), connected=ray.is_initialized())
-            """
-        )
-    )
-    ended = "the workers of this batch have ended: load() a batch before close()"
-    assert told == [{"error": ended}] * 2 + [{"left": [], "connected": False}]
 
 
 def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
@@ -314,63 +152,201 @@ def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
         assert_nothing_left(**rest)
 
 
-def test_modules_that_only_the_driver_finds(start_fork: Start, tmp_path: Path) -> None:
-    (tmp_path / "mods").mkdir()
-    (tmp_path / "mods" / "only_here.py").write_text("import sys\ndef asked(): return sys.argv[1]\n")
-    told = finish(
-        start_fork(
-            """
-            cluster = RayCluster()
-            sys.path.insert(0, str(FOLDER / "mods"))
-            import only_here
-            class Asking(Probe):
-                def __init__(self, context):
-                    super().__init__(context)
-                    assert only_here.asked() == str(FOLDER)
-            Probe = Asking
-            tell(gathered=make(cluster).gather("x"))
-            """
-        )
-    )
-    assert told == [{"gathered": [[[0, "x"]]]}]
+# -------------------------------------------------------------------------------------------- a cluster of two nodes
+
+HEAD = """
+import tempfile
+from ray.cluster_utils import Cluster
+with tempfile.TemporaryDirectory(prefix="r") as folder:
+    os.environ["RAY_TMPDIR"] = folder
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=2)
+    tell(address=cluster.address)
+    sys.stdin.read()
+    cluster.shutdown()
+"""
+JOINS = """
+cluster = RayCluster(%r)
+group = make(cluster, 3, placement="pack")
+nodes = [place.node for place in group._backend._ranks._places]
+tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
+group.close()
+cluster.close()
+"""
+OF_THE_USER = """
+ray.init(address=%r)
+cluster = RayCluster()
+group = make(cluster, 2)
+tell(sum=group.all_reduce())
+try:
+    make(cluster, 5)
+except Exception as error:
+    tell(error=str(error))
+group.close()
+cluster.close()
+tell(connected=ray.is_initialized())
+try:
+    RayCluster("other:6379")
+except Exception as error:
+    tell(error=str(error))
+ray.shutdown()
+"""
 
 
-def test_a_forked_child_ends_no_ranks(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            cluster = RayCluster()
-            group = make(cluster)
-            pid = os.fork()
-            if pid == 0:
-                group.close(); cluster.close()
-                os._exit(3)
-            tell(child=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), gathered=group.gather("x"))
-            group.close()
-            """
-        )
-    )
-    assert told == [{"child": 3, "gathered": [[[0, "x"]]]}]
+@pytest.fixture(scope="module")
+def joined(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What two drivers told, one after the other, of a cluster that ran before them and after them."""
+    with forked_drivers(tmp_path_factory.mktemp("joined"), forks) as start:
+        head = start(HEAD)
+        assert head.stdout is not None
+        line = next(line for line in head.stdout if line.startswith("TELLS "))
+        address = json.loads(line.removeprefix("TELLS "))["address"]
+        told = {name: finish(start(code % address)) for name, code in {"joins": JOINS, "user": OF_THE_USER}.items()}
+        assert head.poll() is None
+        finish(head)
+        return told
 
 
-def test_a_cluster_started_in_a_thread_outlives_it(start_fork: Start) -> None:
-    told = finish(
-        start_fork(
-            """
-            import threading
-            made = []
-            thread = threading.Thread(target=lambda: made.append(RayCluster()))
-            thread.start()
-            thread.join()
-            group = make(made[0])
-            tell(gathered=group.gather("x"))
-            group.close()
-            made[0].close()
-            tell(left=descendants())
-            """
-        )
-    )
-    assert told == [{"gathered": [[[0, "x"]]]}, {"left": []}]
+def test_a_cluster_that_runs_already(joined: dict[str, list[dict[str, Any]]]) -> None:
+    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
+    (told,) = joined["joins"]
+    assert told["sum"] == [6.0] * 3
+    assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
+    assert sorted(told["threads"]) == ["1", "1", "2"]
+
+
+def test_a_cluster_of_the_user_stays(joined: dict[str, list[dict[str, Any]]]) -> None:
+    told = joined["user"]
+    assert told[0] == {"sum": [3.0, 3.0]}
+    assert "5 ranks of 1 CPU each do not fit into the cluster, which has room for 4" in told[1]["error"]
+    assert told[2] == {"connected": True}
+    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
+
+
+# ------------------------------------------------------------------------------ a driver to which all of this happens
+
+DRIVER = """
+import gc, threading
+import ray._private.services as services
+from hybrid_rl.errors import HybridRLError
+from tests.distributed.conftest import is_running, wait_until
+
+def refusal(address):
+    try:
+        RayCluster(address)
+    except Exception as error:
+        return {"kind": type(error).__name__, "error": str(error)}
+
+tell(nobody=refusal("127.0.0.1:1"))
+kept = {name: getattr(services, name) for name in ("find_gcs_addresses", "find_bootstrap_address")}
+kept["resolve_ip_for_localhost"] = services.resolve_ip_for_localhost
+services.find_gcs_addresses = lambda: set()
+services.find_bootstrap_address = lambda folder: "127.0.0.1:1"
+services.resolve_ip_for_localhost = lambda host: host
+tell(gone=refusal("auto"))
+for name, function in kept.items():
+    setattr(services, name, function)
+
+made = []
+thread = threading.Thread(target=lambda: made.append(RayCluster()))
+thread.start()
+thread.join()
+group = make(made[0])
+tell(thread=group.gather("x"))
+pid = os.fork()
+if pid == 0:
+    group.close(); made[0].close()
+    os._exit(3)
+tell(child=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), gathered=group.gather("x"))
+pids = [about["pid"] for about in group.about()]
+del group
+gc.collect()
+wait_until(lambda: not any(map(is_running, pids)), "ranks are left")
+tell(dropped=pids)
+
+told = []
+for _ in range(2):
+    cluster = RayCluster()
+    made.clear()
+    gc.collect()
+    group = make(cluster)
+    clusters = sum("gcs_server" in process.name() for process in psutil.Process().children())
+    told.append([group.gather("x"), clusters])
+tell(twice=told)
+
+refused = []
+for close in (lambda: group.close(), lambda: cluster.close()):
+    batch = group.score(sample_batch(2, 2), 2.0)
+    assert batch.load().num_samples == 4
+    group.close()
+    close()
+    try:
+        batch.load()
+    except HybridRLError as error:
+        refused.append(str(error))
+    if len(refused) == 1:
+        sys.path.insert(0, str(FOLDER / "mods"))
+        import only_here
+        class Asking(Probe):
+            def __init__(self, context):
+                super().__init__(context)
+                assert only_here.asked() == str(FOLDER)
+        Probe = Asking
+        group = make(cluster)
+        tell(modules=group.gather("x"))
+tell(refused=refused)
+tell(left=descendants(), connected=ray.is_initialized())
+"""
+
+
+@pytest.fixture(scope="module")
+def story(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one driver told of all that happened to it and its one cluster."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "mods").mkdir()
+    (folder / "mods" / "only_here.py").write_text("import sys\ndef asked(): return sys.argv[1]\n")
+    with forked_drivers(folder, forks) as start:
+        return {name: value for told in finish(start(DRIVER)) for name, value in told.items()}
+
+
+def test_an_address_where_nobody_is(story: dict[str, Any]) -> None:
+    told = story["nobody"]
+    assert told["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told["error"]
+
+
+def test_auto_finds_a_cluster_that_is_gone(story: dict[str, Any]) -> None:
+    """What the last `ray start` left: refused at once, with the address that it had."""
+    told = story["gone"]
+    assert told["kind"] == "ConfigError"
+    assert told["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
+
+
+def test_a_cluster_started_in_a_thread_outlives_it(story: dict[str, Any]) -> None:
+    assert story["thread"] == [[[0, "x"]]]
+
+
+def test_a_forked_child_ends_no_ranks(story: dict[str, Any]) -> None:
+    assert story["child"] == 3 and story["gathered"] == [[[0, "x"]]]
+
+
+def test_a_group_that_is_dropped_ends_its_ranks(story: dict[str, Any]) -> None:
+    assert story["dropped"]
+
+
+def test_a_cell_run_twice(story: dict[str, Any]) -> None:
+    """The second run replaces the names of the first without closing anything; two groups overlap for a while."""
+    assert story["twice"] == [[[[[0, "x"]]], 1]] * 2
+
+
+def test_modules_that_only_the_driver_finds(story: dict[str, Any]) -> None:
+    assert story["modules"] == [[[0, "x"]]]
+
+
+def test_a_batch_is_not_loaded_after_the_end(story: dict[str, Any]) -> None:
+    """Ray would start another cluster for it, or wait for one. With the last hold all has ended."""
+    ended = "the workers of this batch have ended: load() a batch before close()"
+    assert story["refused"] == [ended] * 2
+    assert story["left"] == [] and story["connected"] is False
 
 
 def test_ray_is_loaded_when_it_is_needed(forks: Forks, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def sabotage(how: str):
         ("raises", ["ZeroDivisionError: sabotaged update", 'raise ZeroDivisionError("sabotaged update")']),
         ("dies", ["process ended", "is gone"]),
         ("hangs", ["watchdog_seconds", "time.sleep(3600)"]),
-        ("exhausts", ["memory"]),
+        pytest.param("exhausts", ["memory"], marks=pytest.mark.sweep),
     ],
 )
 def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str, says: list[str]):
@@ -123,7 +123,10 @@ def test_gradients_that_are_no_numbers_on_one_rank_end_the_run_with_their_name(m
     assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
 
 
-@pytest.mark.parametrize(("culprit", "place"), [(1, "in a collective"), (1, "between two"), (0, "between two")])
+@pytest.mark.parametrize(
+    ("culprit", "place"),
+    [(1, "in a collective"), pytest.param(1, "between two", marks=pytest.mark.sweep), (0, "between two")],
+)
 def test_a_rank_that_is_killed_while_a_checkpoint_is_written(make, culprit: int, place: str):
     """The one that is gone is named, not the other one and a full disk; nothing goes on without it, and what the leader
     had begun is not left behind."""

@@ -75,7 +75,15 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "dp_replicate", "names"), [(2, 1, MANY), (3, 1, MANY), (4, 2, MANY[:1])])
+@pytest.mark.parametrize(
+    ("num_ranks", "dp_replicate", "names"),
+    [
+        (2, 1, MANY),
+        (3, 1, ["qwen2 tied", "qwen3 moe"]),
+        (4, 2, MANY[:1]),
+        pytest.param(3, 1, MANY, marks=pytest.mark.sweep),
+    ],
+)
 def test_ranks_read_their_parts_and_write_the_whole(
     tmp_path: Path, num_ranks: int, dp_replicate: int, names: list[str]
 ) -> None:

@@ -25,9 +25,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 # Wants a mixture of experts: tests/unit/workers/test_rspo.py.
 ELSEWHERE = {"rspo"}
 
+# Others of the same machinery, whose gradients tests/unit/workers/test_combinations.py holds against written-out ones.
+ALIKE = ("grpo", "dr_grpo", "gpg", "lite_ppo", "luspo", "max_of_group", "maxrl", "opo", "rloo", "reinforce_pp_baseline")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - ELSEWHERE))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name in ALIKE)) for name in sorted(PRESETS.keys() - ELSEWHERE)],
+)
 def test_a_preset_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates from each batch, so that ratios, weights and whole mini-batches play their part."""
     monkeypatch.chdir(tmp_path)

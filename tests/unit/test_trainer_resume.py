@@ -45,7 +45,7 @@ def same_optimizer(first: Path, second: Path) -> bool:
     ],
     ids=["plain", "iterations", "epoch boundary", "reference", "bfloat16", "stream", "eval"],
 )
-@pytest.mark.parametrize("broken_at", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("broken_at", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_resume_is_bit_exact(make_trainer, tmp_path, records, keys: dict, broken_at: int) -> None:
     """12 prompts in steps of 4: step 3 ends an epoch. Every run starts from the same weights on disk."""
     keys = {"save_steps": broken_at, "run_name": "run"} | keys

@@ -1,7 +1,7 @@
 """What vLLM does in a process that has not imported it yet, as a script: prints one JSON object.
 
 changed, handlers: variables of the environment that importing the engine changes, and handlers of vLLM's log then.
-kept: whether whoever imported it is still there after being dropped.
+kept: whether whoever imported it is still there after being dropped. compiled: see `compiled`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import weakref
 
+import torch
 import transformers
 
 from hybrid_rl.rollout.apart import import_apart
@@ -27,6 +28,32 @@ class Importer:
         assert import_apart(ENGINE) is sys.modules[ENGINE]
 
 
+def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
+    """Under which folder and hash vLLM keeps what it compiles for a model, whose cache has so many bytes."""
+    from vllm import EngineArgs
+
+    from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.rollout.vllm.arguments import engine_arguments
+    from hybrid_rl.rollout.vllm.build import give_cache, variables
+    from hybrid_rl.rollout.vllm.config_folder import config_folder
+    from hybrid_rl.rollout.vllm.environment import process_kept
+    from tests.vllm.rigs import tiny
+
+    module, cpu = tiny(), torch.device("cpu")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with process_kept(variables(cpu, run_name)):
+            folder = config_folder(module)
+            settings = {"dtype": torch.float32, "max_length": 64, "seed": 0}
+            settings |= {"trust_remote_code": False, "can_sleep": False}
+            arguments = engine_arguments(VLLMConfig(enforce_eager=False), folder, device=cpu, **settings)
+            config = EngineArgs(**arguments | {"load_format": "dummy"}).create_engine_config()
+            give_cache(config.cache_config, cache_bytes)
+            return str(folder), config.compute_hash()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     """Import, start, print."""
     transformers.PreTrainedModel  # noqa: B018  # loads what transformers sets
@@ -36,7 +63,10 @@ def main() -> None:
     kept = importer() is not None
     changed = sorted({name for name, _ in set(os.environ.items()) ^ set(before.items())})
     handlers = len(logging.getLogger("vllm").handlers)
-    print(json.dumps({"changed": changed, "handlers": handlers, "kept": kept}))
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # see `inspected_here`
+    print(json.dumps({"changed": changed, "handlers": handlers, "kept": kept, "compiled": compiled("one", 2**24)}))
 
 
 if __name__ == "__main__":

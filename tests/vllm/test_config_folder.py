@@ -3,9 +3,8 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,29 +12,8 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.owners import Owner
 from hybrid_rl.rollout.vllm import config_folder as folders
 from hybrid_rl.rollout.vllm.config_folder import config_folder
+from tests.vllm.fresh import compiled
 from tests.vllm.rigs import tiny
-
-PROGRAM = """
-import sys
-import torch
-from vllm import EngineArgs
-from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.rollout.vllm.arguments import engine_arguments
-from hybrid_rl.rollout.vllm.build import give_cache, variables
-from hybrid_rl.rollout.vllm.config_folder import config_folder
-from hybrid_rl.rollout.vllm.environment import process_kept
-from tests.vllm.rigs import tiny
-
-module = tiny()
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-with process_kept(variables(torch.device("cpu"), sys.argv[1])):
-    folder = config_folder(module)
-    settings = {"dtype": torch.float32, "max_length": 64, "seed": 0, "trust_remote_code": False, "can_sleep": False}
-    arguments = engine_arguments(VLLMConfig(enforce_eager=False), folder, device=torch.device("cpu"), **settings)
-    config = EngineArgs(**arguments | {"load_format": "dummy"}).create_engine_config()
-    give_cache(config.cache_config, int(sys.argv[2]))
-print(folder, config.compute_hash())
-"""
 
 
 @pytest.fixture
@@ -100,13 +78,9 @@ def test_what_a_killed_start_left_goes_with_the_next(cache):
 
 
 @pytest.mark.slow
-def test_two_processes_have_one_hash(cache):
+def test_two_processes_have_one_hash(fresh_process, monkeypatch):
     """Whatever differs from start to start is no part of it: the run's name, and the bytes of the cache."""
-
-    def start(*arguments):
-        command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        return done.stdout.split()[-2:]
-
-    first, second = start("one", 2**24), start("two", 2**25)
-    assert first == second and first[0].startswith(str(cache))
+    folder, number = fresh_process["compiled"]
+    cache = Path(folder).parents[2]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert compiled("two", 2**25) == (folder, number) and Path(folder).parent == cache / "hybrid_rl" / "vllm"

@@ -27,10 +27,18 @@ def short_folder():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", ["tensor parallel", pytest.param("two replicas", marks=pytest.mark.sweep)])
-def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, short_folder, caplog):
+@pytest.mark.parametrize(
+    ("layout", "num_steps"),
+    [
+        ("tensor parallel", 5),
+        pytest.param("tensor parallel", 20, marks=pytest.mark.sweep),
+        pytest.param("two replicas", 20, marks=pytest.mark.sweep),
+    ],
+)
+def test_in_every_step_every_logprob_is_the_trainers(layout, num_steps, tmp_path, short_folder, caplog):
     model = build_model(**SHAPE)  # a tied head
     keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "verify_steps": 5}
+    keys["max_steps"] = num_steps
     keys["env_vars"] = {"TMPDIR": str(short_folder)}
     with (
         caplog.at_level(logging.WARNING),
@@ -39,7 +47,7 @@ def test_twenty_steps_and_every_logprob_is_the_trainers(layout, tmp_path, short_
         trainer.fit()
         truncated = trainer.generate(["1+2=", "3+4=", "5+6="], num_generations=2, top_k=3)
         lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
-    assert len(lines) == 20 and len(truncated) == 6
+    assert len(lines) == num_steps and len(truncated) == 6
     num_bytes = sum(p.nbytes for p in model.parameters())
     for line in lines:
         assert line["sampling/sampling_logp_difference/max"] < 1e-5

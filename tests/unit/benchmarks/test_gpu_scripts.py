@@ -39,7 +39,13 @@ def test_there_is_one_for_each_thing_that_is_measured() -> None:
 ORDINARY = [path for path in BENCHMARKS if path.stem not in STARTS_VLLM]
 
 
-@pytest.mark.parametrize("path", ORDINARY, ids=lambda path: path.stem)
+LONG = ("gpu_attention", "gpu_quickstart")  # half of the time that all others take
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.sweep] * (path.stem in LONG), id=path.stem) for path in ORDINARY],
+)
 def test_benchmark_runs_through(path: Path, forked: Forked) -> None:
     done = forked.run(str(path), "--device", "cpu", "--tiny", environment=os.environ)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,13 @@ CPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
 def test_backends_of_a_cpu(dtype):
+    """Every number of key heads in float64; one that is neither alone nor as many as the queries' in the others."""
+    check_backend("sdpa", "cpu", dtype, key_heads=(1, 2, 4) if dtype == torch.float64 else (2,))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=str)
+def test_backends_of_a_cpu_with_every_number_of_key_heads(dtype):
     check_backend("sdpa", "cpu", dtype)
 
 

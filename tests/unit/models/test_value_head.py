@@ -154,7 +154,12 @@ def folder_of(module: PreTrainedModel, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", [*SUPPORTED, *MODELS])
+OFTEN = ("qwen2", "gemma2", "gpt2", "phi", *MODELS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.sweep) for name in [*SUPPORTED, *MODELS]]
+)
 def test_a_folder_of_a_language_model_gives_its_backbone_and_one_of_a_critic_the_head_too(
     name: str, tmp_path: Path
 ) -> None:

@@ -68,8 +68,14 @@ def folder(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- whole checkpoints
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in NAMES),
+        ("qwen2 tied", torch.float32),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.sweep) for name in NAMES if name != "qwen2 tied"),
+    ],
+)
 def test_a_folder_gives_what_transformers_loads_and_saves(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     module = build_stored(name)
     if module.generation_config is not None:

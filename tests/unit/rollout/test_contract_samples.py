@@ -52,13 +52,13 @@ def samples_alone(make):
     "settings",
     [
         {"max_num_seqs": 64, "block_size": 1},
-        {"max_num_seqs": 64, "block_size": 4},
+        pytest.param({"max_num_seqs": 64, "block_size": 4}, marks=pytest.mark.sweep),
         {"max_num_seqs": 64, "block_size": 16},
         {"max_num_seqs": 2},  # groups are cut between two admissions
         {"max_num_seqs": 5, "max_num_batched_tokens": 1},
-        {"max_num_batched_tokens": 20},
+        pytest.param({"max_num_batched_tokens": 20}, marks=pytest.mark.sweep),
         {"kv_cache_memory_bytes": 32 * TOKEN_BYTES},  # the longest request alone, or a few short ones
-        {"kv_cache_memory_bytes": 29 * TOKEN_BYTES, "block_size": 1},
+        pytest.param({"kv_cache_memory_bytes": 29 * TOKEN_BYTES, "block_size": 1}, marks=pytest.mark.sweep),
     ],
     ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
 )

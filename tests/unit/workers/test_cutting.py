@@ -57,8 +57,8 @@ def test_cut_and_order_change_nothing(loss_type: str, rewards, keys, dtype: torc
     whole = list(range(16))
     expected_loss, expected, expected_metrics = loss_and_gradient(batch, config, [whole], dtype)
     counts, orders = (2, 4, 8, 16), (whole, torch.randperm(16).tolist())
-    every = dtype == torch.float32  # in the sweep; else each count once, each order twice
-    for count, order in itertools.product(counts, orders) if every else zip(counts, 2 * orders, strict=True):
+    every = dtype == torch.float32  # in the sweep; else the fewest as they come, and the most shuffled
+    for count, order in itertools.product(counts, orders) if every else [(2, orders[0]), (16, orders[1])]:
         loss, gradient, metrics = loss_and_gradient(batch, config, equal_cuts(count, order), dtype)
         assert abs(loss - expected_loss) < TOLERANCE[dtype]
         torch.testing.assert_close(gradient, expected, rtol=0, atol=TOLERANCE[dtype])

@@ -19,6 +19,7 @@ from tests.unit.models.families import SUPPORTED
 from tests.unit.rollout.engines import IN_PLACE, TOKEN_BYTES, forward_logprobs, inplace, request
 
 pytestmark = pytest.mark.slow
+COMPILED = ("qwen2", "mistral", "gemma2")
 
 
 def by_full_forwards(module, sent):
@@ -46,8 +47,19 @@ def greedy_of_the_model(module, sent):
     return own[0, len(sent.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize("family", SUPPORTED)
+# Compiled attention meets every kind of it: plain, windows, a soft cap; and each family in the sweep.
+OFTEN = [(family, name) for family in SUPPORTED for name in IN_PLACE if name == "inplace" or family in COMPILED]
+RARELY = [(family, name) for family in SUPPORTED for name in IN_PLACE if (family, name) not in OFTEN]
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        pytest.param(family, IN_PLACE[name], id=f"{family}-{name}", marks=[pytest.mark.sweep] * (pairs is RARELY))
+        for pairs in (OFTEN, RARELY)
+        for family, name in pairs
+    ],
+)
 def test_every_family_samples_and_decodes_greedily_as_its_own_forward_does(family, make):
     """Over the edges of blocks and windows, in prompts and in completions, and with a prompt in chunks."""
     rig = make(family, max_num_batched_tokens=20).ready()

@@ -206,7 +206,14 @@ class Fails:
     ("at", "name", "late"),
     [(1, "hidden_states", False), (1, "logits", True), (2, "logits", False), (4, "hidden_states", True)],
 )
-@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_cache_memory_bytes": 48 * TOKEN_BYTES}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.sweep),
+        {"max_num_batched_tokens": 7},
+        {"kv_cache_memory_bytes": 48 * TOKEN_BYTES},
+    ],
+)
 def test_a_failed_pass_can_be_repeated(make, monkeypatch, at, name, late, settings):
     requests = mixed_requests()
     expected = make().ready().run(requests)
