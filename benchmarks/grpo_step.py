@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers, report  # noqa: E402
+from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import WORKS, Work, save_fitted  # noqa: E402
 
@@ -28,6 +28,7 @@ LEARNING_RATE = 1e-6  # too small to change the lengths while they are measured
 def arguments() -> Namespace:
     """The command line."""
     parser = report.parser_of(__doc__)
+    levels.add_argument(parser)
     parser.add_argument("--work", choices=("all", *WORKS), default="heavy-tail")
     parser.add_argument("--steps", type=report.positive, default=20, help="training steps that count")
     parser.add_argument("--warmup", type=report.positive, default=2, help="steps before those")
@@ -44,6 +45,7 @@ def arguments() -> Namespace:
 def main() -> None:
     """Measure every work with every number of threads."""
     given = arguments()
+    levels.enter(given.cpu_level)
     python = peers.trl_python(given.trl_python)
     for name in ALL if given.work == "all" else (given.work,):
         for threads in given.threads:

@@ -25,7 +25,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers, report  # noqa: E402
+from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import EOS_ID, PAD_ID, WORKS, Work, continuous_batching, load, rows, save_fitted  # noqa: E402
 from hybrid_rl.config import InPlaceConfig  # noqa: E402
@@ -58,6 +58,7 @@ class Rollout(NamedTuple):
 def arguments() -> Namespace:
     """The command line."""
     parser = report.parser_of(__doc__)
+    levels.add_argument(parser)
     parser.add_argument("--work", choices=("all", *WORKS), default="heavy-tail")
     parser.add_argument("--compare", choices=PEERS, default="generate")
     parser.add_argument("--rounds", type=report.positive, default=15, help="rollouts of each side that count")
@@ -68,6 +69,7 @@ def arguments() -> Namespace:
 def main() -> None:
     """Measure every work with every number of threads."""
     given = arguments()
+    levels.enter(given.cpu_level)
     for name in ALL if given.work == "all" else (given.work,):
         for threads in given.threads:
             torch.set_num_threads(threads)

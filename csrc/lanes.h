@@ -1,18 +1,35 @@
-// Sixteen floats at a time, as a compiler vector: one register of AVX-512, two of AVX2, four of SSE or NEON.
+// Floats side by side, as compiler vectors: sixteen at a time wherever memory is laid out, and as many as a register
+// holds where sums are to stay in registers (GCC keeps vectors wider than a register in memory).
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 // The compiler makes one copy of a function per instruction set and the loader picks one, so that a wheel runs on any
 // x86-64 and is fast on the newer ones. What such a function calls must be inlined into it: HYBRID_RL_INLINE.
 // -DHYBRID_RL_TARGETS= makes one copy, for the processor of -march: how the copies for others are tested.
-#if defined(HYBRID_RL_TARGETS)
-#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+// HYBRID_RL_PER_WIDTH(declaration, body) does the same for a function whose body names the width of a register, kWidth.
+#if !defined(HYBRID_RL_TARGETS) && defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define HYBRID_RL_TARGETS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HYBRID_RL_PER_WIDTH(declaration, body) \
+  __attribute__((target("arch=x86-64-v4"))) declaration { constexpr int kWidth = 16; body } \
+  __attribute__((target("arch=x86-64-v3"))) declaration { constexpr int kWidth = 8; body } \
+  __attribute__((target("default"))) declaration { constexpr int kWidth = 4; body }
 #else
+#if !defined(HYBRID_RL_TARGETS)
 #define HYBRID_RL_TARGETS
+#endif
+#if defined(__AVX512F__)
+#define HYBRID_RL_WIDTH 16
+#elif defined(__AVX2__)
+#define HYBRID_RL_WIDTH 8
+#else
+#define HYBRID_RL_WIDTH 4
+#endif
+#define HYBRID_RL_PER_WIDTH(declaration, body) \
+  declaration { constexpr int kWidth = HYBRID_RL_WIDTH; body }
 #endif
 #define HYBRID_RL_INLINE inline __attribute__((always_inline))
 
@@ -24,31 +41,50 @@
 namespace hybrid_rl {
 
 constexpr int kLanes = 16;
-using Floats = float __attribute__((vector_size(4 * kLanes)));
-using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
-using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
-using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+
+// W numbers side by side. Written out: GCC forgets a size that depends on a parameter.
+template <int W>
+struct Lanes;
+#define HYBRID_RL_LANES(W) \
+  template <> \
+  struct Lanes<W> { \
+    using Floats = float __attribute__((vector_size(4 * W))); \
+    using Ints = int32_t __attribute__((vector_size(4 * W))); \
+    using Words = uint32_t __attribute__((vector_size(4 * W))); \
+    using Halves = uint16_t __attribute__((vector_size(2 * W))); \
+  };
+HYBRID_RL_LANES(4)
+HYBRID_RL_LANES(8)
+HYBRID_RL_LANES(16)
+#undef HYBRID_RL_LANES
+
+using Floats = Lanes<kLanes>::Floats;
+using Ints = Lanes<kLanes>::Ints;
+using Words = Lanes<kLanes>::Words;
 
 struct BFloat16 {
   uint16_t bits;
 };
 
-HYBRID_RL_INLINE Floats load(const float* source) {
-  Floats lanes;
+template <int W = kLanes>
+HYBRID_RL_INLINE typename Lanes<W>::Floats load(const float* source) {
+  typename Lanes<W>::Floats lanes;
   std::memcpy(&lanes, source, sizeof(lanes));
   return lanes;
 }
 
-HYBRID_RL_INLINE Floats load(const BFloat16* source) {
-  Halves halves;
+template <int W = kLanes>
+HYBRID_RL_INLINE typename Lanes<W>::Floats load(const BFloat16* source) {
+  typename Lanes<W>::Halves halves;
   std::memcpy(&halves, source, sizeof(halves));
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats lanes;
+  const typename Lanes<W>::Words words = __builtin_convertvector(halves, typename Lanes<W>::Words) << 16;
+  typename Lanes<W>::Floats lanes;
   std::memcpy(&lanes, &words, sizeof(lanes));
   return lanes;
 }
 
-HYBRID_RL_INLINE void store(float* target, Floats lanes) {
+template <typename V>
+HYBRID_RL_INLINE void store(float* target, V lanes) {
   std::memcpy(target, &lanes, sizeof(lanes));
 }
 
@@ -75,7 +111,9 @@ HYBRID_RL_INLINE void from_float(float value, BFloat16& target) {
 }
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below -87. x = n ln 2 + r, and a polynomial in r.
-HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
+template <typename V>
+HYBRID_RL_INLINE V exp_of_nonpositive(V x) {
+  using Ints = typename Lanes<sizeof(V) / sizeof(float)>::Ints;
   Ints bits;
   std::memcpy(&bits, &x, sizeof(bits));
   // All ones where 87 < |x| <= infinity, so that NaN stays NaN. Integers only: GCC makes scalars of a comparison of
@@ -83,14 +121,14 @@ HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
   const Ints size = bits & 0x7FFFFFFF;
   const Ints vanishes = ((0x42AE0000 - size) & ~(0x7F800000 - size)) >> 31;
   bits &= ~vanishes;
-  Floats inside;
+  V inside;
   std::memcpy(&inside, &bits, sizeof(bits));
   constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number, which its low bits hold
-  const Floats shifted = inside * 1.44269504f + kRound;
-  const Floats n = shifted - kRound;
-  const Floats r = (inside - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts (Cody and Waite)
+  const V shifted = inside * 1.44269504f + kRound;
+  const V n = shifted - kRound;
+  const V r = (inside - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts (Cody and Waite)
   // Taylor's series to the seventh power: its remainder for |r| <= ln(2)/2 is below half a unit in the last place.
-  Floats p = r * 1.98412698e-4f + 1.38888889e-3f;
+  V p = r * 1.98412698e-4f + 1.38888889e-3f;
   p = p * r + 8.33333333e-3f;
   p = p * r + 4.16666667e-2f;
   p = p * r + 1.66666667e-1f;
@@ -99,7 +137,7 @@ HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
   p = p * r + 1.0f;
   std::memcpy(&bits, &shifted, sizeof(bits));
   bits = (bits + 127) << 23;
-  Floats power;
+  V power;
   std::memcpy(&power, &bits, sizeof(power));
   p *= power;
   std::memcpy(&bits, &p, sizeof(bits));
@@ -108,12 +146,28 @@ HYBRID_RL_INLINE Floats exp_of_nonpositive(Floats x) {
   return p;
 }
 
-HYBRID_RL_INLINE float sum_of(Floats lanes) {
+template <typename V>
+HYBRID_RL_INLINE float sum_of(V lanes) {
   float total = 0.0f;
-  for (int i = 0; i < kLanes; ++i) {
+  for (size_t i = 0; i < sizeof(V) / sizeof(float); ++i) {
     total += lanes[i];
   }
   return total;
+}
+
+// The largest of scores [begin, end), a whole number of runs of W and at least one.
+template <int W>
+HYBRID_RL_INLINE float largest_of(const float* scores, int64_t begin, int64_t end) {
+  auto largest = load<W>(scores + begin);
+  for (int64_t i = begin + W; i < end; i += W) {
+    const auto next = load<W>(scores + i);
+    largest = next > largest ? next : largest;
+  }
+  float top = largest[0];
+  for (int lane = 1; lane < W; ++lane) {
+    top = largest[lane] > top ? largest[lane] : top;
+  }
+  return top;
 }
 
 } // namespace hybrid_rl

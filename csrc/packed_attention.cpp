@@ -17,9 +17,8 @@ using torch::stable::Tensor;
 // Multiplications below which threads cost more than they bring.
 constexpr double kSerialWork = 1 << 19;
 
-HYBRID_RL_TARGETS
-void attend_families(const Problem& p, int64_t first_task, int64_t last_task) {
-  thread_local Scratch scratch;
+template <int W>
+HYBRID_RL_INLINE void attend_all(const Problem& p, int64_t first_task, int64_t last_task, Scratch& scratch) {
   for (int64_t task = first_task; task < last_task; ++task) {
     // Heads run slowest: families are sorted by length, and the threads should get as many long ones each.
     const int64_t kv_head = task / p.num_families;
@@ -32,15 +31,21 @@ void attend_families(const Problem& p, int64_t first_task, int64_t last_task) {
     }
     scratch.prepare(num_root + longest, p);
     gather(p, scratch, kv_head, p.starts[root], num_root, 0);
-    attend_segment(p, scratch, kv_head, p.starts[root], num_root, 0);
+    attend_segment<W>(p, scratch, kv_head, p.starts[root], num_root, 0);
     for (int64_t child = root + 1; child < family[1]; ++child) {
       gather(p, scratch, kv_head, p.starts[child], p.tokens[child], num_root);
-      attend_segment(p, scratch, kv_head, p.starts[child], p.tokens[child], num_root);
+      attend_segment<W>(p, scratch, kv_head, p.starts[child], p.tokens[child], num_root);
       scatter(p, scratch, kv_head, p.starts[child], p.tokens[child], num_root);
     }
     scatter(p, scratch, kv_head, p.starts[root], num_root, 0);
   }
 }
+
+thread_local Scratch scratch_of_thread;
+
+HYBRID_RL_PER_WIDTH(
+    void attend_families(const Problem& p, int64_t first_task, int64_t last_task),
+    attend_all<kWidth>(p, first_task, last_task, scratch_of_thread);)
 
 void check_tensor(const Tensor& tensor, const char* name, int64_t num_tokens, int64_t num_heads, int64_t dim) {
   STD_TORCH_CHECK(

@@ -64,34 +64,43 @@ struct Scratch {
   }
 };
 
-// result[r, first .. last) = rows[r] . panel, sixteen keys at a time; surplus lanes are written too.
-template <int R>
+// W: floats of a register; G runs of them side by side make sums enough to hide the latency of an addition.
+template <int W, int R>
+constexpr int kRuns = W == 16 || R < 8 ? 2 : 1;
+
+// result[r, first .. last) = rows[r] . panel, G runs of W keys at a time; surplus lanes are written too.
+template <int W, int R>
 HYBRID_RL_INLINE void multiply_panel(
     const float* rows, int64_t row_stride, const float* panel, int64_t dim, int64_t stride, int64_t first, int64_t last, float* result) {
-  for (int64_t key = first; key < last; key += 2 * kLanes) {
-    Floats sums[R][2] = {};
+  constexpr int G = kRuns<W, R>;
+  for (int64_t key = first; key < last; key += G * W) {
+    typename Lanes<W>::Floats sums[R][G] = {};
     for (int64_t d = 0; d < dim; ++d) {
-      const Floats near = load(panel + d * stride + key);
-      const Floats far = load(panel + d * stride + key + kLanes);
+      typename Lanes<W>::Floats lanes[G];
+      for (int g = 0; g < G; ++g) {
+        lanes[g] = load<W>(panel + d * stride + key + g * W);
+      }
       for (int r = 0; r < R; ++r) {
         const float factor = rows[r * row_stride + d];
-        sums[r][0] += factor * near;
-        sums[r][1] += factor * far;
+        for (int g = 0; g < G; ++g) {
+          sums[r][g] += factor * lanes[g];
+        }
       }
     }
     for (int r = 0; r < R; ++r) {
-      store(result + r * stride + key, sums[r][0]);
-      store(result + r * stride + key + kLanes, sums[r][1]);
+      for (int g = 0; g < G; ++g) {
+        store(result + r * stride + key + g * W, sums[r][g]);
+      }
     }
   }
 }
 
-// result[r] = sum over keys of weights[r, key] * rows[key], for one run of sixteen dims.
-template <int R>
+// result[r] = sum over keys of weights[r, key] * rows[key], for one run of W dims.
+template <int W, int R>
 HYBRID_RL_INLINE void weigh_rows(
-    const float* weights, int64_t stride, const float* rows, int64_t dim, int64_t column, int64_t first, int64_t last, Floats (&sums)[R]) {
+    const float* weights, int64_t stride, const float* rows, int64_t dim, int64_t column, int64_t first, int64_t last, typename Lanes<W>::Floats (&sums)[R]) {
   for (int64_t key = first; key < last; ++key) {
-    const Floats lanes = load(rows + key * dim + column);
+    const auto lanes = load<W>(rows + key * dim + column);
     for (int r = 0; r < R; ++r) {
       sums[r] += weights[r * stride + key] * lanes;
     }
@@ -99,16 +108,16 @@ HYBRID_RL_INLINE void weigh_rows(
 }
 
 // rows[key] += sum over r of weights[r, key] * tile[r].
-template <int R>
+template <int W, int R>
 HYBRID_RL_INLINE void scatter_rows(
     const float* weights, int64_t stride, const float* tile, int64_t dim, int64_t first, int64_t last, float* rows) {
-  for (int64_t column = 0; column < dim; column += kLanes) {
-    Floats lanes[R];
+  for (int64_t column = 0; column < dim; column += W) {
+    typename Lanes<W>::Floats lanes[R];
     for (int r = 0; r < R; ++r) {
-      lanes[r] = load(tile + r * dim + column);
+      lanes[r] = load<W>(tile + r * dim + column);
     }
     for (int64_t key = first; key < last; ++key) {
-      Floats sum = load(rows + key * dim + column);
+      auto sum = load<W>(rows + key * dim + column);
       for (int r = 0; r < R; ++r) {
         sum += weights[r * stride + key] * lanes[r];
       }
@@ -140,22 +149,12 @@ HYBRID_RL_INLINE void hide(float* scores, int64_t begin, int64_t end, Range rang
   std::fill(scores + range.last, scores + end, value);
 }
 
-HYBRID_RL_INLINE float largest_of(const float* scores, int64_t begin, int64_t end) {
-  float largest[kLanes];
-  std::copy(scores + begin, scores + begin + kLanes, largest);
-  for (int64_t key = begin + kLanes; key < end; key += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      largest[lane] = scores[key + lane] > largest[lane] ? scores[key + lane] : largest[lane];
-    }
-  }
-  return *std::max_element(largest, largest + kLanes);
-}
-
 // Scores to exp(score - shift), in place; returns their sum.
+template <int W>
 HYBRID_RL_INLINE float weigh(float* scores, int64_t begin, int64_t end, float shift) {
-  Floats total{};
-  for (int64_t key = begin; key < end; key += kLanes) {
-    const Floats weights = exp_of_nonpositive(load(scores + key) - shift);
+  typename Lanes<W>::Floats total{};
+  for (int64_t key = begin; key < end; key += W) {
+    const auto weights = exp_of_nonpositive(load<W>(scores + key) - shift);
     store(scores + key, weights);
     total += weights;
   }
@@ -163,7 +162,7 @@ HYBRID_RL_INLINE float weigh(float* scores, int64_t begin, int64_t end, float sh
 }
 
 // Rows first_row .. first_row + R of a segment that starts at token `start` and position `before`.
-template <int R>
+template <int W, int R>
 HYBRID_RL_INLINE void attend_rows(const Problem& p, Scratch& s, int64_t kv_head, int64_t start, int64_t before, int64_t first_row) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t begin = visible(p, before + first_row / group).first / kLanes * kLanes;
@@ -180,7 +179,7 @@ HYBRID_RL_INLINE void attend_rows(const Problem& p, Scratch& s, int64_t kv_head,
       query[r * s.key_dim + d] = d < p.key_dim ? p.query[place[r] * p.key_dim + d] * p.scale : 0.0f;
     }
   }
-  multiply_panel<R>(query, s.key_dim, s.key_panel, p.key_dim, s.stride, begin, last, s.scores);
+  multiply_panel<W, R>(query, s.key_dim, s.key_panel, p.key_dim, s.stride, begin, last, s.scores);
   if (p.grad == nullptr) {
     float inverse[R];
     for (int r = 0; r < R; ++r) {
@@ -188,18 +187,18 @@ HYBRID_RL_INLINE void attend_rows(const Problem& p, Scratch& s, int64_t kv_head,
       const Range range = visible(p, position[r]);
       cap(p, scores, range.first, range.last);
       hide(scores, begin, end, range, kHidden);
-      const float top = largest_of(scores, begin, end);
-      const float total = weigh(scores, begin, end, top);
+      const float top = largest_of<W>(scores, begin, end);
+      const float total = weigh<W>(scores, begin, end, top);
       inverse[r] = 1.0f / total;
       p.lse[place[r]] = top + std::log(total);
     }
-    for (int64_t column = 0; column < s.value_dim; column += kLanes) {
-      Floats sums[R] = {};
-      weigh_rows<R>(s.scores, s.stride, s.value_rows, s.value_dim, column, begin, last, sums);
+    for (int64_t column = 0; column < s.value_dim; column += W) {
+      typename Lanes<W>::Floats sums[R] = {};
+      weigh_rows<W, R>(s.scores, s.stride, s.value_rows, s.value_dim, column, begin, last, sums);
       for (int r = 0; r < R; ++r) {
-        float lanes[kLanes];
+        float lanes[W];
         store(lanes, sums[r] * inverse[r]);
-        std::copy(lanes, lanes + std::min<int64_t>(kLanes, p.value_dim - column), p.out + place[r] * p.value_dim + column);
+        std::copy_n(lanes, std::clamp<int64_t>(p.value_dim - column, 0, W), p.out + place[r] * p.value_dim + column);
       }
     }
     return;
@@ -212,7 +211,7 @@ HYBRID_RL_INLINE void attend_rows(const Problem& p, Scratch& s, int64_t kv_head,
       delta[r] += d < p.value_dim ? grad[r * s.value_dim + d] * p.out[place[r] * p.value_dim + d] : 0.0f;
     }
   }
-  multiply_panel<R>(grad, s.value_dim, s.value_panel, p.value_dim, s.stride, begin, last, s.slopes);
+  multiply_panel<W, R>(grad, s.value_dim, s.value_panel, p.value_dim, s.stride, begin, last, s.slopes);
   for (int r = 0; r < R; ++r) {
     float* weights = s.scores + r * s.stride;
     float* slopes = s.slopes + r * s.stride;
@@ -229,22 +228,22 @@ HYBRID_RL_INLINE void attend_rows(const Problem& p, Scratch& s, int64_t kv_head,
       }
     }
     hide(weights, begin, end, range, kHidden);
-    weigh(weights, begin, end, p.lse[place[r]]);
+    weigh<W>(weights, begin, end, p.lse[place[r]]);
     // Outside of what the row sees the weight is zero, but the slope may be anything, infinite too.
     hide(slopes, begin, end, range, 0.0f);
     for (int64_t key = begin; key < end; ++key) {
       slopes[key] *= weights[key];
     }
   }
-  scatter_rows<R>(s.scores, s.stride, grad, s.value_dim, begin, last, s.grad_values);
-  scatter_rows<R>(s.slopes, s.stride, query, s.key_dim, begin, last, s.grad_keys); // query holds the scale already
-  for (int64_t column = 0; column < s.key_dim; column += kLanes) {
-    Floats sums[R] = {};
-    weigh_rows<R>(s.slopes, s.stride, s.key_rows, s.key_dim, column, begin, last, sums);
+  scatter_rows<W, R>(s.scores, s.stride, grad, s.value_dim, begin, last, s.grad_values);
+  scatter_rows<W, R>(s.slopes, s.stride, query, s.key_dim, begin, last, s.grad_keys); // query holds the scale already
+  for (int64_t column = 0; column < s.key_dim; column += W) {
+    typename Lanes<W>::Floats sums[R] = {};
+    weigh_rows<W, R>(s.slopes, s.stride, s.key_rows, s.key_dim, column, begin, last, sums);
     for (int r = 0; r < R; ++r) {
-      float lanes[kLanes];
+      float lanes[W];
       store(lanes, sums[r] * p.scale);
-      std::copy(lanes, lanes + std::min<int64_t>(kLanes, p.key_dim - column), p.grad_query + place[r] * p.key_dim + column);
+      std::copy_n(lanes, std::clamp<int64_t>(p.key_dim - column, 0, W), p.grad_query + place[r] * p.key_dim + column);
     }
   }
 }
@@ -278,20 +277,21 @@ HYBRID_RL_INLINE void scatter(const Problem& p, const Scratch& s, int64_t kv_hea
   }
 }
 
+template <int W>
 HYBRID_RL_INLINE void attend_segment(const Problem& p, Scratch& s, int64_t kv_head, int64_t start, int64_t count, int64_t before) {
   const int64_t num_rows = count * (p.num_heads / p.num_kv_heads);
   int64_t row = 0;
   for (; row + 8 <= num_rows; row += 8) {
-    attend_rows<8>(p, s, kv_head, start, before, row);
+    attend_rows<W, 8>(p, s, kv_head, start, before, row);
   }
   for (; row + 4 <= num_rows; row += 4) {
-    attend_rows<4>(p, s, kv_head, start, before, row);
+    attend_rows<W, 4>(p, s, kv_head, start, before, row);
   }
   for (; row + 2 <= num_rows; row += 2) {
-    attend_rows<2>(p, s, kv_head, start, before, row);
+    attend_rows<W, 2>(p, s, kv_head, start, before, row);
   }
   for (; row < num_rows; ++row) {
-    attend_rows<1>(p, s, kv_head, start, before, row);
+    attend_rows<W, 1>(p, s, kv_head, start, before, row);
   }
 }
 

@@ -20,9 +20,8 @@
 namespace {
 
 using hybrid_rl::BFloat16;
-using hybrid_rl::Floats;
-using hybrid_rl::Ints;
 using hybrid_rl::kLanes;
+using hybrid_rl::Lanes;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -55,8 +54,15 @@ struct Task {
   int64_t sequence, kv_head, first_row; // rows count (token, query head of the group), the head running fastest
 };
 
-// Scores of R rows against `num_groups` (at most G) runs of sixteen tokens, each at its own address.
-template <typename T, int R, int G>
+// W: floats of a register. Eight registers of sums hide the latency of an addition and leave AVX2 enough for the rest;
+// AVX-512 has twice as many.
+template <int W, int R>
+constexpr int kRuns = W == 16 ? (R == 8 ? 2 : 4) : 8 / R;
+template <int W, int R>
+constexpr int kColumns = W == 16 ? 2 : 8 / R;
+
+// Scores of R rows against G runs of W tokens, each at its own address.
+template <typename T, int W, int R, int G>
 HYBRID_RL_INLINE void score_lanes(
     const float* query, // [R, D], scaled
     int64_t dim,
@@ -64,11 +70,11 @@ HYBRID_RL_INLINE void score_lanes(
     int64_t token_stride, // from one dim to the next
     float* scores, // [R, row_stride]
     int64_t row_stride) {
-  Floats sums[R][G] = {};
+  typename Lanes<W>::Floats sums[R][G] = {};
   for (int64_t d = 0; d < dim; ++d) {
-    Floats lanes[G];
+    typename Lanes<W>::Floats lanes[G];
     for (int g = 0; g < G; ++g) {
-      lanes[g] = hybrid_rl::load(keys[g] + d * token_stride);
+      lanes[g] = hybrid_rl::load<W>(keys[g] + d * token_stride);
     }
     for (int r = 0; r < R; ++r) {
       for (int g = 0; g < G; ++g) {
@@ -78,35 +84,29 @@ HYBRID_RL_INLINE void score_lanes(
   }
   for (int r = 0; r < R; ++r) {
     for (int g = 0; g < G; ++g) {
-      hybrid_rl::store(scores + r * row_stride + g * kLanes, sums[r][g]);
+      hybrid_rl::store(scores + r * row_stride + g * W, sums[r][g]);
     }
   }
 }
 
 // In place: scores of [first, last) to weights, 0 outside; returns their sum. first and last count from the row's start.
+template <int W>
 HYBRID_RL_INLINE float softmax_row(float* scores, int64_t length, int64_t first, int64_t last) {
   constexpr float kHidden = -std::numeric_limits<float>::infinity();
   std::fill(scores, scores + first, kHidden);
   std::fill(scores + last, scores + length, kHidden);
-  float largest[kLanes];
-  std::fill(largest, largest + kLanes, kHidden);
-  for (int64_t i = 0; i < length; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      largest[lane] = scores[i + lane] > largest[lane] ? scores[i + lane] : largest[lane];
-    }
-  }
-  const float top = *std::max_element(largest, largest + kLanes);
-  Floats total{};
-  for (int64_t i = 0; i < length; i += kLanes) {
-    const Floats weights = hybrid_rl::exp_of_nonpositive(hybrid_rl::load(scores + i) - top);
+  const float top = hybrid_rl::largest_of<W>(scores, 0, length);
+  typename Lanes<W>::Floats total{};
+  for (int64_t i = 0; i < length; i += W) {
+    const auto weights = hybrid_rl::exp_of_nonpositive(hybrid_rl::load<W>(scores + i) - top);
     hybrid_rl::store(scores + i, weights);
     total += weights;
   }
   return hybrid_rl::sum_of(total);
 }
 
-// out[r, 16 c ...] = sum over tokens of weight * value, for C runs of sixteen dims.
-template <typename T, int R, int C>
+// sums[r][c] = sum over tokens of weight * value, for C runs of W dims.
+template <typename T, int W, int R, int C>
 HYBRID_RL_INLINE void weigh_values(
     const Problem<T>& p,
     const int32_t* table,
@@ -116,16 +116,16 @@ HYBRID_RL_INLINE void weigh_values(
     int64_t first_dim,
     const float* weights, // [R, row_stride], from the first token of first_block on
     int64_t row_stride,
-    Floats (&sums)[R][C]) {
+    typename Lanes<W>::Floats (&sums)[R][C]) {
   for (int64_t block = first_block; block * p.block_size < last_token; ++block) {
     const T* values = p.value_block(table[block], kv_head) + first_dim;
     // Tokens behind the last one were never written and may hold anything, also NaN.
     const int64_t num_tokens = std::min(p.block_size, last_token - block * p.block_size);
     const float* weight = weights + (block - first_block) * p.block_size;
     for (int64_t token = 0; token < num_tokens; ++token) {
-      Floats lanes[C];
+      typename Lanes<W>::Floats lanes[C];
       for (int c = 0; c < C; ++c) {
-        lanes[c] = hybrid_rl::load(values + token * p.padded_value_dim + c * kLanes);
+        lanes[c] = hybrid_rl::load<W>(values + token * p.padded_value_dim + c * W);
       }
       for (int r = 0; r < R; ++r) {
         for (int c = 0; c < C; ++c) {
@@ -136,7 +136,7 @@ HYBRID_RL_INLINE void weigh_values(
   }
 }
 
-template <typename T, int R, int C>
+template <typename T, int W, int R, int C>
 HYBRID_RL_INLINE void write_values(
     const Problem<T>& p,
     const int32_t* table,
@@ -148,13 +148,13 @@ HYBRID_RL_INLINE void write_values(
     int64_t row_stride,
     const float* inverse,
     T* const* out) {
-  Floats sums[R][C] = {};
-  weigh_values<T, R, C>(p, table, kv_head, first_block, last_token, first_dim, weights, row_stride, sums);
-  const int64_t num_dims = std::min<int64_t>(C * kLanes, p.value_dim - first_dim);
+  typename Lanes<W>::Floats sums[R][C] = {};
+  weigh_values<T, W, R, C>(p, table, kv_head, first_block, last_token, first_dim, weights, row_stride, sums);
+  const int64_t num_dims = std::min<int64_t>(C * W, p.value_dim - first_dim);
   for (int r = 0; r < R; ++r) {
-    float row[C * kLanes];
+    float row[C * W];
     for (int c = 0; c < C; ++c) {
-      hybrid_rl::store(row + c * kLanes, sums[r][c] * inverse[r]);
+      hybrid_rl::store(row + c * W, sums[r][c] * inverse[r]);
     }
     for (int64_t i = 0; i < num_dims; ++i) {
       hybrid_rl::from_float(row[i], out[r][first_dim + i]);
@@ -162,8 +162,8 @@ HYBRID_RL_INLINE void write_values(
   }
 }
 
-// R rows of one sequence and key head. G: runs of sixteen tokens scored side by side, so that enough sums are under way.
-template <typename T, int R, int G>
+// R rows of one sequence and key head.
+template <typename T, int W, int R>
 HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t kv_head, int64_t first_row, std::vector<float>& scratch) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t num_queries = p.query_start[sequence + 1] - p.query_start[sequence];
@@ -175,8 +175,9 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t
   const int64_t first_block = first_visible / p.block_size;
   const int64_t origin = first_block * p.block_size;
   const int64_t last_token = last_position + 1;
-  const int64_t num_lanes = (last_token - origin + kLanes - 1) / kLanes; // runs of sixteen tokens
-  const int64_t row_stride = (num_lanes + G - 1) / G * G * kLanes;
+  constexpr int G = kRuns<W, R>;
+  const int64_t num_runs = (last_token - origin + W - 1) / W;
+  const int64_t row_stride = (num_runs + G - 1) / G * G * W;
   scratch.resize(R * (row_stride + p.key_dim));
   float* scores = scratch.data();
   float* query = scores + R * row_stride;
@@ -190,15 +191,24 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t
     }
     out[r] = p.out + (token * p.num_heads + head) * p.value_dim;
   }
-  const int64_t runs_per_block = p.block_size / kLanes;
-  for (int64_t run = 0; run < num_lanes; run += G) {
-    const T* keys[G];
-    for (int g = 0; g < G; ++g) {
-      const int64_t own = std::min(run + g, num_lanes - 1); // a surplus run scores the last one again, into the padding
-      const int64_t block = first_block + own / runs_per_block;
-      keys[g] = p.key_block(table[block], kv_head) + own % runs_per_block * kLanes;
+  const int64_t runs_per_block = p.block_size / W;
+  const T* keys[G];
+  const auto locate = [&](int64_t run, int count) {
+    for (int g = 0; g < count; ++g) {
+      const int64_t own = std::min(run + g, num_runs - 1); // a surplus run scores the last one again, into the padding
+      keys[g] = p.key_block(table[first_block + own / runs_per_block], kv_head) + own % runs_per_block * W;
     }
-    score_lanes<T, R, G>(query, p.key_dim, keys, p.block_size, scores + run * kLanes, row_stride);
+  };
+  int64_t run = 0;
+  for (; num_runs - run > G / 2; run += G) {
+    locate(run, G);
+    score_lanes<T, W, R, G>(query, p.key_dim, keys, p.block_size, scores + run * W, row_stride);
+  }
+  if constexpr (G > 1) {
+    if (run < num_runs) {
+      locate(run, G / 2);
+      score_lanes<T, W, R, G / 2>(query, p.key_dim, keys, p.block_size, scores + run * W, row_stride);
+    }
   }
   float inverse[R];
   for (int r = 0; r < R; ++r) {
@@ -210,52 +220,54 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t
         row[i] = p.softcap * std::tanh(row[i] / p.softcap);
       }
     }
-    inverse[r] = 1.0f / softmax_row(row, num_lanes * kLanes, visible - origin, position + 1 - origin);
+    inverse[r] = 1.0f / softmax_row<W>(row, num_runs * W, visible - origin, position + 1 - origin);
   }
+  constexpr int C = kColumns<W, R>;
   int64_t dim = 0;
-  for (; dim + 2 * kLanes <= p.padded_value_dim; dim += 2 * kLanes) {
-    write_values<T, R, 2>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+  for (; dim + C * W <= p.padded_value_dim; dim += C * W) {
+    write_values<T, W, R, C>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
   }
-  if (dim < p.padded_value_dim) {
-    write_values<T, R, 1>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+  for (; dim < p.padded_value_dim; dim += W) {
+    write_values<T, W, R, 1>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
   }
 }
 
-template <typename T>
+template <typename T, int W>
 HYBRID_RL_INLINE void attend_task(const Problem<T>& p, const Task& task, std::vector<float>& scratch) {
   const int64_t num_queries = p.query_start[task.sequence + 1] - p.query_start[task.sequence];
   const int64_t num_rows = num_queries * (p.num_heads / p.num_kv_heads);
   const int64_t end = std::min(task.first_row + kTileRows, num_rows);
   int64_t row = task.first_row;
   for (; row + 8 <= end; row += 8) {
-    attend_rows<T, 8, 2>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, W, 8>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row + 4 <= end; row += 4) {
-    attend_rows<T, 4, 4>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, W, 4>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row + 2 <= end; row += 2) {
-    attend_rows<T, 2, 4>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, W, 2>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row < end; ++row) {
-    attend_rows<T, 1, 4>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, W, 1>(p, task.sequence, task.kv_head, row, scratch);
   }
 }
 
-HYBRID_RL_TARGETS
-void attend_tasks(const Problem<float>& p, const Task* begin, const Task* end) {
-  thread_local std::vector<float> scratch;
+template <typename T, int W>
+HYBRID_RL_INLINE void attend_all(const Problem<T>& p, const Task* begin, const Task* end, std::vector<float>& scratch) {
   for (const Task* task = begin; task != end; ++task) {
-    attend_task(p, *task, scratch);
+    attend_task<T, W>(p, *task, scratch);
   }
 }
 
-HYBRID_RL_TARGETS
-void attend_tasks(const Problem<BFloat16>& p, const Task* begin, const Task* end) {
-  thread_local std::vector<float> scratch;
-  for (const Task* task = begin; task != end; ++task) {
-    attend_task(p, *task, scratch);
-  }
-}
+thread_local std::vector<float> scratch_of_thread;
+
+HYBRID_RL_PER_WIDTH(
+    void attend_tasks(const Problem<float>& p, const Task* begin, const Task* end),
+    (attend_all<float, kWidth>(p, begin, end, scratch_of_thread));)
+
+HYBRID_RL_PER_WIDTH(
+    void attend_tasks(const Problem<BFloat16>& p, const Task* begin, const Task* end),
+    (attend_all<BFloat16, kWidth>(p, begin, end, scratch_of_thread));)
 
 // The new tokens' keys and values into their places, before anybody reads them: sequences may share blocks.
 template <typename T>

@@ -26,10 +26,10 @@ namespace {
 
 using namespace hybrid_rl::strided;
 using hybrid_rl::Floats;
-using hybrid_rl::Halves;
 using hybrid_rl::Ints;
 using hybrid_rl::kLanes;
 using hybrid_rl::Words;
+using Halves = hybrid_rl::Lanes<hybrid_rl::kLanes>::Halves;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Bytes = uint8_t __attribute__((vector_size(kLanes)));

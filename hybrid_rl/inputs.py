@@ -12,7 +12,7 @@ from hybrid_rl.data import PromptEncoder, PromptRoom, PromptRow, SizedSource, St
 from hybrid_rl.errors import ConfigError
 
 Source = SizedSource | StreamSource
-PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every handoff
+PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every eighth handoff
 
 
 def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom | None:

@@ -177,7 +177,9 @@ class RolloutConfig:
     stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, in evaluation too; they stay at its end")
     probe_steps: int = key(
-        1, "compare engine and trainer on a probe prompt at every n-th handoff; 0 = never", minimum=0
+        8,
+        "compare engine and trainer on a probe prompt at the first three handoffs and at every n-th; 0 = never",
+        minimum=0,
     )
     probe_tolerance: float | None = key(
         None, "largest logprob gap of the probe before the run stops; None = 1e-3 in float32, 0.25 in bfloat16", above=0

@@ -89,11 +89,6 @@ def _check_learns(config: TrainerConfig) -> None:
             f"reward_weights={weights} makes every reward 0, from which nothing is learned; give one function another "
             "weight, or leave reward_weights out"
         )
-    if config.algorithm.mask_truncated_completions and config.rollout.max_completion_length == 1:
-        raise ConfigError(
-            "mask_truncated_completions=true with max_completion_length=1 leaves empty completions alone to learn "
-            "from: any other is truncated; raise max_completion_length, or set mask_truncated_completions=false"
-        )
 
 
 def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:

@@ -50,6 +50,7 @@ GENERATING = PUBLISHING | {KV_CACHE}
 TRAINING = frozenset({ACTOR, OPTIMIZER, REFERENCE}) | CRITICS
 
 PROBE_TOKENS = 4
+FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
@@ -62,6 +63,7 @@ class HybridWorker(WorkerBase):
         config = setup.config
         self._config = config
         self._probe_ids = setup.probe_ids
+        self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
         self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
         model = build_model(setup.model, config, context, is_trained=True)
@@ -161,20 +163,28 @@ class HybridWorker(WorkerBase):
             metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
             with self._or_distrust():
                 metrics |= self._side.verify(version)
-        every = self._config.rollout.probe_steps
-        if every and version % every == 0:
+        if self._is_probed(version):
             with self.lease(GENERATING), self._or_distrust():
                 start = now()
                 metrics["handoff/probe_gap"] = self._probe(version)
                 metrics["timing/probe"] = now() - start
+            self._num_unproved -= 1
         self._version = version
         return metrics
 
     @dispatch(collect="all")
     def publish_again(self, version: int) -> dict[str, float]:
         """The same for a version that the engine holds already: its weights were changed by somebody else."""
+        self._num_unproved = FIRST_PROBES
         self._engine.distrust()
         return self.publish_weights(version)
+
+    def _is_probed(self, version: int) -> bool:
+        """Whether this handoff is: all ranks, or none; one that failed alone wants it where the others do not."""
+        every = self._config.rollout.probe_steps
+        if not every:
+            return False
+        return any(self._context.gather(self._num_unproved > 0)) or version % every == 0
 
     def _publish_lost(self, version: int) -> None:
         """Publish this version again if it was published and an engine has lost it since. If that fails, the next call
@@ -183,6 +193,7 @@ class HybridWorker(WorkerBase):
         stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
         if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
             return
+        self._num_unproved = FIRST_PROBES
         self._engine.distrust()
         try:
             self.publish_weights(version)
@@ -195,6 +206,7 @@ class HybridWorker(WorkerBase):
         try:
             yield
         except BaseException:
+            self._num_unproved = FIRST_PROBES
             self._engine.distrust()
             raise
 

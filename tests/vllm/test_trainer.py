@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 KEYS = {
+    "probe_steps": 1,
     "engine": "vllm",
     "enforce_eager": True,
     "rollout.vllm.block_size": 32,  # any argument of vLLM is a key

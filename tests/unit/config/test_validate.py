@@ -72,10 +72,6 @@ def test_what_cannot_work_together(keys: dict[str, Any], message: str) -> None:
         ({"learning_rate": 0}, r"^learning_rate=0.0 trains nothing; set it above 0, or mode=rollout"),
         ({"reward_weights": [0]}, r"^reward_weights=\[0.0\] makes every reward 0.*; give one function another weight"),
         ({"reward_weights": [0, -0.0]}, r"^reward_weights=\[0.0, -0.0\] makes every reward 0"),
-        (
-            {"mask_truncated_completions": True, "max_completion_length": 1},
-            r"^mask_truncated_completions=true with max_completion_length=1 leaves .*; raise max_completion_length",
-        ),
         ({"algorithm": "ppo", "learning_rate": 0, "critic_learning_rate": 0}, "^learning_rate=0.0 trains nothing"),
     ],
 )
@@ -92,8 +88,7 @@ def test_settings_from_which_nothing_can_be_learned(keys: dict[str, Any], messag
         {"reward_weights": [0, 0.1]},
         {"reward_weights": [0], "overlong_buffer": 64},  # which has a weight of its own
         {"reward_weights": [0], "beta": 0.1, "kl": "reward", "advantage": "rloo"},  # the penalty is a reward
-        {"mask_truncated_completions": True, "max_completion_length": 2},
-        {"max_completion_length": 1},
+        {"mask_truncated_completions": True, "max_completion_length": 1},  # the EOS alone is a completion that ended
     ],
 )
 def test_settings_from_which_something_can(keys: dict[str, Any]) -> None:

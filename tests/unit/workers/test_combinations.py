@@ -130,11 +130,15 @@ def is_accepted(places: tuple[str, ...]) -> bool:
     return True
 
 
-def test_every_pair_of_sections_meets_and_has_the_written_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first 100 combinations that bring new pairs, with every choice of every section; the sweep has all."""
-    first = list(itertools.islice(pairs_of_all(seed=0), 100))
-    assert [set(names) for names in zip(*first, strict=True)] == [set(section) for section in SECTIONS.values()]
-    counts = run(iter(first), monkeypatch)
+def test_every_choice_of_a_section_has_the_written_gradient_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 100 combinations, with every choice of every section; the sweep has all."""
+    met: set[tuple[int, str]] = set()
+    first, others = [], []
+    for places in pairs_of_all(seed=0):
+        (others if met >= set(enumerate(places)) else first).append(places)
+        met.update(enumerate(places))
+    assert len(met) == sum(map(len, SECTIONS.values())) and len(first) < 100
+    counts = run(iter([*first, *others][:100]), monkeypatch)
     assert counts["trained"] == 100
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,14 +139,37 @@ def test_handoff_says_version_bytes_and_gap(make_bench) -> None:
     assert 0 <= bench.handoff["handoff/probe_gap"] < 1e-4
 
 
-@pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2]), (2, [0, 2])])
+@pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (3, [0, 1, 2, 3])])
 def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
     bench = make_bench(probe_steps=every)
     handoffs = [bench.handoff]
-    for step in (1, 2):
-        bench.train(step)
-        handoffs.append(bench.handoff)
+    for version in (1, 2, 3, 4):
+        handoffs.append(bench.publish(version))
     assert [version for version, found in enumerate(handoffs) if "handoff/probe_gap" in found] == probed
+
+
+def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> None:
+    """Three handoffs in a row, whatever the schedule says; so is a rank's that failed alone."""
+    bench = make_bench(probe_steps=100)
+
+    def unreadable(_version: int) -> None:
+        raise RuntimeError("unreadable")
+
+    def probed(*versions: int) -> list[bool]:
+        return ["handoff/probe_gap" in bench.publish(version) for version in versions]
+
+    assert probed(1, 2, 3, 4) == [True, True, False, False]
+    (again,) = bench.group.publish_again(4)
+    assert "handoff/probe_gap" in again
+    assert probed(5, 6, 7) == [True, True, False]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unreadable"):
+        patch.setattr(bench.worker._side, "verify", unreadable)
+        bench.publish(8)
+    assert probed(8, 9, 10, 11) == [True, True, True, False]
+    others = [True, False]
+    context = replace(bench.worker._context, gather=lambda mine: [mine, others.pop(0)])
+    monkeypatch.setattr(bench.worker, "_context", context)
+    assert probed(12, 13) == [True, False]
 
 
 def test_engine_with_other_modules_is_refused(make_bench) -> None:
