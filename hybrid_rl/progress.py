@@ -90,7 +90,7 @@ def handoff_line(metrics: Mapping[str, float]) -> str:
     """The last handoff in words: version, bytes of the rank with most, seconds, and how it was proved."""
     if "handoff/version" not in metrics:
         return ""
-    gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ", not probed"
+    gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ""
     unproven = int(metrics.get("handoff/unproven_bytes", 0))
     verified = f", all but {unproven:,} B verified" if unproven else ", every byte verified"
     proof = verified if "timing/verify" in metrics else ""

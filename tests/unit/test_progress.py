@@ -24,7 +24,7 @@ def file() -> io.StringIO:
 
 def test_handoff_line() -> None:
     assert handoff_line({}) == ""
-    assert handoff_line(HANDOFF) == "handoff v3: 1,234,567 B in 4.2 ms, not probed"
+    assert handoff_line(HANDOFF) == "handoff v3: 1,234,567 B in 4.2 ms"
     probed = {**HANDOFF, "handoff/probe_gap": 4.8e-7}
     assert handoff_line(probed) == "handoff v3: 1,234,567 B in 4.2 ms, probe gap 4.8e-07"
 
@@ -38,9 +38,7 @@ def test_a_line_shows_what_its_step_brought(file: io.StringIO) -> None:
     display.stop()
     first, second = file.getvalue().splitlines()
     assert first.rstrip() == "step 1/2  reward 0.123  eval accuracy 50.0%  len 7.2  |g| 1.00"
-    assert second == (
-        "step 2/2  reward 0.500  entropy 2.00  s/step 0.25  handoff v3: 1,234,567 B in 4.2 ms, not probed"
-    )
+    assert second == ("step 2/2  reward 0.500  entropy 2.00  s/step 0.25  handoff v3: 1,234,567 B in 4.2 ms")
 
 
 @pytest.mark.parametrize(("max_steps", "shown"), [(1, [1]), (3, [1, 2, 3]), (40, list(range(1, 41)))])
