@@ -109,10 +109,11 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2, "chunk_size": 4},
     ),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 4}),
-    # Attention that packing does not have: sinks, a position in the mask, a mask of its own.
+    # Attention that packing does not have: sinks, a position in the mask, a mask of its own, code of its own.
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 8}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4}),
     "doge": ("DogeConfig", "DogeForCausalLM", {}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2}),
 }
 # Refused by the engine: no cache of transformers, or rows of it that cannot be chosen.
 NOT_CACHED: dict[str, tuple[str, str, dict[str, Any]]] = {
