@@ -89,7 +89,7 @@ def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_three_cycles_copy_no_weight_and_never_hold_more_than_one_side(watch: Callable[..., Watched]) -> None:
-    bench = watch()
+    bench = watch(probe_steps=1)
     ledger, weight_bytes = bench.ledger, bench.llm.weight_bytes
     assert ledger.log == MORNING  # the engine slept from the start
     slopes = bench.llm.model.slopes
