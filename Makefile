@@ -53,14 +53,16 @@ PINNED_PART := tests/pins tests/distributed/test_fsdp_versions.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
-# Unit tests take one core each: two at a time, by files. The others start processes of their own, and take the machine.
+# Unit tests take one core each: two at a time, by files. The others start processes of their own, and wait for them much
+# of the time: those of many ranks beside those of vLLM, of recipes and on the pins.
 PARALLEL := -n 2 --dist loadfile
+BESIDE := -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
 
 SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test sweep check e2e pins pins-part vllm gpu lint install clean
+.PHONY: help run test test-ranks test-engines sweep check e2e pins pins-part vllm gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -71,7 +73,13 @@ run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 test: lint vllm ## lint, types, architecture tests and every test that this machine can run, but for the sweep
 	@$(BIN)/python -m pytest -ra tests/architecture
 	@$(BIN)/python -m pytest -ra $(PARALLEL) -m "not sweep" tests/unit
-	@$(BIN)/python -m pytest -ra tests --ignore=tests/architecture --ignore=tests/unit -m "not e2e_full and not sweep"
+	@$(MAKE) --no-print-directory $(BESIDE) test-ranks test-engines
+
+test-ranks:
+	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
+
+test-engines:
+	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed)
 	@$(MAKE) --no-print-directory pins-part
 
 sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part, into benchmarks/results
