@@ -99,11 +99,13 @@ def share_of(model: CausalLM, batch: Batch, micro_batches: list[list[int]] = ALL
 def test_one_micro_batch_has_the_number_and_gradient_of_transformers(family: str) -> None:
     batch, model = with_advantages(case_batch()), CausalLM(moe(family))
     aux_loss, gradient = share_of(model, batch)
+    with torch.no_grad():
+        assert aux_loss == pytest.approx(float(padded_aux_loss(model.module, batch)), rel=1e-6)
+    # The difference of two gradients, each a float32 sum of some hundred terms in an order of its own.
+    tolerance = 64 * torch.finfo(torch.float32).eps * float(step(model, batch, 0.0)[1].abs().max())
     model.module.zero_grad()
-    expected = padded_aux_loss(model.module, batch)
-    (COEF * expected).backward()
-    assert aux_loss == pytest.approx(float(expected), rel=1e-6)
-    torch.testing.assert_close(gradient, flat_gradient(model.module), rtol=0, atol=2e-6)
+    (COEF * padded_aux_loss(model.module, batch)).backward()
+    torch.testing.assert_close(gradient, flat_gradient(model.module), rtol=0, atol=tolerance)
     assert gradient.abs().max() > 1e-3
 
 
