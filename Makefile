@@ -73,7 +73,7 @@ run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 test: lint vllm ## lint, types, architecture tests and every test that this machine can run, but for the sweep
 	@$(BIN)/python -m pytest -ra tests/architecture
 	@$(BIN)/python -m pytest -ra $(PARALLEL) -m "not sweep" tests/unit
-	@echo "tests of many ranks and tests of engines, side by side: the output of each comes at its end, some ten minutes on two cores"
+	@echo "tests of many ranks and tests of engines, side by side: each shows what it did at its end, some eight minutes on two cores"
 	@$(MAKE) --no-print-directory $(BESIDE) test-ranks test-engines
 
 test-ranks:
