@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.routing import find_routers
+from hybrid_rl.models.routing import find_routers, hooked
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.unpacked import UnpackedRow
 
@@ -82,15 +81,8 @@ class LoadBalance:
         device = row.token_ids.device
         beside = None if self._is_packed else UnpackedRow(row.layout, device)
         reading = BalanceReading(self._name, len(self._routers), self._top_k, weights.to(device), beside)
-        handles = [
-            router.register_forward_hook(partial(reading.take, layer, index))
-            for layer, (router, index) in enumerate(self._routers)
-        ]
-        try:
+        with hooked(self._routers, reading.take):
             yield reading
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class BalanceReading:
@@ -100,7 +92,7 @@ class BalanceReading:
         self._name, self._top_k, self._weights, self._beside = name, top_k, weights.float(), beside
         self._scores: list[Tensor | None] = [None] * num_layers
 
-    def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
+    def take(self, layer: int, index: int, _: nn.Module, output: Any) -> None:
         """Forward hook of a router. It computes nothing: under checkpointing that would be missed when its block is
         recomputed, without the hook."""
         if self._scores[layer] is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.routing import find_routers, tensors_of
+from hybrid_rl.models.routing import find_routers, hooked, tensors_of
 from hybrid_rl.models.row import PackedRow
 
 
@@ -54,15 +53,8 @@ class Routers:
                 f"{tuple(expert_ids.shape)}"
             )
         reading = RouterReading(row.sources, expert_ids, self.num_layers)
-        handles = [
-            router.register_forward_hook(partial(reading.take, layer, index))
-            for layer, (router, index) in enumerate(self._routers)
-        ]
-        try:
+        with hooked(self._routers, reading.take):
             yield reading
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class RouterReading:
@@ -106,7 +98,7 @@ class RouterReading:
             )
 
     @torch.no_grad()
-    def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
+    def take(self, layer: int, index: int, router: nn.Module, output: Any) -> None:
         """Forward hook of a router whose output at `index` are the logits."""
         if self._problem or self._logprobs[layer] is not None:
             return  # what comes first counts: a recomputation follows its forward pass

@@ -59,7 +59,7 @@ class HeldRouting:
     def recording(self) -> Iterator[None]:
         """Keep what routers give inside the block, one pass after the other."""
 
-        def keep(number: int, index: int, output: Any) -> None:
+        def keep(number: int, index: int, _: nn.Module, output: Any) -> None:
             scores = output[index] if isinstance(output, tuple) else output
             leads = [(tensor, _lead(tensor, scores.numel() // scores.shape[-1])) for tensor in tensors_of(output)]
             flat = [tensor.flatten(0, lead) for tensor, lead in leads if lead is not None]
@@ -67,7 +67,7 @@ class HeldRouting:
                 self._free.add(number)
             self._given.setdefault(number, []).append(flat)
 
-        with _hooked(self._routers, keep):
+        with hooked(self._routers, keep):
             yield
 
     @contextmanager
@@ -75,7 +75,7 @@ class HeldRouting:
         """Inside the block routers give what they gave then. own: int64 [T], for each token of the pass its place among
         all tokens of the passes that were recorded."""
 
-        def replace(number: int, index: int, output: Any) -> Any:
+        def replace(number: int, index: int, _: nn.Module, output: Any) -> Any:
             if number not in self._given or number in self._free:
                 return None
             then = [torch.cat(parts)[own] for parts in zip(*self._given[number], strict=True)]
@@ -88,7 +88,7 @@ class HeldRouting:
                 return tuple(next(repeated) if isinstance(part, Tensor) else part for part in output)
             return next(repeated)
 
-        with _hooked(self._routers, replace):
+        with hooked(self._routers, replace):
             yield
 
     def gaps(self, places: Tensor) -> dict[str, float]:
@@ -103,11 +103,15 @@ class HeldRouting:
         return {"router scores": max(gaps)} if gaps else {}
 
 
+RouterHook = Callable[[int, int, nn.Module, Any], Any]
+
+
 @contextmanager
-def _hooked(routers: list[tuple[nn.Module, int]], hook: Callable[[int, int, Any], Any]) -> Iterator[None]:
-    """Inside the block the hook gets what each router gives, with its number and the place of the scores in that."""
+def hooked(routers: list[tuple[nn.Module, int]], hook: RouterHook) -> Iterator[None]:
+    """Inside the block the hook gets what each router gives: its number, the place of the scores in its output, the
+    router and the output. What it returns, unless None, is the output instead."""
     handles = [
-        router.register_forward_hook(partial(_hook, hook, number, index))
+        router.register_forward_hook(partial(_call, hook, number, index))
         for number, (router, index) in enumerate(routers)
     ]
     try:
@@ -117,8 +121,8 @@ def _hooked(routers: list[tuple[nn.Module, int]], hook: Callable[[int, int, Any]
             handle.remove()
 
 
-def _hook(hook: Callable[[int, int, Any], Any], number: int, index: int, _: nn.Module, __: Any, output: Any) -> Any:
-    return hook(number, index, output)
+def _call(hook: RouterHook, number: int, index: int, router: nn.Module, _: Any, output: Any) -> Any:
+    return hook(number, index, router, output)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
-from hybrid_rl.rollout.base import FinishReason, RolloutRequest
+from hybrid_rl.rollout.base import EngineStats, FinishedSample, FinishReason, RolloutRequest
 from hybrid_rl.rollout.guards import GuardedEngine
+
+
+class Unfinished(Protocol):
+    """A sample in the making, as each engine keeps it."""
+
+    request: RolloutRequest
+
+    def finished(self, reason: FinishReason) -> FinishedSample:
+        """What it is if it ends here."""
 
 
 class EmbeddedEngine(GuardedEngine):
@@ -58,3 +68,29 @@ class EmbeddedEngine(GuardedEngine):
         if self._is_stopped(request, tokens):
             return "stop"
         return "length" if len(tokens) >= request.params.max_tokens else None
+
+    def _finish(self, sequence: Unfinished, reason: FinishReason) -> FinishedSample:
+        self._ids.discard(sequence.request.id)
+        self._num_finished += 1
+        return sequence.finished(reason)
+
+    def _stats(
+        self, kv_cache_bytes: int, kv_cache_used_share: float, *, num_prefix_tokens: int = 0, num_preemptions: int = 0
+    ) -> EngineStats:
+        """What both count, and what each knows of its cache."""
+        return EngineStats(
+            state=self.state,
+            policy_version=self.policy_version,
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_shared_prompt_tokens=self._num_shared_tokens,
+            num_prefix_tokens=num_prefix_tokens,
+            num_preemptions=num_preemptions,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_used_share=kv_cache_used_share,
+        )

@@ -175,8 +175,7 @@ class HybridWorker(WorkerBase):
     @dispatch(collect="all")
     def publish_again(self, version: int) -> dict[str, float]:
         """The same for a version that the engine holds already: its weights were changed by somebody else."""
-        self._num_unproved = FIRST_PROBES
-        self._engine.distrust()
+        self._distrust()
         return self.publish_weights(version)
 
     def _is_probed(self, version: int) -> bool:
@@ -193,12 +192,16 @@ class HybridWorker(WorkerBase):
         stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
         if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
             return
-        self._num_unproved = FIRST_PROBES
-        self._engine.distrust()
+        self._distrust()
         try:
             self.publish_weights(version)
         finally:
             self._version = version
+
+    def _distrust(self) -> None:
+        """The engine generates nothing before it is given weights, and the handoffs that follow are probed again."""
+        self._num_unproved = FIRST_PROBES
+        self._engine.distrust()
 
     @contextmanager
     def _or_distrust(self) -> Iterator[None]:
@@ -206,8 +209,7 @@ class HybridWorker(WorkerBase):
         try:
             yield
         except BaseException:
-            self._num_unproved = FIRST_PROBES
-            self._engine.distrust()
+            self._distrust()
             raise
 
     def _probe(self, version: int) -> float:

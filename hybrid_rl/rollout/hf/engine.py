@@ -26,7 +26,6 @@ from hybrid_rl.rollout.base import (
     EngineState,
     EngineStats,
     FinishedSample,
-    FinishReason,
     RolloutRequest,
 )
 from hybrid_rl.rollout.embedded import EmbeddedEngine
@@ -56,7 +55,9 @@ class HFEngine(EmbeddedEngine):
     ) -> None:
         super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
         self._config = config
-        with _generating(model.module):
+        # The only ones that `enable_gradient_checkpointing` puts into training mode.
+        self._parts = [part for part in model.module.modules() if hasattr(part, "gradient_checkpointing")]
+        with _generating(self._parts):
             check_cache(model)
             self._size = CacheSize.of(model)
         wanted = config.max_num_seqs * self._size.num_bytes(max_length)
@@ -109,7 +110,7 @@ class HFEngine(EmbeddedEngine):
 
     def _run(self) -> list[Sampled]:
         """A token of everything that runs, and of what can be admitted beside it."""
-        with _generating(self._model.module):
+        with _generating(self._parts):
             sampled = [cohort.decode() for cohort in self._cohorts]
             budget = self._config.max_num_batched_tokens
             while prompts := self._admitted(budget, is_first=budget == self._config.max_num_batched_tokens):
@@ -191,11 +192,6 @@ class HFEngine(EmbeddedEngine):
             self._drop(leaving)
         return finished
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
-        self._ids.discard(sequence.request.id)
-        self._num_finished += 1
-        return sequence.finished(reason)
-
     # --------------------------------------------------------------------------------------- weights and memory
 
     def _forget(self) -> None:
@@ -233,35 +229,21 @@ class HFEngine(EmbeddedEngine):
 
     def stats(self) -> EngineStats:
         """See RolloutEngine. Nothing is kept of prompts that are done, and nobody is pushed out."""
-        return EngineStats(
-            state=self.state,
-            policy_version=self.policy_version,
-            num_waiting=self.num_waiting,
-            num_queueable=self.num_queueable,
-            num_running=self.num_running,
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_shared_prompt_tokens=self._num_shared_tokens,
-            num_prefix_tokens=0,
-            num_preemptions=0,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            kv_cache_bytes=self._capacity if self._cache_is_awake else 0,
-            kv_cache_used_share=self._held_bytes() / self._capacity,
-        )
+        kv_cache_bytes = self._capacity if self._cache_is_awake else 0
+        return self._stats(kv_cache_bytes, self._held_bytes() / self._capacity)
 
 
 @contextmanager
-def _generating(module: nn.Module) -> Iterator[None]:
-    """Out of training mode, in which transformers gives no cache where activations are recomputed."""
-    training = [child for child in module.modules() if child.training]
-    for child in training:
-        child.training = False
+def _generating(parts: Rows[nn.Module]) -> Iterator[None]:
+    """These parts out of training mode, in which transformers gives no cache if activations are recomputed."""
+    training = [part for part in parts if part.training]
+    for part in training:
+        part.training = False
     try:
         yield
     finally:
-        for child in training:
-            child.training = True
+        for part in training:
+            part.training = True
 
 
 def _free_bytes(model: CausalLM) -> int:

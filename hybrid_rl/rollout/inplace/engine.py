@@ -20,7 +20,6 @@ from hybrid_rl.rollout.base import (
     EngineState,
     EngineStats,
     FinishedSample,
-    FinishReason,
     RolloutRequest,
 )
 from hybrid_rl.rollout.embedded import EmbeddedEngine
@@ -159,11 +158,6 @@ class InPlaceEngine(EmbeddedEngine):
                 finished.append(self._finish(sequence, reason))
         return finished
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
-        self._ids.discard(sequence.request.id)
-        self._num_finished += 1
-        return sequence.finished(reason)
-
     # --------------------------------------------------------------------------------------- weights and memory
 
     def _forget(self) -> None:
@@ -221,21 +215,11 @@ class InPlaceEngine(EmbeddedEngine):
     def stats(self) -> EngineStats:
         """See RolloutEngine."""
         pool = self._scheduler.pool
-        return EngineStats(
-            state=self.state,
-            policy_version=self.policy_version,
-            num_waiting=self.num_waiting,
-            num_queueable=self.num_queueable,
-            num_running=self.num_running,
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_shared_prompt_tokens=self._num_shared_tokens,
+        return self._stats(
+            self._cache.num_bytes if self._cache.is_allocated else 0,
+            1 - pool.num_free / pool.num_blocks,
             num_prefix_tokens=self._scheduler.num_prefix_tokens,
             num_preemptions=self._scheduler.num_preemptions,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            kv_cache_bytes=self._cache.num_bytes if self._cache.is_allocated else 0,
-            kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
         )
 
 
