@@ -1,6 +1,6 @@
 """Both sides of a comparison as a processor with fewer instructions runs them.
 
-Libraries read the variables of a level when they are loaded, so `enter` starts the script anew with them. The compiled
+Libraries read the variables of a level when they are loaded, so `enter` starts the script again with them. The compiled
 extension holds one copy of its functions per level, of which the loader takes the processor's best: for a lower level
 it is built for that alone, into build/.
 """

@@ -117,7 +117,7 @@ class Tenant:
             raise ConfigError(
                 f"trainer.{name} would do nothing: it is settled when a Trainer is made. Make another one: "
                 f"Trainer(..., resume=trainer.save()) goes on with the optimizer, Trainer(str(trainer.save()), ...) "
-                f"begins anew from these weights"
+                f"starts afresh from these weights"
             )
         elif not hasattr(self, name) and type(self).__bases__ == (Tenant,):  # classes of the user's have their own
             raise ConfigError(

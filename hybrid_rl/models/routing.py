@@ -41,7 +41,7 @@ class HeldRouting:
     """What the routers of a module give in one pass, repeated in another one of the same tokens.
 
     A router is held if all that it gives lies along its tokens; the others (which sort the tokens of a pass by expert)
-    decide anew, there are num_free of them.
+    decide again, there are num_free of them.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:

@@ -253,13 +253,13 @@ def named_failure(name: str, how: str) -> Iterator[None]:
 
 
 def hint(model: Packed, routing: HeldRouting) -> str:
-    """What may be behind numbers that differ."""
+    """What may make numbers differ."""
     stateful = sorted({type(child).__name__ for child in model.module.modules() if _carries_state(child)})
     if stateful:
         return f"; {', '.join(stateful[:3])} carries a state from token to token, and the samples of a packed row mix"
     if routing.num_free and model.dtype == torch.bfloat16:
         return (
-            f"; its {routing.num_free} routers decide anew in every pass, and in bfloat16 rounding may send tokens to "
+            f"; its {routing.num_free} routers decide again in every pass, and in bfloat16 rounding may send tokens to "
             f"other experts: set dtype=float32"
         )
     return "; this architecture is not supported"

@@ -103,7 +103,7 @@ class Roles:
 
     def after_update(self, actor: Actor, step: int) -> None:
         """Where it is due, the reference moves towards the policy (Trust Region DPO, arXiv:2404.09656), or becomes the
-        policy, whose optimizer begins anew (ProRL, arXiv:2505.24864, section 3.3)."""
+        policy, whose optimizer starts afresh (ProRL, arXiv:2505.24864, section 3.3)."""
         kl = self._config.kl
         if not isinstance(kl, (KLInLoss, KLInReward)) or self._reference is None:
             return

@@ -11,7 +11,7 @@ from hybrid_rl import Trainer
 from tests.forked import Forked
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
-# Different between two runs that are otherwise bit for bit the same. A resumed run probes its first handoffs anew.
+# Different between two runs that are otherwise bit for bit the same. A resumed run probes its first handoffs again.
 CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time", "handoff/probe_gap")
 
 

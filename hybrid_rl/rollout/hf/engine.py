@@ -198,7 +198,7 @@ class HFEngine(EmbeddedEngine):
         self._requeue_running()
 
     def _requeue_running(self) -> None:
-        """Everything that runs waits again, in order, to be computed anew; its cache is lost."""
+        """Everything that runs waits again, in order, to be computed again; its cache is lost."""
         running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
         self._waiting.extendleft(reversed(running))
         self._cohorts = []

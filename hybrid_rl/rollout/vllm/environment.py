@@ -167,10 +167,10 @@ def stream_of_thread(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """The whole process is the same behind the block: environment, random generators, default dtype and device,
-    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers, the hook for
-    uncaught errors, which every start of torch.distributed wraps anew, and what garbage is looked for among: vLLM takes
-    all objects there are out of it, so that a Trainer that was dropped would never go. For building an engine, which
+    """The whole process is the same after the block: environment, random generators, default dtype and device,
+    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers, the hook
+    for uncaught errors, which every start of torch.distributed wraps again, and where garbage is looked for: vLLM takes
+    all objects there are out of that, so that a Trainer that was dropped would never go. For building an engine, which
     may touch any of them."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     random_state = RandomState.now()

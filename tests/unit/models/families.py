@@ -74,7 +74,7 @@ SUPPORTED: dict[str, Family] = {
     "gpt2": Family(
         "GPT-2", "GPT2Config", {**GPT2, "bos_token_id": None, "pad_token_id": 0}, "GPT2LMHeadModel", "by hand"
     ),
-    "phi": Family("Phi 1 and 2", "PhiConfig", vllm="refused", note="vLLM's loader makes a bias anew"),
+    "phi": Family("Phi 1 and 2", "PhiConfig", vllm="refused", note="vLLM's loader sets a bias itself"),
     "granite": Family(
         "Granite 3", "GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.2}, vllm="by hand"
     ),

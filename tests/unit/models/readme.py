@@ -1,5 +1,5 @@
 """The README's lists of families, from the table that tests are parametrised over: `python -m tests.unit.models.readme`
-writes them anew."""
+writes them again."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from tests.unit.models.readme import README, written
 
 def test_the_lists_of_families_are_those_of_the_table() -> None:
     text = README.read_text(encoding="utf-8")
-    assert written(text) == text, "write them anew: python -m tests.unit.models.readme"
+    assert written(text) == text, "write them again: python -m tests.unit.models.readme"
 
 
 def test_every_family_is_named_once() -> None:

@@ -250,7 +250,7 @@ def test_routers_that_sort_the_tokens_of_a_pass_are_left_to_themselves() -> None
 
 def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_rl.models.verify.VERIFY_TOLERANCE", {torch.bfloat16: 0.0})
-    with pytest.raises(ModelError, match="routers decide anew in every pass.*dtype=float32"):
+    with pytest.raises(ModelError, match="routers decide again in every pass.*dtype=float32"):
         CausalLM(made("JetMoe", **EXPERTS, kv_channels=8).bfloat16()).verify()
 
 
