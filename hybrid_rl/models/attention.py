@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.linear import SMALLEST_ROWS, Linears
+from hybrid_rl.models.linear import Linears
 from hybrid_rl.transfer import upload
 
 NAME = "hybrid_rl_packed"
@@ -153,7 +153,7 @@ def checkpoint_contexts(
     """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
     forward pass were left and maybe in another thread, uses the attention and the linear layers of that pass."""
     functions = attention_functions(configs, [config._attn_implementation for config in configs], _overrides.context)
-    return nullcontext(), _recompute(functions, linears, SMALLEST_ROWS if linears.is_fast else 0)
+    return nullcontext(), _recompute(functions, linears, linears.num_rows)
 
 
 @contextmanager

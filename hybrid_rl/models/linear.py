@@ -2,7 +2,8 @@
 
 PyTorch multiplies float32 matrices with MKL, which leaves half of a processor idle that it does not know; oneDNN, which
 comes with PyTorch as well, does not: 2400 x 128 by 128 x 512 run at 260 instead of 115 GFLOP/s on one core of Zen 5.
-Below some size its calls cost more than they save. The result differs in the order of summation only.
+Below some size its calls cost more than they save. Without AVX-512 MKL has nothing to leave idle, so the two are equally
+fast up to much larger products. The result differs in the order of summation only.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Rows times columns times depth from which oneDNN is at least as fast, measured for 128 to 1024 columns.
-SMALLEST_PRODUCT = 1 << 20
+# Rows times columns times depth from which oneDNN is at least as fast, measured for 128 to 1024 columns with AVX-512, for
+# 128 to 4864 without.
+SMALLEST_PRODUCT = 1 << (20 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24)
 # Rows from which the layers of a model are switched over; a decode batch below it is faster as it is.
 SMALLEST_ROWS = 48
 
@@ -57,21 +59,31 @@ class Linears:
             m for m in module.modules() if type(m) is nn.Linear and "forward" not in vars(m) and is_available(m.weight)
         ]
         self._forwards: Sequence[Any] = [_Forward(layer) for layer in self._layers]
+        self._num_rows = 0
 
     @property
-    def is_fast(self) -> bool:
-        """Whether the layers are switched over now."""
-        return any("forward" in vars(layer) for layer in self._layers[:1])
+    def num_rows(self) -> int:
+        """The input rows of the block of `fast` that is open now, 0 outside."""
+        return self._num_rows
 
     @contextmanager
     def fast(self, num_rows: int) -> Iterator[None]:
-        """Inside the block the layers multiply by oneDNN, where `num_rows` input rows are enough for it to pay."""
-        active = self._layers if num_rows >= SMALLEST_ROWS and not self.is_fast else []
-        for layer, forward in zip(active, self._forwards, strict=False):
-            vars(layer)["forward"] = forward
+        """Inside the block the layers for which it pays multiply `num_rows` input rows by oneDNN.
+
+        A block inside another changes nothing."""
+        if self._num_rows or num_rows < SMALLEST_ROWS:
+            yield
+            return
+        active = []
+        for layer, forward in zip(self._layers, self._forwards, strict=True):
+            if num_rows * layer.weight.numel() >= SMALLEST_PRODUCT:
+                vars(layer)["forward"] = forward
+                active.append(layer)
+        self._num_rows = num_rows
         try:
             yield
         finally:
+            self._num_rows = 0
             for layer in active:
                 vars(layer).pop("forward", None)
 

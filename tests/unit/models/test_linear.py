@@ -10,11 +10,17 @@ from torch import Tensor, nn
 
 from hybrid_rl.models import linear
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.linear import SMALLEST_PRODUCT, SMALLEST_ROWS, Linears, is_available, product, weight_gradient
+from hybrid_rl.models.linear import SMALLEST_ROWS, Linears, is_available, product, weight_gradient
 from tests.unit.models.families import build
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+SMALLEST_PRODUCT = 1 << 18  # of these tests, whatever the processor
 SIZES = [(128, 64, 160), (3, 5, 7), (1, 64, 64)]  # the first is large enough for oneDNN
+
+
+@pytest.fixture(autouse=True)
+def on_any_processor(monkeypatch):
+    monkeypatch.setattr(linear, "SMALLEST_PRODUCT", SMALLEST_PRODUCT)
 
 
 def relative(mine: Tensor, expected: Tensor) -> float:
@@ -87,7 +93,7 @@ def test_onednn_can_be_switched_off(calls):
         layer = nn.Linear(64, 64)
         linears = Linears(layer)
         with linears.fast(1000):
-            assert not linears.is_fast and "forward" not in vars(layer)
+            assert "forward" not in vars(layer)
             layer(torch.randn(1000, 64))
     assert calls == []
 
@@ -149,8 +155,19 @@ def test_few_rows_are_faster_as_they_are(calls):
     linears = Linears(layer)
     for num_rows, expected in ((SMALLEST_ROWS - 1, False), (SMALLEST_ROWS, True)):
         with linears.fast(num_rows):
-            assert linears.is_fast == expected
+            assert bool(linears.num_rows) == expected
             layer(torch.randn(num_rows, 96))
+    assert calls == [1]
+
+
+def test_each_layer_of_a_size_that_pays(calls):
+    small, large = nn.Linear(64, 32), nn.Linear(64, 64)
+    assert 100 * small.weight.numel() < SMALLEST_PRODUCT < 100 * large.weight.numel()
+    rows = torch.randn(100, 64)
+    with Linears(nn.ModuleList([small, large])).fast(100):
+        small(rows)
+        assert calls == []
+        large(rows)
     assert calls == [1]
 
 
@@ -191,9 +208,9 @@ def test_the_module_is_as_before_after_the_block_and_after_an_error():
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     linears = Linears(module)
     with pytest.raises(KeyError), linears.fast(100):
-        assert linears.is_fast
+        assert linears.num_rows == 100
         raise KeyError
-    assert not linears.is_fast
+    assert not linears.num_rows
     assert all("forward" not in vars(layer) for layer in module)
 
 
@@ -203,11 +220,11 @@ def test_nested_blocks_end_with_the_outermost(calls):
     with linears.fast(100):
         for num_rows in (100, 1):
             with linears.fast(num_rows):
-                assert linears.is_fast
-            assert linears.is_fast
+                assert linears.num_rows == 100
+            assert linears.num_rows == 100
         layer(rows)
     layer(rows)
-    assert not linears.is_fast and calls == [1]
+    assert not linears.num_rows and calls == [1]
 
 
 def test_a_shared_layer_is_one_layer():
@@ -219,8 +236,11 @@ def test_a_shared_layer_is_one_layer():
 
 
 @pytest.mark.parametrize("num_tokens", [20, 60])
-def test_what_is_recomputed_uses_the_layers_of_its_forward_pass(num_tokens, calls):
+def test_what_is_recomputed_uses_the_layers_of_its_forward_pass(num_tokens, monkeypatch):
     """The backward pass comes after the block; the recomputed activations must not differ from the first."""
+    monkeypatch.setattr(linear, "SMALLEST_PRODUCT", 0)
+    calls, own = [], linear._Forward.__call__
+    monkeypatch.setattr(linear._Forward, "__call__", lambda self, rows: calls.append(1) or own(self, rows))
     lengths = [num_tokens // 4] * 4
     tokens = torch.arange(num_tokens) * 7 % 90 + 2
     targets = torch.cat([torch.arange(1, n) + sum(lengths[:i]) for i, n in enumerate(lengths)])
@@ -236,9 +256,9 @@ def test_what_is_recomputed_uses_the_layers_of_its_forward_pass(num_tokens, call
         logprobs.sum().backward()
         counts.append((forwards, len(calls)))
         results.append([logprobs.detach(), *(p.grad for p in module.parameters())])
-        assert not model._linears.is_fast
+        assert not model._linears.num_rows
     for plain, recomputed in zip(*results, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
-    # Seven layers in each of two blocks; the gradients of so small matrices are left to PyTorch.
+    # Seven layers in each of two blocks.
     once = 14 if num_tokens >= SMALLEST_ROWS else 0
     assert counts == [(once, once), (once, 2 * once)]
