@@ -2,8 +2,8 @@
 
 PyTorch multiplies float32 matrices with MKL, which leaves half of a processor idle that it does not know; oneDNN, which
 comes with PyTorch as well, does not: 2400 x 128 by 128 x 512 run at 260 instead of 115 GFLOP/s on one core of Zen 5.
-Below some size its calls cost more than they save. Without AVX-512 MKL has nothing to leave idle, so the two are equally
-fast up to much larger products. The result differs in the order of summation only.
+Below some size its calls cost more than they save; without AVX-512, where MKL leaves nothing idle, up to a much larger
+size. The result differs in the order of summation only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Rows times columns times depth from which oneDNN is at least as fast, measured for 128 to 1024 columns with AVX-512, for
-# 128 to 4864 without.
+# Rows times columns times depth from which oneDNN is at least as fast: measured for 128 to 1024 columns with AVX-512,
+# for 128 to 4864 without.
 SMALLEST_PRODUCT = 1 << (20 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24)
 # Rows from which the layers of a model are switched over; a decode batch below it is faster as it is.
 SMALLEST_ROWS = 48

@@ -171,7 +171,8 @@ def test_other_weights_than_the_engines_are_refused_before_a_byte_is_written(rig
 
 
 def test_after_an_error_of_vllm_the_engine_says_so(rig, monkeypatch):
-    rig.engine.submit([request(0)], 1)
+    rig.engine.submit([request(0, max_tokens=4)], 1)
+    rig.engine.step()
 
     def fails():
         raise RuntimeError("no memory")

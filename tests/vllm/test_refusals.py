@@ -55,10 +55,18 @@ def test_what_vllm_fails_on_while_an_engine_is_built(monkeypatch, error, kind, t
 
 
 def test_seeds_of_prompts_in_chunks_on_a_cpu():
-    explain_step(RuntimeError("anything else"))
+    explain_step(RuntimeError("anything else"), is_first=False)
     with pytest.raises(RuntimeError) as caught:
         torch.Generator().set_offset(0)
     with pytest.raises(
         EngineStateError, match="in chunks on a CPU with per_request_seeds=true .*set per_request_seeds="
     ):
-        explain_step(caught.value)
+        explain_step(caught.value, is_first=False)
+
+
+def test_the_first_step_of_a_model_that_vllm_cannot_run():
+    told = "its first step ended with ValueError: too many values to unpack; set rollout.engine=inplace"
+    with pytest.raises(ModelError, match=told):
+        explain_step(ValueError("too many values to unpack\nand a page more"), is_first=True)
+    for error in (ConfigError("ours"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()):
+        explain_step(error, is_first=True)  # as it is

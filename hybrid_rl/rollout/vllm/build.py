@@ -148,14 +148,23 @@ def refusal(error: Exception) -> ConfigError | ModelError:
     )
 
 
-def explain_step(error: BaseException) -> None:
-    """Raise EngineStateError for an error of a step of vLLM's that says nothing of what led to it."""
+def explain_step(error: BaseException, *, is_first: bool) -> None:
+    """Raise EngineStateError for an error of a step of vLLM's that says nothing of what led to it, and ModelError for
+    one of the first step: vLLM's code does not run this model."""
+    words = str(error).strip().splitlines()[:1]
+    told = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     if "does not use offset" in str(error):  # vLLM takes back the noise of a pass whose prompt was not yet whole
         raise EngineStateError(
             "vLLM cannot compute a prompt in chunks on a CPU with per_request_seeds=true "
-            f"({str(error).splitlines()[0]}); set per_request_seeds=false, or raise "
+            f"({words[0]}); set per_request_seeds=false, or raise "
             "max_num_batched_tokens above the tokens of all prompts of a pass "
             "(max_num_seqs times the longest)"
+        ) from error
+    is_of_code = isinstance(error, (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError))
+    if is_first and is_of_code and not isinstance(error, (HybridRLError, torch.OutOfMemoryError)):
+        raise ModelError(
+            f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
+            "another version of vLLM"
         ) from error
 
 

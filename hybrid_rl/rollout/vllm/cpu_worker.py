@@ -63,6 +63,13 @@ class RunWorker(CPUWorker):
         address = f"{distributed_init_method}:{self._run}"
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)
 
+    def load_model(self, **arguments: Any) -> None:
+        """See CPUWorker. Layers may have heads of their own sizes, which vLLM would only notice as it attends."""
+        super().load_model(**arguments)
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        for size in sorted({layer.head_size for layer in layers if hasattr(layer, "head_size")}):
+            check_head_size(size)
+
     def init_device(self) -> None:
         """See CPUWorker. All ranks have opened each other's files behind it."""
         super().init_device()

@@ -212,7 +212,7 @@ class VLLMEngine(GuardedEngine):
             finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
-            explain_step(error)
+            explain_step(error, is_first=self._num_steps == 0)
             raise
         self._num_steps += 1
         return finished

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.errors import ConfigError, HandoffError, ModelError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
@@ -211,7 +211,13 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     buffers = {name for name, _ in model.named_buffers()}
     live = _engine_tensors(model)
     with _casts_expected():
-        trace = trace_loader(model.load_weights, offered, views.tensors, live, optional=buffers)
+        try:
+            trace = trace_loader(model.load_weights, offered, views.tensors, live, optional=buffers)
+        except RuntimeError as error:
+            raise ModelError(
+                f"vLLM's {type(model).__name__} cannot load weights of this shape: {error}; its code for the "
+                "architecture expects another config.json; set rollout.engine=inplace (or hf)"
+            ) from error
     made = sorted(_engine_tensors(model).keys() - live.keys())
     if made:
         raise ConfigError(

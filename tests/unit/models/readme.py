@@ -6,11 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.unit.models.families import FAMILIES, MIXTURES, MORE_DENSE, MORE_MIXTURES, REFUSED, SUPPORTED, VISION, Family
+from tests.unit.models.families import (
+    FAMILIES,
+    MIXTURES,
+    MORE_DENSE,
+    MORE_MIXTURES,
+    REFUSED,
+    REFUSED_OVER_VLLM,
+    SUPPORTED,
+    VISION,
+)
 
 README = Path(__file__).parents[3] / "README.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
-OVER_VLLM = {"tests": "tested", "by hand": "run by hand", "refused": "refused"}
 
 
 def block() -> str:
@@ -22,9 +30,11 @@ def block() -> str:
     }
     lines = ["| | families |", "|---|---|"]
     lines += [f"| {name} | {_titles(family.title for family in families)} |" for name, families in groups.items()]
-    lines += [f"| over vLLM: {words} | {_titles(_over_vllm(key))} |" for key, words in OVER_VLLM.items()]
+    lines.append("| over vLLM | all dense ones and mixtures of experts but those that are refused below |")
     lines += ["", "| limits | |", "|---|---|"]
     lines += [f"| {family.title} | {family.note} |" for family in FAMILIES.values() if family.note]
+    lines += ["", "| refused over vLLM | because |", "|---|---|"]
+    lines += [f"| {titles} | {reason} |" for reason, titles in _refused_over_vllm().items()]
     lines += ["", "| refused in place | because of |", "|---|---|"]
     lines += [f"| {row.title} | {reason} |" for reason, row in REFUSED.items()]
     return "\n".join(lines) + "\n"
@@ -34,9 +44,13 @@ def _titles(titles: Iterable[str]) -> str:
     return ", ".join(sorted(titles, key=str.lower))
 
 
-def _over_vllm(key: str) -> list[str]:
-    families: Iterable[Family] = FAMILIES.values()
-    return [family.title for family in families if family.vllm == key]
+def _refused_over_vllm() -> dict[str, str]:
+    """Titles by reason."""
+    reasons = dict.fromkeys(REFUSED_OVER_VLLM.values())
+    return {
+        reason: _titles(FAMILIES[name].title for name, its in REFUSED_OVER_VLLM.items() if its == reason)
+        for reason in reasons
+    }
 
 
 def written(text: str) -> str:
