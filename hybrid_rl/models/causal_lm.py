@@ -129,7 +129,10 @@ class CausalLM:
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
         """What the module's own backbone gives for sequences of one length, int64 [B, L], without padding or mask."""
         with self._linears.fast(token_ids.numel()):
-            return self.backbone(input_ids=token_ids, **arguments)
+            output = self.backbone(input_ids=token_ids, **arguments)
+        # Backbones that add up in float32 (Mamba) leave it to what comes after them to round.
+        output.last_hidden_state = output.last_hidden_state.to(self.dtype)
+        return output
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
         """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
