@@ -43,6 +43,14 @@ def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:
     assert not told(**keys)
 
 
+def test_a_float32_head_that_vllm_does_not_share() -> None:
+    keys: dict[str, Any] = {"dtype": "bfloat16", "cast_lm_head_to_fp32": True}
+    assert told(**keys, engine="vllm").startswith(
+        "cast_lm_head_to_fp32=True holds for the trainer's models alone: vLLM"
+    )
+    assert not told(**keys) and not told(dtype="bfloat16", engine="vllm")
+
+
 def test_a_loss_of_demonstrations_that_is_no_likelihood() -> None:
     assert told(advantage="sft", policy_loss="clip").startswith("policy_loss=clip holds ratios: the metric loss is not")
     assert not told(advantage="sft", policy_loss="cispo") and not told(algorithm="sft")
