@@ -47,9 +47,7 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     monkeypatch.setattr(worker._side._vllm._writer._loading, "_weights", blind)
     with torch.no_grad():
         worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
-    with pytest.raises(
-        HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"
-    ):
+    with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):
         trainer.policy.publish_weights(4)
     with pytest.raises(EngineStateError, match="never been given weights"):
         trainer.generate("1+2=")

@@ -50,12 +50,15 @@ def test_a_gap_that_is_no_number_counts_as_too_large() -> None:
     assert kept([[1.0]] * 4, 10.0, now) == [1] * 10
 
 
-def test_it_has_no_gradient_and_sums_in_float32() -> None:
-    now = torch.full((1024,), -1.0, dtype=torch.bfloat16, requires_grad=True)
-    engine, on = torch.full_like(now, -0.5).detach(), torch.ones(1024, dtype=torch.bool)
+def test_it_computes_in_float32() -> None:
+    """A gap of 1 + 2^-8 in half of 1024 tokens, 0 in the others: (1 + 2^-8) / 2 = 0.50195 on average. In bfloat16 it
+    would be 0.5, as 1 + 2^-8 takes nine bits, or 1, as sum and count of the tokens would both stand still at 256."""
+    now = torch.full((1024,), -1.0078125, dtype=torch.bfloat16)  # 1 + 2^-7
+    engine, on = torch.full_like(now, -0.00390625), torch.ones(1024, dtype=torch.bool)
+    engine[512:] = now[512:]
     rows = torch.zeros(1024, dtype=torch.int64)
-    found = [off_policy_mask(now, engine, -on.float(), on, rows, 1, threshold=limit) for limit in (0.49, 0.51)]
-    assert not found[0].any() and found[1].all() and not found[0].requires_grad
+    found = [off_policy_mask(now, engine, -on.float(), on, rows, 1, threshold=limit) for limit in (0.501, 0.503)]
+    assert not found[0].any() and found[1].all()
 
 
 # --------------------------------------------------------------------------------------------------- by entropy

@@ -18,6 +18,7 @@ def told(**keys: Any) -> str:
     [
         ({"epsilon": 0.1}, "epsilon=0.1"),
         ({"epsilon_high": 0.28, "dual_clip": 3}, "epsilon_high=0.28, dual_clip=3.0"),
+        ({"delta": 4}, "delta=4.0"),
         ({"policy_loss": "cispo", "epsilon_high": 5}, "epsilon_high=5.0"),
         ({"epsilon": 0.1, "beta": 0.1, "kl": "reward", "advantage": "rloo"}, "epsilon=0.1"),  # logprobs recomputed
     ],
@@ -36,6 +37,7 @@ def test_bounds_of_a_ratio_that_is_always_1(keys: dict[str, Any], inert: str) ->
         {"epsilon": 0.2},  # as a config read from a run folder has all keys
         {"epsilon": 0.1, "old_logprobs": "rollout"},
         {"policy_loss": "reinforce"},
+        {"policy_loss": "a3po", "epsilon": 0.1},  # whose ratio is to a policy between the engine's and this one
         {"policy_loss": "dppo", "divergence_threshold": 0.3},
     ],
 )
