@@ -27,7 +27,7 @@ def kept(advantages: list[list[float]], threshold: float, now: torch.Tensor | No
     return found[MASK].int().tolist()
 
 
-# By GRPOTrainer.get_off_policy_mask of TRL 1.10.0.dev0 at f2cd57710, for the advantages -1, -.5, -.2 and 2; the mean
+# By GRPOTrainer.get_off_policy_mask of TRL 1.16.0, for the advantages -1, -.5, -.2 and 2; the mean
 # gaps are .1, .05, -.025 and .5.
 @pytest.mark.parametrize(
     ("threshold", "expected"), [(0.02, [0, 0, 1, 1]), (0.06, [0, 1, 1, 1]), (0.2, [1, 1, 1, 1])], ids=str
@@ -66,7 +66,7 @@ def test_it_computes_in_float32() -> None:
 ENTROPY = torch.tensor([0.1, 0.9, 0.4, 9.0, 0.7, 0.7, 9.0, 9.0, 0.2, 0.05, 1.1, 0.3, 0.6, 9.0, 9.0, 9.0])
 
 
-# By GRPOTrainer.get_high_entropy_mask of TRL 1.10.0.dev0 at f2cd57710, and torch.quantile.
+# By GRPOTrainer.get_high_entropy_mask of TRL 1.16.0, and torch.quantile.
 @pytest.mark.parametrize(
     ("share", "quantile", "expected"),
     [

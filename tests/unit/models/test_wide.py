@@ -92,10 +92,10 @@ def test_dtypes_that_do_not_go_together_are_refused() -> None:
 
 
 def cast_as_trl(module: PreTrainedModel) -> PreTrainedModel:
-    """What TRL's cast_lm_head_to_fp32 does to a model (GRPOTrainer.__init__), and it refuses tied embeddings."""
+    """What TRL's cast_lm_head_to_fp32 does to a head (GRPOTrainer.__init__). The embeddings stay as they are."""
     module = copy.deepcopy(module)
     head: Any = module.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().float())  # TRL: lm_head.float(); here also for tied ones
+    head.weight = torch.nn.Parameter(head.weight.detach().float())
     if head.bias is not None:
         head.bias = torch.nn.Parameter(head.bias.detach().float())
     head.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(),))
