@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl import Trainer
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.build import generating_model
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
+from tests.tiny import build_model, build_tokenizer, spread, sums
 from tests.unit.models.families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow
@@ -64,3 +66,21 @@ def test_two_ranks_have_the_head_of_one() -> None:
     for seen in run_ranks(on_ranks, 2, False):
         for name in ("logprobs", "logits"):
             assert float((seen[name] - expected[name]).abs().max()) > 1e-3, name
+
+
+def test_engine_and_trainer_lie_closer_on_two_ranks(tmp_path, forked_ranks, monkeypatch) -> None:
+    """As with one (tests/unit/test_trainer_float32_head.py): what is left is the rounding in the body."""
+    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    keys: dict[str, Any] = {"dtype": "bfloat16", "beta": 0.1, "max_steps": 1, "output_dir": str(tmp_path)}
+    keys |= {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 16, "num_ranks": 2}
+    divergence = []
+    for is_cast in (False, True):
+        module = build_model(hidden_size=64, seed=1, tie_word_embeddings=False)
+        with torch.no_grad():
+            module.lm_head.weight.mul_(32)
+        more: dict[str, Any] = {"cast_lm_head_to_fp32": is_cast, "tokenizer": build_tokenizer()}
+        with Trainer(module.bfloat16(), spread, sums(12), run_name=str(is_cast), **keys, **more) as trainer:
+            metrics = trainer.step().metrics
+        assert metrics["kl"] == 0 and metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
+        divergence.append(metrics["mismatch/kl_k3"])
+    assert 0 < divergence[1] < divergence[0] / 1.5, divergence
