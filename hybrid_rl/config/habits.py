@@ -65,7 +65,6 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "tis_imp_ratio_cap": "set correction=tis with correction_cap",
         "use_adaptive_entropy": "set entropy_target",
         "sync_ref_model": "set ref_model_sync_steps, with ref_model_mixup_alpha",
-        "cast_lm_head_to_fp32": "not offered: the head has the dtype of the model; logits and logprobs are float32",
         "disable_dropout": "dropout is off always: ratios need the same network twice",
         "shuffle_dataset": "set shuffle",
         "max_prompt_len": "set max_prompt_length",

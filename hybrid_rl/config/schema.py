@@ -49,6 +49,20 @@ class ModelConfig:
         "varlen, compiled and sdpa that runs",
     )
 
+    # Of dtype=bfloat16 alone: see BFloat16ModelConfig.
+    cast_lm_head_to_fp32 = False
+
+
+@dataclass(frozen=True)
+class BFloat16ModelConfig(ModelConfig):
+    """What is trained, with dtype=bfloat16."""
+
+    cast_lm_head_to_fp32: bool = key(
+        False,
+        "logits are float32 products of hidden states and head, not rounded to bfloat16, in training, scoring and the "
+        "embedded engines; the values of the head stay bfloat16 (its masters float32)",
+    )
+
 
 @dataclass(frozen=True)
 class DataConfig:

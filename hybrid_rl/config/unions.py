@@ -12,10 +12,12 @@ from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConf
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
+    BFloat16ModelConfig,
     CriticConfig,
     EvalConfig,
     InPlaceRolloutConfig,
     LocalControllerConfig,
+    ModelConfig,
     RayControllerConfig,
     SampledEvalConfig,
     TrainerConfig,
@@ -81,6 +83,11 @@ def _eval_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     return "sampled" if number(given.get("eval_temperature")) > 0 else None
 
 
+def _model_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    # As a value is read: torch.bfloat16 too. What auto stands for is settled when the hardware is known.
+    return "bfloat16" if str(given.get("dtype")).removeprefix("torch.") == "bfloat16" else None
+
+
 def _critic_section(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
     return "value_head" if "values" in ADVANTAGES[chosen["advantage"]].needs else "none"
 
@@ -88,6 +95,13 @@ def _critic_section(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
 # In an order in which each is inferred from those before it.
 UNIONS: Mapping[str, Union] = MappingProxyType(
     {
+        "model": Union(
+            None,
+            "any dtype",
+            {"any dtype": ModelConfig, "bfloat16": BFloat16ModelConfig},
+            infer=_model_section,
+            remedies={"bfloat16": "it exists with dtype=bfloat16, and that has to be given (auto does not do)"},
+        ),
         "algorithm": Union("name", "grpo", dict.fromkeys(PRESETS, AlgorithmConfig)),
         "advantage": Union("estimator", "grpo", ADVANTAGES),
         "policy_loss": Union("objective", "clip", POLICY_LOSSES, infer=_loss_section),

@@ -170,6 +170,8 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
             "optimizer.warmup_steps",
             "use lr_scheduler_type=constant_with_warmup",
         ),
+        # An argument of vLLM is called dtype as well, and brings the key too.
+        (config.model.dtype != "bfloat16", "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"),
         (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
         (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class CausalLM:
 
     attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
     training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep
-    what the backward pass needs in host memory. Raises ConfigError where the attention cannot run here, ModelError for
-    a module without such a head or with float16 parameters.
+    what the backward pass needs in host memory. float32_head: logits of a bfloat16 model are float32 products of its
+    bfloat16 hidden states and head, not rounded to bfloat16. Raises ConfigError if the attention cannot run here,
+    ModelError for a module without such a head or with float16 parameters.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class CausalLM:
         *,
         compile: bool = False,
         activation_offload: bool = False,
+        float32_head: bool = False,
     ) -> None:
         self.module = module
         self.backbone = _backbone(module)
@@ -60,7 +63,10 @@ class CausalLM:
         _switch_off_noise(module)
         self._head = _output_head(module)
         self.is_language_model = self._head is module.get_output_embeddings()
-        self._options = _head_options(module) if self.is_language_model else HeadOptions()
+        self.has_float32_head = float32_head
+        self._options = replace(
+            _head_options(module) if self.is_language_model else HeadOptions(), in_float32=float32_head
+        )
         check_dtype(self.device, self.dtype)
         self._linears = Linears(module if self.dtype == torch.float32 else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])

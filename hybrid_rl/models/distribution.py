@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.linear import product, weight_gradient
-from hybrid_rl.models.logprobs import CHUNK_ELEMENTS, HeadOptions, head_logits
+from hybrid_rl.models.logprobs import CHUNK_ELEMENTS, HeadOptions, head_gradients, head_logits, logit_gradient
 
 
 def token_distribution(
@@ -100,9 +99,9 @@ class _Distribution(torch.autograd.Function):
             if options.softcap is not None:
                 capped = head_logits(hidden[rows], weight, bias, options)
                 grad = grad * (1 - (capped / options.softcap) ** 2)
-            grad = grad.to(hidden.dtype)
-            grad_hidden[rows] = product(grad, weight.t())
-            grad_weight += weight_gradient(grad, hidden[rows])
+            grad = logit_gradient(grad, weight, options)
+            grad_hidden[rows], of_weight = head_gradients(grad, hidden[rows], weight)
+            grad_weight += of_weight
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.models.linear import product, weight_gradient
+from hybrid_rl.models.wide import wide_product, wide_weight_gradient
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
 _logger = logging.getLogger("hybrid_rl")
@@ -23,21 +24,43 @@ _logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap)."""
+    """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap).
+
+    in_float32: h W^T + b of a bfloat16 model is the float32 sum of its products, not rounded to bfloat16, and its
+    gradient reaches h and W in float32; both are rounded once, at the end, to the dtype of h and W.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
+    in_float32: bool = False
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
     """hidden: [M, H]; weight: [V, H]; bias: [V] or None. Returns logits, float32 (float64 for float64 input) [M, V]."""
-    logits = product(hidden, weight, bias)
+    logits = wide_product(hidden, weight, bias) if _is_wide(weight, options) else product(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if options.scale != 1.0:
         logits = logits * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     return logits
+
+
+def logit_gradient(grad: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """The gradient of h W^T + b, float32 or float64 [M, V], in the dtype in which it is multiplied on."""
+    return grad if _is_wide(weight, options) else grad.to(weight.dtype)
+
+
+def head_gradients(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of hidden [M, H] and weight [V, H], of those shapes, in the dtype of grad [M, V], which
+    `logit_gradient` gave."""
+    if grad.dtype != weight.dtype:
+        return wide_product(grad, weight.t()), wide_weight_gradient(grad, hidden)
+    return product(grad, weight.t()), weight_gradient(grad, hidden)
+
+
+def _is_wide(weight: Tensor, options: HeadOptions) -> bool:
+    return options.in_float32 and weight.dtype == torch.bfloat16
 
 
 def token_logprobs(
@@ -53,7 +76,12 @@ def token_logprobs(
     if runs_in_triton(hidden.device, hidden.dtype):
         from hybrid_rl.models.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
 
-        return linear_logprobs(hidden, weight, bias, labels, temperature, scale=options.scale, softcap=options.softcap)
+        return linear_logprobs(
+            *(hidden, weight, bias, labels, temperature),
+            scale=options.scale,
+            softcap=options.softcap,
+            in_float32=_is_wide(weight, options),
+        )
     return chunked_logprobs(hidden, weight, bias, labels, temperature, options)
 
 
@@ -137,9 +165,9 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = grad / ctx.temperature
             if options.softcap is not None:
                 grad = grad * (1 - (capped / options.softcap) ** 2)
-            grad = (grad * options.scale).to(hidden.dtype)
-            grad_hidden[rows] = product(grad, weight.t())
-            grad_weight += weight_gradient(grad, hidden[rows])
+            grad = logit_gradient(grad * options.scale, weight, options)
+            grad_hidden[rows], of_weight = head_gradients(grad, hidden[rows], weight)
+            grad_weight += of_weight
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return (

@@ -7,21 +7,24 @@ matrix products turn that into the gradients of hidden states and head. A range 
 part of the head is complete at once and needs no float32 copy of the head.
 
 The same numbers as `models/logprobs.py`, which is the oracle: logits are rounded to the dtype of the hidden states, so
-is their gradient, and every sum is taken in float32.
+is their gradient (neither is with `in_float32`), and every sum is taken in float32.
 
 Importing this file imports Triton, which only its callers on CUDA need.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from hybrid_rl.models.wide import wide_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of the vocabulary and row tiles that run side by side: they fill a GPU, and what they share stays in its cache.
@@ -33,6 +36,15 @@ RANGE_ELEMENTS = 1 << 26
 MIN_RANGE = 4096
 
 
+class Options(NamedTuple):
+    """As `linear_logprobs` takes them."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    in_float32: bool = False
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -42,6 +54,7 @@ def linear_logprobs(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """ln p(label) and entropy (nats) of softmax(logits / temperature).
 
@@ -52,6 +65,7 @@ def linear_logprobs(
         weight: [V, H] of the same dtype.
         bias: [V] of the same dtype, or None.
         labels: int64 [M], each below V; NaN comes back for one that is not.
+        in_float32: neither logits nor their gradient are rounded to that dtype; the latter takes twice the memory.
 
     Returns:
         Two float32 tensors [M], differentiable in hidden, weight and bias.
@@ -62,24 +76,18 @@ def linear_logprobs(
     _check(hidden, weight, bias, labels, temperature, softcap)
     apply: Any = _LinearLogprobs.apply
     # As floats: an int would be compiled for anew, and 1 as a constant.
-    logprobs, entropy = apply(hidden, weight, bias, labels, float(temperature), float(scale), softcap)
+    options = Options(float(temperature), float(scale), softcap, in_float32)
+    logprobs, entropy = apply(hidden, weight, bias, labels, options)
     return logprobs, entropy
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-        scale: float,
-        softcap: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = (temperature, scale, softcap)
-        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, *ctx.options)
+        ctx.options = options
+        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, options)
         ctx.save_for_backward(hidden, weight, bias, labels, best, log_total, entropy)
         # Entropy is saved too: what the caller gets must be another tensor, which it may change.
         return logprobs, entropy.clone()
@@ -98,29 +106,23 @@ class _LinearLogprobs(torch.autograd.Function):
         width = max(MIN_RANGE, RANGE_ELEMENTS // max(hidden.shape)) // tile * tile
         for start in range(0, num_columns if num_rows else 0, width):
             columns = slice(start, min(start + width, num_columns))
-            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, *ctx.options)
+            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, ctx.options)
             if grad_hidden is not None:
-                grad_hidden += _product(grad, weight[columns])
+                grad_hidden += wide_product(grad, weight[columns].t())
             if grad_weight is not None:
-                grad_weight[columns] = _product(grad.t(), hidden)
+                grad_weight[columns] = wide_product(grad.t(), hidden.t())
             if grad_bias is not None:
                 grad_bias[columns] = grad.sum(0, dtype=torch.float32)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
             grad_bias,
-            *(None,) * 4,
+            *(None,) * 2,
         )
 
 
 def _statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was subtracted,
     ln p(label), entropy."""
@@ -135,8 +137,8 @@ def _statistics(
         _sum_up[(triton.cdiv(num_rows, tiles["ROWS"]) * num_parts,)](
             *_operands(hidden, weight, bias),
             *(labels, best, total, mean, chosen),
-            *(scale, float(softcap or 0), temperature, num_rows, num_columns, tiles_of_part, num_parts),
-            **_constants(hidden, bias, softcap),
+            *(*_numbers(options), num_rows, num_columns, tiles_of_part, num_parts),
+            **_constants(hidden, bias, options),
             **tiles,
         )
     top = best.amax(0)
@@ -154,35 +156,27 @@ def _logit_gradients(
     labels: Tensor,
     rows: list[Tensor],
     columns: slice,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
+    options: Options,
 ) -> Tensor:
-    """The gradient of some columns of hidden weight^T + bias, in the dtype of hidden [M, columns]: a view into rows of
-    whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread stores 16 bytes at
-    once and the products that follow read aligned rows.
+    """The gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]: a view
+    into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread stores 16
+    bytes at once and the products that follow read aligned rows.
 
     rows: float32 [M] each: largest logit, ln of the sum, entropy, gradients of ln p and of the entropy.
     """
     num_rows, width = hidden.shape[0], columns.stop - columns.start
     tiles = _tiles(hidden)
     num_tiles = triton.cdiv(width, tiles["COLUMNS"])
-    grad = hidden.new_empty(num_rows, num_tiles * tiles["COLUMNS"])
+    dtype = torch.float32 if options.in_float32 else hidden.dtype
+    grad = hidden.new_empty(num_rows, num_tiles * tiles["COLUMNS"], dtype=dtype)
     _differentiate[(triton.cdiv(num_rows, tiles["ROWS"]) * num_tiles,)](
         *_operands(hidden, weight, bias),
         *(labels, *rows, grad, grad.stride(0)),
-        *(scale, float(softcap or 0), temperature, num_rows, columns.start, columns.stop, num_tiles),
-        **_constants(hidden, bias, softcap),
+        *(*_numbers(options), num_rows, columns.start, columns.stop, num_tiles),
+        **_constants(hidden, bias, options),
         **tiles,
     )
     return grad[:, :width]
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, summed and returned in float32. PyTorch has that for narrow types on CUDA only."""
-    if left.dtype != torch.float32 and left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.mm(left.float(), right.float())
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
@@ -190,12 +184,17 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any,
     return (hidden, weight, weight if bias is None else bias, *hidden.stride(), *weight.stride())
 
 
-def _constants(hidden: Tensor, bias: Tensor | None, softcap: float | None) -> dict[str, Any]:
+def _numbers(options: Options) -> tuple[float, float, float]:
+    return options.scale, float(options.softcap or 0), options.temperature
+
+
+def _constants(hidden: Tensor, bias: Tensor | None, options: Options) -> dict[str, Any]:
     """What kernels are compiled for, tiles apart."""
     return {
         "DEPTH": hidden.shape[1],
         "HAS_BIAS": bias is not None,
-        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "ROUNDED": not options.in_float32,
         # Triton's interpreter multiplies the bits of bfloat16 as integers; their products are exact in float32 too.
         "WIDEN": hidden.device.type == "cpu",
         "ROW_GROUP": ROW_GROUP,
@@ -236,23 +235,21 @@ def _check(
 def specialisations() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int, int]]:
     """Both kernels in the forms that models in use are compiled for: name, kernel, types of the arguments that are no
     constants, constants, num_warps, num_stages. Constants come from where a launch takes them."""
+    depths = ((896, False, None), (3584, True, None), (2304, False, 30.0), (1000, True, 30.0))
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        kinds = dict.fromkeys(("hidden", "weight", "bias", "grad_out"), f"*{short}") | {"labels": "*i64"}
-        kinds |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-        for depth, has_bias, softcap in (
-            (896, False, None),
-            (3584, True, None),
-            (2304, False, 30.0),
-            (1000, True, 30.0),
-        ):
+        for (depth, has_bias, softcap), wide in itertools.product(depths, sorted({False, dtype == torch.bfloat16})):
+            kinds = dict.fromkeys(("hidden", "weight", "bias", "grad_out"), f"*{short}") | {"labels": "*i64"}
+            kinds |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32") | (
+                {"grad_out": "*fp32"} if wide else {}
+            )
             hidden = torch.empty(1, depth, dtype=dtype, device="meta")
-            tiles = _tiles(hidden)
+            tiles, options = _tiles(hidden), Options(softcap=softcap, in_float32=wide)
             fixed = {name: value for name, value in tiles.items() if name.isupper()}
-            fixed |= _constants(hidden, hidden[0] if has_bias else None, softcap) | {"hidden_step": 1, "weight_step": 1}
+            fixed |= _constants(hidden, hidden[0] if has_bias else None, options) | {"hidden_step": 1, "weight_step": 1}
             for kernel in (_sum_up, _differentiate):
                 columns = {name: "*fp32" for name in kernel.arg_names if name.endswith(("_in", "_out"))} | kinds
                 types = {name: columns.get(name, "i32") for name in kernel.arg_names if name not in fixed}
-                form = (f"{kernel.__name__}-{short}-{depth}", kernel, types, fixed)
+                form = (f"{kernel.__name__}-{short}-{depth}{'-wide' if wide else ''}", kernel, types, fixed)
                 yield (*form, tiles["num_warps"], tiles["num_stages"])
 
 
@@ -271,7 +268,7 @@ def _place(num_rows, num_parts, ROWS: tl.constexpr, ROW_GROUP: tl.constexpr):
 def _logits(
     hidden, weight, bias, hidden_stride, hidden_step, weight_stride, weight_step,
     first_row, first_column, scale, softcap, num_rows, num_columns,
-    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WIDEN: tl.constexpr,
+    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Logits of a tile before the temperature, float32. Rows and columns past the end repeat the last one."""
@@ -299,8 +296,9 @@ def _logits(
         weight += STEP * weight_step
     if HAS_BIAS:
         sums += tl.load(bias + first_column + column).to(tl.float32)[None, :]
-    # Rounded as a plain linear layer rounds its output, which is what an engine samples from.
-    logits = sums.to(hidden.dtype.element_ty).to(tl.float32) * scale
+    if ROUNDED:  # as a plain linear layer rounds its output, which is what an engine samples from
+        sums = sums.to(hidden.dtype.element_ty).to(tl.float32)
+    logits = sums * scale
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite where e^2x does not.
         logits = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
@@ -316,7 +314,7 @@ def _sum_up(
     mean_out,  # the sum of exp(z - best) (z - best)
     chosen_out,  # [M]: z of the label, written by the part that has it
     scale, softcap, temperature, num_rows, num_columns, tiles_of_part, num_parts,
-    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WIDEN: tl.constexpr,
+    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows against one part of the vocabulary."""
@@ -334,7 +332,7 @@ def _sum_up(
         column = start + tl.arange(0, COLUMNS)
         z = _logits(
             hidden, weight, bias, hidden_stride, hidden_step, weight_stride, weight_step, row_tile * ROWS, start,
-            scale, softcap, num_rows, num_columns, DEPTH, HAS_BIAS, HAS_SOFTCAP, WIDEN, ROWS, COLUMNS, STEP,
+            scale, softcap, num_rows, num_columns, DEPTH, HAS_BIAS, HAS_SOFTCAP, ROUNDED, WIDEN, ROWS, COLUMNS, STEP,
         )  # fmt: skip
         z = z / temperature
         there = column[None, :] < num_columns
@@ -363,7 +361,7 @@ def _differentiate(
     grad_out,  # [M, num_tiles * COLUMNS]; numbers past the end are written too, and not read
     grad_stride,
     scale, softcap, temperature, num_rows, begin, end, num_tiles,
-    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WIDEN: tl.constexpr,
+    DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
@@ -379,7 +377,8 @@ def _differentiate(
     real = row < num_rows
     logits = _logits(
         hidden, weight, bias, hidden_stride, hidden_step, weight_stride, weight_step, row_tile * ROWS,
-        begin + tile * COLUMNS, scale, softcap, num_rows, end, DEPTH, HAS_BIAS, HAS_SOFTCAP, WIDEN, ROWS, COLUMNS, STEP,
+        begin + tile * COLUMNS, scale, softcap, num_rows, end, DEPTH, HAS_BIAS, HAS_SOFTCAP, ROUNDED, WIDEN,
+        ROWS, COLUMNS, STEP,
     )  # fmt: skip
     # Counted from the first column of the tile: 64 bits would take registers, of the columns too.
     label = (tl.load(labels + row, mask=real, other=-1) - (begin + tile * COLUMNS)).to(tl.int32)

@@ -17,10 +17,10 @@ from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.router import Routers
 from hybrid_rl.transfer import finish_downloads, start_download
 from hybrid_rl.workers.entropy import EntropyWeight
-from hybrid_rl.workers.extras import LearnedNumbers, least_entropy, prepared_column, rollout_gap
+from hybrid_rl.workers.extras import LearnedNumbers, prepared_column, rollout_gap, with_whole
 from hybrid_rl.workers.kl import KLWeight
 from hybrid_rl.workers.plan import Plan, micro_batch
-from hybrid_rl.workers.routing import expert_load, router_columns
+from hybrid_rl.workers.routing import router_columns
 from hybrid_rl.workers.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from hybrid_rl.workers.trained import TrainedModel
@@ -122,7 +122,9 @@ class Actor(TrainedModel):
         learning_rate = self.optimizer.learning_rate
         before = [torch.zeros(0, device=self.model.device)]
         self._numbers.clear()
-        terms = replace(self._with_whole(batch, micro_batches, terms), entropy_coef=self.entropy_weight.applied)
+        terms = replace(terms, balance=self._balance, entropy_coef=self.entropy_weight.applied)
+        if len(micro_batches) > 1 or self._context.num_ranks > 1:
+            terms = with_whole(self.model, batch, micro_batches, terms, self._context)
 
         def loss_of(rows: Sequence[int]) -> torch.Tensor:
             micro = micro_batch(batch, rows, self.model.idle_token)
@@ -147,27 +149,6 @@ class Actor(TrainedModel):
             sums.merge(self._numbers.metrics())
         sums.merge(self.entropy_weight.follow(sums, self._context))
         return sums, torch.cat(before)
-
-    def _with_whole(self, batch: Batch, micro_batches: list[list[int]], terms: Terms) -> Terms:
-        """The terms with what must be known of the whole mini-batch beforehand."""
-        terms = replace(terms, balance=self._balance)
-        if len(micro_batches) == 1 and self._context.num_ranks == 1:
-            return terms
-        algorithm = self._config.algorithm
-        if algorithm.top_entropy_quantile < 1:
-            least = least_entropy(self.model, batch, micro_batches, terms, self._context)
-            terms = replace(terms, least_entropy=least)
-        if self._balance is not None:
-            load = expert_load(
-                self.model,
-                self._balance,
-                batch,
-                micro_batches,
-                self._context,
-                mask_truncated_completions=algorithm.mask_truncated_completions,
-            )
-            terms = replace(terms, expert_load=load)
-        return terms
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """See TrainedModel; with what the algorithm has learned beside the model."""

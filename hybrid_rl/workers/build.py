@@ -74,6 +74,7 @@ def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
         "attention": UNPACKED if isinstance(config.rollout, HFRolloutConfig) else config.model.attention,
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
+        "float32_head": config.model.cast_lm_head_to_fp32,
     }
 
 
@@ -131,7 +132,7 @@ def generating_model(model: CausalLM) -> Iterator[CausalLM]:
         yield model
         return
     with model.twin.bound():
-        plain = CausalLM(model.twin.module, model.attention.name)
+        plain = model.plain_twin()
         plain.masked_from = model.masked_from
         yield plain
 

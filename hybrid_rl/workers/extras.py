@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.balance import ExpertLoad
 from hybrid_rl.workers.plan import Plan
+from hybrid_rl.workers.routing import reading_balance
 from hybrid_rl.workers.scoring import MicroBatches, token_columns
 from hybrid_rl.workers.step import Terms, loss_mask, mismatch_metrics, model_outputs
 
@@ -93,26 +96,42 @@ def rollout_gap(
     return sums
 
 
-def least_entropy(
-    model: CausalLM, batch: Batch, micro_batches: MicroBatches, terms: Terms, context: RankContext
-) -> Tensor:
-    """The entropy from which on tokens are in the policy loss (top_entropy_quantile), of the mini-batch of all ranks,
-    float64 [] on the model's device: a forward pass over all micro-batches of this rank. Collective."""
+def with_whole(model: CausalLM, batch: Batch, micro_batches: MicroBatches, terms: Terms, context: RankContext) -> Terms:
+    """The terms with what must be known of the mini-batch of all ranks before its first backward pass: the entropy from
+    which on tokens are in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with
+    a load-balancing loss), both on the model's device.
+
+    One forward pass over all micro-batches of this rank for both, none if neither is wanted. Collective.
+    """
+    algorithm, loads = terms.config.algorithm, list[ExpertLoad]()
+    wants_entropy, masks_truncated = algorithm.top_entropy_quantile < 1, algorithm.mask_truncated_completions
+    if not wants_entropy and terms.balance is None:
+        return terms
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
-        return {"entropy": model_outputs(model, row, terms)[1].float()}
+        row, found = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device), dict[str, Tensor]()
+        with reading_balance(terms.balance, micro, row, mask_truncated_completions=masks_truncated) as reading:
+            if wants_entropy:
+                found["entropy"] = model_outputs(model, row, terms)[1].float()
+            else:  # routers need no head
+                model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+        if reading is not None:
+            loads.append(reading.load())
+        return found
 
-    algorithm = terms.config.algorithm
-    entropy = token_columns(batch, micro_batches, compute)["entropy"]
+    columns = token_columns(batch, micro_batches, compute)
+    if terms.balance is not None:
+        first, *others = context.gather(sum(loads[1:], loads[0]).to("cpu"))
+        terms = replace(terms, expert_load=sum(others, first).to(model.device))
+    if not wants_entropy:
+        return terms
     rows = torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
-    mask = loss_mask(batch, mask_truncated_completions=algorithm.mask_truncated_completions)
-    mine = entropy.select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
+    mask = loss_mask(batch, mask_truncated_completions=masks_truncated)
+    mine = columns["entropy"].select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
     whole = torch.cat(context.gather(mine))
-    found = entropy_quantile(
-        whole, torch.ones_like(whole, dtype=torch.bool), algorithm.top_entropy_quantile, num_tokens=len(whole)
-    )
-    return found.to(model.device)
+    everything = torch.ones_like(whole, dtype=torch.bool)
+    least = entropy_quantile(whole, everything, algorithm.top_entropy_quantile, num_tokens=len(whole))
+    return replace(terms, least_entropy=least.to(model.device))
 
 
 class LearnedNumbers:

@@ -136,9 +136,7 @@ class ShardedCausalLM(CausalLM):
     Arguments as of CausalLM. dtype is the compute dtype.
     """
 
-    def __init__(
-        self, shards: Shards, attention: str = "auto", *, compile: bool = False, activation_offload: bool = False
-    ) -> None:
+    def __init__(self, shards: Shards, attention: str = "auto", **options: bool) -> None:
         self.twin = shards.twin
         self.region = shards.region
         self._sharding = shards.options
@@ -147,10 +145,14 @@ class ShardedCausalLM(CausalLM):
         self._is_gathered = False
         for module in self._root.modules():  # which cpu_offload leaves beside the shards
             module._buffers |= {name: b.to(self._device) for name, b in module._buffers.items() if b is not None}
-        super().__init__(shards.module, attention, compile=compile, activation_offload=activation_offload)
+        super().__init__(shards.module, attention, **options)
         # Embedding and head are gathered by the root's hooks, which run around its forward method and this one.
         vars(self._root)[CALL] = _call
         register_fsdp_forward_method(self._root, CALL)
+
+    def plain_twin(self) -> CausalLM:
+        """A model over the twin, with this one's attention and head. Its weights are there while the twin is bound."""
+        return CausalLM(self.twin.module, self.attention.name, float32_head=self.has_float32_head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,7 +228,7 @@ class ShardedCausalLM(CausalLM):
         """See CausalLM: the twin is compared with the model's own forward, then this model with the twin."""
         row = self.verify_row()
         with self.twin.bound():
-            plain = CausalLM(self.twin.module, self.attention.name)
+            plain = self.plain_twin()
             gap = plain.verify()
             expected = plain.row_outputs(row)
         self.masked_from = plain.masked_from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,23 @@ PROBE_TOKENS = 4
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def causes(gap: float, proof: str | None) -> str:
+    """Why engine and trainer may differ, likeliest first. gap: of their logprobs, NaN or inf if one of them gives none.
+    proof: as `RolloutSide.proof` gives it."""
+    if not math.isfinite(gap):
+        return "the weights, or what one of them computes from them, are not finite"
+    others = "own code for the architecture, an argument of the engine, an activation, hook or buffer changed by hand"
+    if proof is None:
+        return (
+            f"the engine does not hold the trainer's weights (nobody compared them in this handoff; verify_steps=1 "
+            f"does), or it computes otherwise ({others})"
+        )
+    return (
+        f"the engine computes this architecture otherwise ({others}); {proof}. rollout.engine=inplace or hf runs the "
+        "trainer's own modules; probe_tolerance accepts such a gap"
+    )
 
 
 class HybridWorker(WorkerBase):
@@ -162,11 +180,12 @@ class HybridWorker(WorkerBase):
                 metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
             metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
             with self._or_distrust():
-                metrics |= self._side.verify(version)
+                verified = self._side.verify(version)
+            metrics |= verified
         if self._is_probed(version):
             with self.lease(GENERATING), self._or_distrust():
                 start = now()
-                metrics["handoff/probe_gap"] = self._probe(version)
+                metrics["handoff/probe_gap"] = self._probe(version, self._side.proof(verified))
                 metrics["timing/probe"] = now() - start
             self._num_unproved -= 1
         self._version = version
@@ -212,7 +231,7 @@ class HybridWorker(WorkerBase):
             self._distrust()
             raise
 
-    def _probe(self, version: int) -> float:
+    def _probe(self, version: int, proof: str | None) -> float:
         request = RolloutRequest(
             PROBE_REQUEST,
             self._probe_ids,
@@ -228,8 +247,7 @@ class HybridWorker(WorkerBase):
         if not gap <= tolerance:
             raise HandoffError(
                 f"policy version {version}: engine and trainer differ by {gap:.3g} in the logprobs of the probe prompt "
-                f"(tolerance {tolerance:g}): the engine does not hold the trainer's weights, or computes otherwise "
-                f"(an activation, hook or buffer changed by hand, an argument of the engine), or they are not finite"
+                f"(tolerance {tolerance:g}): {causes(gap, proof)}"
             )
         return gap
 

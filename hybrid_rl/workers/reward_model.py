@@ -70,7 +70,7 @@ class RewardModel:
             verify_scores(self.model)
             return
         with self.model.twin.bound():
-            plain = CausalLM(self.model.twin.module, self.model.attention.name)
+            plain = self.model.plain_twin()
             verify_scores(plain)
             self.model.masked_from = plain.masked_from
             expected = sequence_scores(plain, VERIFY_SEQUENCES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS, engine_weights_resident, kv_cache_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
+SAME_MEMORY = "its weights are the trainer's own memory"
+
 
 class RolloutSide(ABC):
     """An engine with what binds it to the actor of the same rank. residents: of the engine, for the leases."""
@@ -50,6 +52,11 @@ class RolloutSide(ABC):
         """Prove, where that is due, that the engine holds what the trainer holds, byte by byte; metrics of it,
         none where it is not due, or where both are the same memory. Collective. Raises HandoffError."""
         return {}
+
+    @abstractmethod
+    def proof(self, verified: Mapping[str, float]) -> str | None:
+        """How it is known that the engine holds the trainer's weights, as a clause; None if nobody has looked.
+        verified: what `verify` gave in this handoff."""
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -85,6 +92,10 @@ class EmbeddedSide(RolloutSide):
         """See RolloutSide; the bytes are those that each rank has gathered."""
         report = self.engine.update_weights(TensorSource.of(self._model.module), version)
         return HandoffReport(version, gathered_bytes(self._model), report.num_tensors, report.seconds)
+
+    def proof(self, verified: Mapping[str, float]) -> str | None:
+        """See RolloutSide. A handoff checks that every tensor lies where the trainer's does."""
+        return SAME_MEMORY
 
 
 class VLLMSide(RolloutSide):
@@ -183,6 +194,14 @@ class VLLMSide(RolloutSide):
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": verified.seconds, "handoff/unproven_bytes": float(num_bytes)}
+
+    def proof(self, verified: Mapping[str, float]) -> str | None:
+        """See RolloutSide."""
+        if not verified:
+            return SAME_MEMORY if self._config.adopt_weights else None
+        unproven = int(verified["handoff/unproven_bytes"])
+        but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
+        return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
     def _source(self, version: int) -> Source:
         """Where the weights come from, as rollout.transport says; made once."""

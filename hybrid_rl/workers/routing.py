@@ -1,22 +1,18 @@
-"""Routers of a batch: scores of the old policy as columns, those of the present one for the same experts, and how
-often a mini-batch chooses each expert."""
+"""Routers of a batch: scores of the old policy as columns, and those of the present one, of the same experts or all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.controller import RankContext, mark_progress
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.balance import BalanceReading, ExpertLoad, LoadBalance
+from hybrid_rl.models.balance import BalanceReading, LoadBalance
 from hybrid_rl.models.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
 from hybrid_rl.transfer import upload
-from hybrid_rl.workers.plan import micro_batch
 from hybrid_rl.workers.scoring import MicroBatches, token_columns
 
 
@@ -64,29 +60,3 @@ def reading_balance(
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
     with balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights)) as reading:
         yield reading
-
-
-@torch.no_grad()
-def expert_load(
-    model: CausalLM,
-    balance: LoadBalance,
-    batch: Batch,
-    micro_batches: MicroBatches,
-    context: RankContext,
-    *,
-    mask_truncated_completions: bool,
-) -> ExpertLoad:
-    """How often the mini-batch of all ranks chooses each expert, on the model's device: a forward pass over all
-    micro-batches of this rank. Collective."""
-    total: ExpertLoad | None = None
-    for rows in micro_batches:
-        mark_progress()
-        micro = micro_batch(batch, rows, model.idle_token)
-        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
-        with reading_balance(balance, micro, row, mask_truncated_completions=mask_truncated_completions) as reading:
-            model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
-        assert reading is not None
-        total = reading.load() if total is None else total + reading.load()
-    assert total is not None
-    first, *others = context.gather(total.to("cpu"))
-    return sum(others, first).to(model.device)

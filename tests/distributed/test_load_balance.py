@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
+from hybrid_rl.workers.extras import with_whole
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.routing import expert_load
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.test_verify import many_experts
@@ -43,8 +43,8 @@ def on_ranks(rank: int, num_ranks: int, checkpointing: bool) -> dict[str, Any]:
     balance = LoadBalance.of(model, COEF)
     assert balance is not None
     context = RankContext(rank=rank, gather=gathered)
-    load = expert_load(model, balance, batch, SPLIT[rank], context, mask_truncated_completions=False)
-    terms, counts = Terms(config, balance=balance, expert_load=load), Counts.of(batch, config.algorithm)
+    counts = Counts.of(batch, config.algorithm)
+    terms = with_whole(model, batch, SPLIT[rank], Terms(config, balance=balance), context)
     total = aux_loss = 0.0
     for index, rows in enumerate(SPLIT[rank]):
         with accumulating(model, is_last=index == len(SPLIT[rank]) - 1):

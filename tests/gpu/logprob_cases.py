@@ -32,6 +32,7 @@ class Case:
     uses: tuple[float, float] = (1.0, 1.0)  # share of ln p and entropy in what is differentiated
     frozen: tuple[str, ...] = ()  # what wants no gradient
     dtype: torch.dtype = torch.float32
+    in_float32: bool = False  # neither logits nor their gradient are rounded
 
 
 # One tile of rows, and some; two of columns: for what has nothing to do with how many there are.
@@ -62,6 +63,10 @@ NARROW = [
         "": {},
         " everything": {"temperature": 0.7, "scale": 2.5, "softcap": 1.5, "bias": True},
     }.items()
+]
+NARROW += [
+    Case("wide", dtype=torch.bfloat16, in_float32=True, bias=True, **SMALL),
+    Case("wide everything", temperature=0.7, scale=2.5, softcap=1.5, bias=True, dtype=torch.bfloat16, in_float32=True),
 ]
 NAMES = ("hidden", "weight", "bias")
 
@@ -105,7 +110,7 @@ def reference(case: Case, leaves: list[Tensor | None], labels: Tensor) -> tuple[
     assert hidden is not None and weight is not None
     logits = hidden @ weight.t()
     logits = logits if bias is None else logits + bias
-    if case.dtype != torch.float32:
+    if case.dtype != torch.float32 and not case.in_float32:
         logits = logits + (rounded(logits.detach(), case.dtype) - logits).detach()
     logits = logits * case.scale
     if case.softcap is not None:
@@ -122,7 +127,12 @@ def gaps(case: Case, device: str) -> dict[str, float]:
     leaves, labels, grads = build(case, device)
     hidden, weight, bias = leaves
     assert hidden is not None and weight is not None
-    mine = linear_logprobs(hidden, weight, bias, labels, case.temperature, scale=case.scale, softcap=case.softcap)
+    mine = linear_logprobs(
+        *(hidden, weight, bias, labels, case.temperature),
+        scale=case.scale,
+        softcap=case.softcap,
+        in_float32=case.in_float32,
+    )
     expected = reference(case, leaves, labels)
     found: dict[str, float] = {}
     for name, value, wanted in zip(("logprobs", "entropy"), mine, expected, strict=True):
@@ -197,7 +207,7 @@ def gradient_rows(device: str) -> dict[str, list[int]]:
         hidden, weight = (torch.zeros(rows, 16, dtype=dtype, device=device) for rows in (2, 50))
         labels = torch.zeros(2, dtype=torch.int64, device=device)
         rows = [torch.zeros(2, device=device) for _ in range(5)]
-        grad = kernels._logit_gradients(hidden, weight, None, labels, rows, slice(0, 37), 1.0, 1.0, None)
+        grad = kernels._logit_gradients(hidden, weight, None, labels, rows, slice(0, 37), kernels.Options())
         found[str(dtype)] = [grad.shape[1], grad.stride(0)]
     return found
 

@@ -31,6 +31,25 @@ def test_values_and_gradients_equal_autograd_in_float64(case: Case, dtype: torch
         assert gap < (gradients if name.startswith("grad") else values), name
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_bfloat16_head_that_is_not_rounded(case: Case) -> None:
+    """Gradients are rounded to bfloat16 once, at the end."""
+    wide = dataclasses.replace(case, dtype=torch.bfloat16, in_float32=True)
+    for name, gap in logprob_cases.gaps(wide, "cuda").items():
+        assert gap < (4e-3 if name.startswith("grad") else 2e-6), name
+
+
+def test_chunks_multiply_by_the_tensor_cores_without_rounding() -> None:
+    hidden, weight, labels = head(512, 896, 32000)
+    arguments: Any = (hidden, weight, None, labels, 0.8)
+    found = measured(lambda: chunked_logprobs(*arguments, HeadOptions(in_float32=True)), (hidden, weight))[0]
+    precise = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    expected = measured(lambda: chunked_logprobs(*precise, None, labels, 0.8, HeadOptions()), tuple(precise))[0]
+    for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(mine.float(), theirs, rtol=0, atol=(1e-5 if place < 2 else 4e-3) * scale)
+
+
 def test_the_backward_pass_in_ranges() -> None:
     for name, gap in logprob_cases.ranges_gaps("cuda").items():
         assert gap < TOLERANCES[torch.float32][name.startswith("grad")], name

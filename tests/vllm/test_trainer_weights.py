@@ -47,10 +47,23 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     monkeypatch.setattr(worker._side._vllm._writer._loading, "_weights", blind)
     with torch.no_grad():
         worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
-    with pytest.raises(HandoffError, match="in the logprobs of the probe prompt"):
+    with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):
         trainer.policy.publish_weights(4)
     with pytest.raises(EngineStateError, match="never been given weights"):
         trainer.generate("1+2=")
+
+
+def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
+    """What an architecture is like that vLLM computes by code of its own: the bytes are right, the logprobs are not."""
+    trainer = train(verify_steps=5)
+    trainer.fit()
+    worker = trainer.policy._backend._worker
+    worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
+    why = "the engine computes this architecture otherwise .*; its weights were compared .* byte by byte"
+    with pytest.raises(HandoffError, match=f"policy version 5: .*: {why}"):
+        trainer.policy.publish_weights(5)
+    with pytest.raises(HandoffError, match="policy version 6: .*: the engine does not hold the trainer's weights"):
+        trainer.policy.publish_weights(6)
 
 
 def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):

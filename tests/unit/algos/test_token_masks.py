@@ -27,7 +27,7 @@ def kept(advantages: list[list[float]], threshold: float, now: torch.Tensor | No
     return found[MASK].int().tolist()
 
 
-# By GRPOTrainer.get_off_policy_mask of TRL 1.10.0.dev0 at f2cd57710, for the advantages -1, -.5, -.2 and 2; the mean
+# By GRPOTrainer.get_off_policy_mask of TRL 1.16.0, for the advantages -1, -.5, -.2 and 2; the mean
 # gaps are .1, .05, -.025 and .5.
 @pytest.mark.parametrize(
     ("threshold", "expected"), [(0.02, [0, 0, 1, 1]), (0.06, [0, 1, 1, 1]), (0.2, [1, 1, 1, 1])], ids=str
@@ -50,12 +50,15 @@ def test_a_gap_that_is_no_number_counts_as_too_large() -> None:
     assert kept([[1.0]] * 4, 10.0, now) == [1] * 10
 
 
-def test_it_has_no_gradient_and_sums_in_float32() -> None:
-    now = torch.full((1024,), -1.0, dtype=torch.bfloat16, requires_grad=True)
-    engine, on = torch.full_like(now, -0.5).detach(), torch.ones(1024, dtype=torch.bool)
+def test_it_computes_in_float32() -> None:
+    """A gap of 1 + 2^-8 in half of 1024 tokens, 0 in the others: (1 + 2^-8) / 2 = 0.50195 on average. In bfloat16 it
+    would be 0.5, as 1 + 2^-8 takes nine bits, or 1, as sum and count of the tokens would both stand still at 256."""
+    now = torch.full((1024,), -1.0078125, dtype=torch.bfloat16)  # 1 + 2^-7
+    engine, on = torch.full_like(now, -0.00390625), torch.ones(1024, dtype=torch.bool)
+    engine[512:] = now[512:]
     rows = torch.zeros(1024, dtype=torch.int64)
-    found = [off_policy_mask(now, engine, -on.float(), on, rows, 1, threshold=limit) for limit in (0.49, 0.51)]
-    assert not found[0].any() and found[1].all() and not found[0].requires_grad
+    found = [off_policy_mask(now, engine, -on.float(), on, rows, 1, threshold=limit) for limit in (0.501, 0.503)]
+    assert not found[0].any() and found[1].all()
 
 
 # --------------------------------------------------------------------------------------------------- by entropy
@@ -63,7 +66,7 @@ def test_it_has_no_gradient_and_sums_in_float32() -> None:
 ENTROPY = torch.tensor([0.1, 0.9, 0.4, 9.0, 0.7, 0.7, 9.0, 9.0, 0.2, 0.05, 1.1, 0.3, 0.6, 9.0, 9.0, 9.0])
 
 
-# By GRPOTrainer.get_high_entropy_mask of TRL 1.10.0.dev0 at f2cd57710, and torch.quantile.
+# By GRPOTrainer.get_high_entropy_mask of TRL 1.16.0, and torch.quantile.
 @pytest.mark.parametrize(
     ("share", "quantile", "expected"),
     [

@@ -18,6 +18,7 @@ def told(**keys: Any) -> str:
     [
         ({"epsilon": 0.1}, "epsilon=0.1"),
         ({"epsilon_high": 0.28, "dual_clip": 3}, "epsilon_high=0.28, dual_clip=3.0"),
+        ({"delta": 4}, "delta=4.0"),
         ({"policy_loss": "cispo", "epsilon_high": 5}, "epsilon_high=5.0"),
         ({"epsilon": 0.1, "beta": 0.1, "kl": "reward", "advantage": "rloo"}, "epsilon=0.1"),  # logprobs recomputed
     ],
@@ -36,11 +37,20 @@ def test_bounds_of_a_ratio_that_is_always_1(keys: dict[str, Any], inert: str) ->
         {"epsilon": 0.2},  # as a config read from a run folder has all keys
         {"epsilon": 0.1, "old_logprobs": "rollout"},
         {"policy_loss": "reinforce"},
+        {"policy_loss": "a3po", "epsilon": 0.1},  # whose ratio is to a policy between the engine's and this one
         {"policy_loss": "dppo", "divergence_threshold": 0.3},
     ],
 )
 def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:
     assert not told(**keys)
+
+
+def test_a_float32_head_that_vllm_does_not_share() -> None:
+    keys: dict[str, Any] = {"dtype": "bfloat16", "cast_lm_head_to_fp32": True}
+    assert told(**keys, engine="vllm").startswith(
+        "cast_lm_head_to_fp32=True holds for the trainer's models alone: vLLM"
+    )
+    assert not told(**keys) and not told(dtype="bfloat16", engine="vllm")
 
 
 def test_a_loss_of_demonstrations_that_is_no_likelihood() -> None:

@@ -267,7 +267,6 @@ def test_what_is_told(keys: dict[str, Any], message: str) -> None:
 TRL = [
     "model_init_kwargs",
     "disable_dropout",
-    "cast_lm_head_to_fp32",
     "remove_unused_columns",
     "ds3_gather_for_generation",
     "shuffle_dataset",

@@ -35,7 +35,7 @@ def members(given: dict[str, Any]) -> dict[str, str]:
 ALGORITHMS = [{"algorithm": name, **place} for name in PRESETS for place in PLACES]
 SECTIONS = [section for section, union in UNIONS.items() if union.tag and section != "algorithm"]
 CHOICES: list[dict[str, Any]] = [{section: name} for section in SECTIONS for name in UNIONS[section].members]
-CHOICES += [{"eval_temperature": 0.5}, {"entropy_target": 0.2}]
+CHOICES += [{"eval_temperature": 0.5}, {"entropy_target": 0.2}, {"dtype": "bfloat16"}]
 GIVEN = [{}, *CHOICES, *ALGORITHMS]
 # Every key, and the first choice in which it exists.
 LEAVES = {path: leaf for given in reversed(GIVEN) for path, leaf in visible_leaves(members(given)).items()}

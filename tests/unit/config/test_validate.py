@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_rl.config import (
     OptimizerConfig,
@@ -195,6 +196,9 @@ INERT = [
     ({"eval_top_k": 5}, {"eval_temperature": 0.7}),
     ({"eval_min_p": 0.1}, {"eval_temperature": 0.7}),
     ({"num_generations_eval": 4}, {"eval_temperature": 0.7}),
+    ({"cast_lm_head_to_fp32": True}, {"dtype": "bfloat16"}),
+    ({"cast_lm_head_to_fp32": True, "dtype": "float32"}, {"dtype": torch.bfloat16}),
+    ({"cast_lm_head_to_fp32": True, "engine": "vllm", "rollout.vllm.dtype": "bfloat16"}, {"model.dtype": "bfloat16"}),
     ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
     ({"reshard_after_forward": False}, {"num_ranks": 2}),
     ({"sync_every_micro_batch": True}, {"num_ranks": 2}),
@@ -214,6 +218,17 @@ def test_keys_that_would_do_nothing(keys: dict[str, Any], remedy: dict[str, Any]
         resolved(**keys)
     if remedy is not None:
         resolved(**{**keys, **remedy})
+
+
+@pytest.mark.parametrize("keys", [{}, {"dtype": "float32"}, {"dtype": "auto"}], ids=str)
+def test_a_float32_head_is_a_matter_of_bfloat16(keys: dict[str, Any]) -> None:
+    """On a GPU dtype=auto becomes bfloat16, but only when the machine is looked at: the key wants it said."""
+    with pytest.raises(ConfigError, match=r"'cast_lm_head_to_fp32' would do nothing: it exists with dtype=bfloat16"):
+        resolved(cast_lm_head_to_fp32=True, hardware=GPUS, **keys)
+    config = resolved(cast_lm_head_to_fp32=True, dtype="bfloat16")
+    assert config.model.cast_lm_head_to_fp32 and load_config(to_dict(config))[0] == config
+    assert not resolved(dtype="bfloat16").model.cast_lm_head_to_fp32
+    assert not resolved(hardware=GPUS).model.cast_lm_head_to_fp32
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.report import read_jsonl
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.workers import actor
+from hybrid_rl.workers.hybrid import causes
+from hybrid_rl.workers.rollout_side import VLLMSide
 from tests.tiny import build_tokenizer, ids_of, spread
 
 
@@ -197,8 +201,27 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
     bench.group.publish_weights(1)
     with torch.no_grad():
         bench.module.lm_head.weight.normal_()
-    with pytest.raises(HandoffError, match=r"policy version 2.*logprobs of the probe prompt"):
+    why = "the engine computes this architecture otherwise .*; its weights are the trainer's own memory"
+    with pytest.raises(HandoffError, match=rf"policy version 2.*logprobs of the probe prompt .*: {why}"):
         bench.group.publish_weights(2)
+
+
+def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
+    prove: Any = VLLMSide.proof
+    side = SimpleNamespace(_config=SimpleNamespace(adopt_weights=False))
+    adopting = SimpleNamespace(_config=SimpleNamespace(adopt_weights=True))
+    assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"
+    compared = prove(side, {"timing/verify": 0.1, "handoff/unproven_bytes": 0.0})
+    assert compared.endswith("byte by byte in this handoff, and are equal")
+    derived = prove(side, {"timing/verify": 0.1, "handoff/unproven_bytes": 640.0})
+    assert derived == f"{compared}, but for 640 bytes that it derives from them, which may be stale"
+    unknown, known = causes(0.5, None), causes(0.5, compared)
+    assert unknown.startswith("the engine does not hold the trainer's weights (nobody compared them in this handoff")
+    assert "or it computes otherwise" in unknown and "verify_steps=1" in unknown
+    assert known.startswith("the engine computes this architecture otherwise") and compared in known
+    assert "does not hold" not in known
+    for gap, proof in ((math.nan, None), (math.inf, compared)):
+        assert causes(gap, proof) == "the weights, or what one of them computes from them, are not finite"
 
 
 def test_weights_that_are_not_finite_stop_the_run(make_bench) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.workers.extras import least_entropy
+from hybrid_rl.workers.extras import with_whole
 from hybrid_rl.workers.step import Terms, loss_mask
 from tests.unit.workers.combination_case import START, TEMPERATURE, TableModel, resolved, tiny_batch, train
 
@@ -39,7 +39,8 @@ def test_all_ranks_count() -> None:
         shown.append(mine)
         return [mine, there]
 
-    found = least_entropy(model, batch, [[3, 0], [], [4]], Terms(config), SimpleNamespace(gather=gather))  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(gather=gather)
+    found = with_whole(model, batch, [[3, 0], [], [4]], Terms(config), context).least_entropy  # type: ignore[arg-type]
     chosen = batch.select([3, 0, 4])
     logs = (START / TEMPERATURE).log_softmax(1).float()
     before = [

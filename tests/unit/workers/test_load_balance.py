@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
+from hybrid_rl.workers.actor import Actor
+from hybrid_rl.workers.extras import with_whole
 from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.routing import expert_load
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from tests.reference import grpo_case
 from tests.tiny import VOCABULARY
@@ -73,9 +73,7 @@ def step(
     balance = LoadBalance.of(model, coef)
     terms = Terms(config, balance=balance)
     if balance is not None and len(micro_batches) > 1:
-        masked = config.algorithm.mask_truncated_completions
-        load = expert_load(model, balance, batch, micro_batches, RankContext(), mask_truncated_completions=masked)
-        terms = replace(terms, expert_load=load)
+        terms = with_whole(model, batch, micro_batches, terms, RankContext())
     counts, sums, total = Counts.of(batch, config.algorithm), MetricSums(), 0.0
     model.module.zero_grad()
     for rows in micro_batches:
@@ -200,6 +198,33 @@ def test_routers_that_cannot_be_read_are_refused_at_the_start(monkeypatch: pytes
     monkeypatch.setattr(model, "row_logprobs", lambda *_: None)
     with pytest.raises(ModelError, match=r"0 of 2 ran as modules.*set router_aux_loss_coef=0, or torch_compile=false"):
         LoadBalance.of(model, None)
+
+
+@pytest.mark.parametrize(("share", "coef", "passes"), [(1.0, 0.0, 0), (0.3, 0.0, 1), (1.0, COEF, 1), (0.3, COEF, 1)])
+def test_what_is_known_of_the_mini_batch_beforehand_takes_one_forward_pass(
+    share: float, coef: float, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of it is wanted; a mini-batch of one micro-batch knows it anyway."""
+    keys: dict[str, Any] = {"loss_type": "dapo", "top_entropy_quantile": share, "router_aux_loss_coef": coef}
+    model, batch = CausalLM(moe()), with_advantages(case_batch())
+    completions = batch["completion_ids"]
+    batch = batch.with_columns(
+        rollout_logprobs=completions.with_values(torch.full((len(completions.values),), -3.0)),
+        policy_version=completions.with_values(torch.zeros_like(completions.values)),
+    )
+    actor = Actor(model, case_config(**keys), RankContext(), num_optimizer_steps=8)
+    calls, forward = [], model.hidden_states
+
+    def counted(token_ids: Tensor, *arguments: Any) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return forward(token_ids, *arguments)
+
+    monkeypatch.setattr(model, "hidden_states", counted)
+    actor.update(batch, [CUTS["groups cut"]], version=0)
+    assert calls == [False] * 4 * passes + [True] * 4
+    calls.clear()
+    actor.update(batch, [ALL], version=1)
+    assert calls == [True]
 
 
 @pytest.mark.parametrize("cap", [4096, 24])

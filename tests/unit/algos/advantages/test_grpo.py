@@ -247,7 +247,7 @@ def test_process_supervision_against_the_definition(
 # Three groups of four, by two functions that weigh 1 and -0.5.
 BY_FUNCTION = [[1.0, 0.2], [0.0, 0.9], [1.0, NAN], [0.0, 0.4], [NAN, NAN], [0.5, 10.0], [0.25, 30.0], [0.0, 20.0]]
 BY_FUNCTION += [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0], [1.0, NAN]]
-# GRPOTrainer's multi_objective_aggregation="normalize_then_sum" of TRL 1.10.0.dev0 at f2cd57710, in float64.
+# GRPOTrainer's multi_objective_aggregation="normalize_then_sum" of TRL 1.16.0, in float64.
 OF_TRL = [1.35572547, -1.50235938, 0.91582377, -0.76918986, 0.0, 1.58609987, -0.5288374, -1.05726247]
 OF_TRL += [-0.52878981, 0.52878981, 0.0, 0.0]
 
