@@ -47,6 +47,12 @@ class StepResult(NamedTuple):
     batch: Batch | BatchRef
     metrics: dict[str, float]
 
+    def __getitem__(self, place: Any) -> Any:
+        """As of any tuple; a name is told where it lies, which "indices must be integers" would not."""
+        if isinstance(place, str):
+            raise TypeError(f"a step gives a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
+        return tuple.__getitem__(self, place)
+
 
 class Trainer(Tenant):
     """Trains a language model with reinforcement learning.

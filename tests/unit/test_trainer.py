@@ -59,7 +59,11 @@ def test_num_tokens_counts_prompts_and_completions(make_trainer) -> None:
 
 def test_batch_of_a_step(make_trainer) -> None:
     trainer = make_trainer(max_completion_length=8)
-    batch, _ = trainer.step()
+    result = trainer.step()
+    batch, metrics = result
+    assert result[0] is batch and result[1] is metrics and result[-1] is result.metrics
+    with pytest.raises(TypeError, match=r"'reward' is in .metrics\[...\] or in .batch\[...\]"):
+        result["reward"]
     assert trainer.global_step == 1
     assert batch.num_samples == 8
     assert [len(rows) for rows in batch.group_rows()] == [2, 2, 2, 2]
