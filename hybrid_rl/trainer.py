@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -293,8 +294,10 @@ class Trainer(Tenant):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        if num_generations < 1:
-            raise ConfigError(f"num_generations={num_generations} must be at least 1")
+        counts = {"num_generations": num_generations, "max_completion_length": max_completion_length}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, Integral) or count < 1):
+                raise ConfigError(f"{name}={count!r} must be a whole number, at least 1")
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
         rows, params = generation_of(self._run, prompts, given, stop_strings)

@@ -39,7 +39,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             return PreTrainedTokenizerFast.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {path!r}{elsewhere(path)}: {first_line(error)}") from error
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -68,7 +68,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises OSError, ValueError, RuntimeError, SafetensorError and others here
-        raise ModelError(f"cannot load model {path!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load model {path!r}{elsewhere(path)}: {first_line(error)}") from error
     model, info = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
@@ -128,6 +128,12 @@ def refuse_missing_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"model folder {path!r} does not exist")
+
+
+def elsewhere(path: str) -> str:
+    """What an error says of a name that is no folder here: one letter wrong in a relative path makes it a name of the
+    hub, and an error about a connection would not lead there."""
+    return "" if Path(path).is_dir() else " (there is no such folder here, so it was looked for on the Hugging Face hub)"
 
 
 def first_line(error: Exception) -> str:
