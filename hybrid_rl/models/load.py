@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -21,6 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from hybrid_rl.errors import ModelError
 
+Medium = Literal["images", "audio"]
+# Entries of a config by which a model is known that can be shown something beside text.
+MEDIA: dict[Medium, tuple[str, ...]] = {
+    "images": ("vision_config", "vq_config", "image_token_id", "image_token_index"),
+    "audio": ("audio_config", "speech_config", "audio_token_id", "audio_token_index"),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,6 +55,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees and not is_causal else AutoModelForCausalLM
+
+
+def media_of(config: PreTrainedConfig) -> tuple[Medium, ...]:
+    """What a model of this config could be shown beside text. That of its text part alone is a model of text."""
+    return tuple(
+        medium for medium, names in MEDIA.items() if any(getattr(config, name, None) is not None for name in names)
+    )
 
 
 def load_model(
