@@ -24,7 +24,17 @@ from hybrid_rl.data.prompts import (
     prompt_kind,
     shorten,
 )
-from hybrid_rl.data.rows import CHUNK_ROWS, ArrowRows, HubRows, Rows, SequenceRows, frame_table, is_instance, read_path, row_columns
+from hybrid_rl.data.rows import (
+    CHUNK_ROWS,
+    ArrowRows,
+    HubRows,
+    Rows,
+    SequenceRows,
+    frame_table,
+    is_instance,
+    read_path,
+    row_columns,
+)
 from hybrid_rl.errors import DataError
 
 # An endless stream of overlong prompts would otherwise be skipped for ever.

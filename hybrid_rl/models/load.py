@@ -146,7 +146,9 @@ def refuse_missing_folder(path: str) -> None:
 def elsewhere(path: str) -> str:
     """What an error says of a name that is no folder here: one letter wrong in a relative path makes it a name of the
     hub, and an error about a connection would not lead there."""
-    return "" if Path(path).is_dir() else " (there is no such folder here, so it was looked for on the Hugging Face hub)"
+    return (
+        "" if Path(path).is_dir() else " (there is no such folder here, so it was looked for on the Hugging Face hub)"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -271,7 +271,9 @@ def test_columns_that_lie_elsewhere_or_nowhere() -> None:
 def test_samples_are_not_taken_by_brackets(place: Any) -> None:
     batch = batch_of(ONE)
     for held in (batch, Store().keep(batch)):
-        with pytest.raises(TypeError, match=r"by the names of its columns .* not by .*; select\(\[0, 1\]\) takes samples"):
+        with pytest.raises(
+            TypeError, match=r"by the names of its columns .* not by .*; select\(\[0, 1\]\) takes samples"
+        ):
             held[place]
 
 

@@ -62,7 +62,9 @@ def test_what_the_model_could_see_is_not_left_out(tokenizer: Any, tmp_path: Path
     seeing = PromptEncoder(tokenizer, max_prompt_length=None, media_columns=SHOWN)
     for place in (0, 2):
         rows = [{**row, "images": value if index == place else None} for index, row in enumerate(ROWS)]
-        with pytest.raises(DataError, match=f"row {place} has something in the column 'images'.*audio and video cannot"):
+        with pytest.raises(
+            DataError, match=f"row {place} has something in the column 'images'.*audio and video cannot"
+        ):
             list(load_source(sources_of(rows, tmp_path)[form], seeing))  # type: ignore[arg-type]
         blind = PromptEncoder(tokenizer, max_prompt_length=None)
         assert load_source(sources_of(rows, tmp_path)[form], blind).column_names == ("prompt", "answer", "images")

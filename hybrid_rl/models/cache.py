@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import CausalLM
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+
+if TYPE_CHECKING:
+    from hybrid_rl.models.causal_lm import CausalLM
 
 NAMES = ("past_key_values", "cache_params")  # under which models take a cache, and give it back
 
