@@ -38,7 +38,7 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     if isinstance(config.rollout, HFRolloutConfig):
         logger.warning(
             "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
-            "and nothing packed; models that can be packed are faster with rollout.engine=inplace"
+            "and nothing packed"
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)

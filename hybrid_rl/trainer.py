@@ -31,7 +31,7 @@ from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.launch import start_workers
 from hybrid_rl.metrics import Timings, joined, largest, now
 from hybrid_rl.others import Tenant, make_way, tell_of
-from hybrid_rl.progress import line_of
+from hybrid_rl.progress import line_of, still
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
@@ -117,9 +117,10 @@ class Trainer(Tenant):
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
-        if run.config.num_ranks != 1:
-            self._log.message(f"starting {run.config.num_ranks} ranks")
-        self._workers = start_workers(run, self._log.path, closing)
+        hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
+        starting = still(self._log.message, f"starting {run.config.num_ranks} ranks", hint)
+        with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
+            self._workers = start_workers(run, self._log.path, closing)
         policy = self._workers.policy
         self.collector = collector_of(run, policy)
         if run.resume is not None:
