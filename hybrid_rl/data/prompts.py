@@ -237,8 +237,8 @@ class PromptEncoder:
     def media_error(self, column: str, row: int) -> DataError:
         """The error for a column that would be left out silently: the model would learn to answer without it."""
         return DataError(
-            f"row {row} has something in the column {column!r}, which the model could be shown. {NOT_SHOWN}, and it would "
-            "be trained on the text alone: drop the column if that is meant, or rename it if the rewards alone need it."
+            f"row {row} has something in the column {column!r}, which the model could be shown. {NOT_SHOWN}, and it "
+            "would be trained on the text alone: drop the column if that is meant, or rename it if the rewards alone need it."
         )
 
     def remedy(self, num_tokens: int) -> str:

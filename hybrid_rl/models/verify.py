@@ -117,8 +117,8 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
         mixers = sorted({type(child).__name__ for child in there if _carries_state(child) or _is_mixer(child)})
         of_class = f" ({', '.join(mixers)})" if mixers else ""
         raise ModelError(
-            f"{name} is not supported: layers of type {', '.join(found)}{of_class} carry a state from token to token, and "
-            f"the samples of a packed row would mix; layers {which}"
+            f"{name} is not supported: layers of type {', '.join(found)}{of_class} carry a state from token to token, "
+            f"and the samples of a packed row would mix; layers {which}"
         )
     own = [type(child).__name__ for child in backbone.modules() if _is_mixer(child)]
     raise ModelError(
