@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import check_checkpoint, find_checkpoint, read_state, resumed_folder
@@ -42,7 +42,7 @@ from hybrid_rl.data import SizedSource
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.inputs import Data, load_data
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.others import has_folder
 from hybrid_rl.owners import FolderLock
@@ -61,7 +61,12 @@ class ModelChoice:
     module: PreTrainedModel | None
     path: str | None
     tokenizer: PreTrainedTokenizerBase
-    max_positions: int | None
+    settings: PreTrainedConfig
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model's config allows, None where it does not say."""
+        return getattr(self.settings.get_text_config(), "max_position_embeddings", None)
 
     def load(self, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
         """The module as it was passed, or loaded onto the device by its path."""
@@ -169,13 +174,13 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
         check_tokenizer(tokenizer, model)
         check_stop_strings(config.rollout.stop_strings, tokenizer)
-        return ModelChoice(model, None, tokenizer, _positions(model.config))
+        return ModelChoice(model, None, tokenizer, model.config)
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     check_stop_strings(config.rollout.stop_strings, tokenizer)
-    return ModelChoice(None, path, tokenizer, _positions(load_settings(path, config)))
+    return ModelChoice(None, path, tokenizer, load_settings(path, config))
 
 
 def check_stop_strings(
@@ -193,10 +198,6 @@ def check_stop_strings(
                     f"leaves out; set stop_token_ids=[{token_id}]"
                 )
     return strings
-
-
-def _positions(settings: Any) -> int | None:
-    return getattr(settings.get_text_config(), "max_position_embeddings", None)
 
 
 def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
@@ -310,7 +311,8 @@ def prepare(
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
     check_critic(resolved)
-    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions)
+    media = media_of(choice.settings)
+    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None

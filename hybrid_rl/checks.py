@@ -21,7 +21,7 @@ from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.backends import check_machine
-from hybrid_rl.models.load import DTYPES, first_line, refuse_missing_folder
+from hybrid_rl.models.load import DTYPES, elsewhere, first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
@@ -38,7 +38,7 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     if isinstance(config.rollout, HFRolloutConfig):
         logger.warning(
             "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
-            "and nothing packed; models that can be packed are faster with rollout.engine=inplace"
+            "and nothing packed"
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
@@ -139,7 +139,7 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the config of model {path!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load the config of model {path!r}{elsewhere(path)}: {first_line(error)}") from error
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:

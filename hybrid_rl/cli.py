@@ -81,7 +81,7 @@ def print_keys(word: str = "") -> int:
         table.add_column(title, overflow="fold")
     for leaf in found:
         table.add_row(leaf.path, escape(str(leaf.default)), escape(leaf.doc))
-    _wide_console().print(table)
+    _show(_wide_console(), table)
     return 0
 
 
@@ -94,7 +94,7 @@ def print_algorithms() -> int:
         settings = " ".join(f"{path}={value}" for path, value in preset.settings.items())
         table.add_row(name, escape(f"{preset.title}, {preset.source}"), escape(settings))
     console = _wide_console()
-    console.print(table)
+    _show(console, table)
     for section in ("advantage", "policy_loss", "kl", "correction"):
         console.print(f"{section}: {', '.join(UNIONS[section].members)}", soft_wrap=True)
     return 0
@@ -104,6 +104,16 @@ def _wide_console() -> Console:
     """What is piped goes to grep: one line per row of a table."""
     console = Console()
     return console if console.is_terminal else Console(width=240)
+
+
+def _show(console: Console, table: Table) -> None:
+    """Print a table. What is piped goes without the spaces that fill its last column up."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -120,7 +130,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     try:
         loaded, given = load_config(arguments=arguments)
         facts = versions() | _describe_machine(Path(loaded.output_dir))
-        console.print(_table(("this machine", ""), facts.items()), "")
+        _show(console, _table(("this machine", ""), facts.items()))
+        print()
         hardware = find_hardware(loaded)
         config = resolve(loaded, given, hardware=hardware)
         check_attention(config, hardware)
@@ -133,7 +144,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
         (str(p.rank), p.host, p.device, str(p.num_threads), *(f"{1e3 * p.seconds[test]:.2f} ms" for test in tests))
         for p in probes
     ]
-    console.print(_table(("rank", "host", "device", "threads", *tests), rows))
+    _show(console, _table(("rank", "host", "device", "threads", *tests), rows))
     problems = check(probes)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data import PromptEncoder, PromptRoom, PromptRow, SizedSource, StreamSource, load_source
+from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.load import Medium
 
 Source = SizedSource | StreamSource
+MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every eighth handoff
 
 
@@ -71,10 +75,15 @@ class Data:
 
 
 def load_data(
-    train: Any, evaluation: Any, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, max_positions: int | None
+    train: Any,
+    evaluation: Any,
+    config: TrainerConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_positions: int | None,
+    media: Collection[Medium] = (),
 ) -> Data:
     """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path). max_positions: of the
-    model."""
+    model. media: what it could be shown beside text."""
     room = prompt_room(config, max_positions)
     encoder = PromptEncoder(
         tokenizer,
@@ -82,6 +91,7 @@ def load_data(
         overlong_prompts=config.data.overlong_prompts,
         chat_template_kwargs=config.data.chat_template_kwargs,
         room=room,
+        media_columns=[name for medium in media for name in MEDIA_COLUMNS[medium]],
     )
     train = config.data.train_path if train is None else train
     if train is None:

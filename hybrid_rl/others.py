@@ -23,6 +23,7 @@ ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset",
 
 _open: weakref.WeakSet[Tenant] = weakref.WeakSet()
 _steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()  # whoever was last
 
 
 class Tenant:
@@ -93,8 +94,14 @@ class Tenant:
     def _require_current(self) -> None:
         """Open, and with an engine that has what another Trainer made of the module."""
         self._require_open()
-        if self._module_steps != steps_of(self.module):
-            logger.warning("another Trainer has trained the module of this one, whose optimizer does not know of it")
+        if self.module is not None and self._module_steps != steps_of(self.module):
+            logger.warning(
+                "the Trainer of %s has trained the module of this one (%s) since this one did: the optimizer goes by "
+                "weights that are no more. close() this one and make another, which goes on from what the module is "
+                "now; for runs that do not meet, give each a copy (copy.deepcopy) or a name",
+                _trained_by[self.module],
+                self.run_folder,
+            )
             self._module_steps = steps_of(self.module)
             self._publish_again()
 
@@ -105,6 +112,7 @@ class Tenant:
         """One more training step of the module."""
         if self.module is not None:
             self._module_steps = _steps[self.module] = steps_of(self.module) + 1
+            _trained_by[self.module] = self.run_folder
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or not self._is_made:
@@ -167,9 +175,10 @@ def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
             )
     if steps_of(module) and not is_resumed:
         logger.warning(
-            "the module was trained before, %d steps in this process: training goes on from what it is now; load it "
-            "anew to begin afresh",
+            "the module was trained before, %d step%s in this process: training goes on from what it is now; load it "
+            "again to begin afresh",
             steps_of(module),
+            "" if steps_of(module) == 1 else "s",
         )
 
 

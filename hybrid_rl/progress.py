@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -22,6 +25,28 @@ COLUMNS = (
     ("s/step", "step_time", "{:.2f}"),
 )
 NUM_LINES = 40  # plain lines over a whole run, where nobody watches live
+
+STILL_SECONDS = 20.0  # between lines about something that takes long
+
+
+@contextlib.contextmanager
+def still(tell: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
+    """Tell what begins, and while the block lasts again and again that it goes on, with the hint: whoever watches a
+    silent program for a minute takes it for dead."""
+    begun, is_over = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        while not is_over.wait(STILL_SECONDS):
+            tell(f"still {what}, for {time.monotonic() - begun:.0f} s: {hint}")
+
+    tell(what)
+    thread = threading.Thread(target=remind, name="still", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class ProgressDisplay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from hybrid_rl.interrupts import deferred_interrupt
 from hybrid_rl.launch import start_workers
 from hybrid_rl.metrics import Timings, joined, largest, now
 from hybrid_rl.others import Tenant, make_way, tell_of
-from hybrid_rl.progress import line_of
+from hybrid_rl.progress import line_of, still
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
@@ -46,6 +47,12 @@ class StepResult(NamedTuple):
 
     batch: Batch | BatchRef
     metrics: dict[str, float]
+
+    def __getitem__(self, place: Any) -> Any:
+        """As of any tuple; a name is told where it lies, which "indices must be integers" would not."""
+        if isinstance(place, str):
+            raise TypeError(f"a step gives a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
+        return tuple.__getitem__(self, place)
 
 
 class Trainer(Tenant):
@@ -110,9 +117,10 @@ class Trainer(Tenant):
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
-        if run.config.num_ranks != 1:
-            self._log.message(f"starting {run.config.num_ranks} ranks")
-        self._workers = start_workers(run, self._log.path, closing)
+        hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
+        starting = still(self._log.message, f"starting {run.config.num_ranks} ranks", hint)
+        with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
+            self._workers = start_workers(run, self._log.path, closing)
         policy = self._workers.policy
         self.collector = collector_of(run, policy)
         if run.resume is not None:
@@ -287,8 +295,10 @@ class Trainer(Tenant):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        if num_generations < 1:
-            raise ConfigError(f"num_generations={num_generations} must be at least 1")
+        counts = {"num_generations": num_generations, "max_completion_length": max_completion_length}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, Integral) or count < 1):
+                raise ConfigError(f"{name}={count!r} must be a whole number, at least 1")
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
         rows, params = generation_of(self._run, prompts, given, stop_strings)

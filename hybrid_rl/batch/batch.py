@@ -40,6 +40,7 @@ class Batch(Mapping[str, Column]):
         self.num_samples: int = next(iter(lengths.values()))
 
     def __getitem__(self, name: str) -> Any:
+        check_name(name)
         try:
             return self._columns[name]
         except KeyError:
@@ -102,6 +103,15 @@ def sample_index(indices: Tensor | Sequence[int]) -> Tensor:
     if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
         raise DataError(f"samples are selected by int64 indices, not {index.dtype}; a mask has .nonzero()[:, 0]")
     return index.to(torch.int64)
+
+
+def check_name(name: object) -> None:
+    """Raise TypeError for what is no name of a column: a batch is not a list of samples."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a batch is read by the names of its columns (batch['rewards']), not by {name!r:.100} of type "
+            f"{type(name).__name__}; select([0, 1]) takes samples"
+        )
 
 
 def _check_column(name: str, column: Column) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -42,11 +43,28 @@ class Jagged:
     def __len__(self) -> int:
         return self.offsets.numel() - 1
 
-    def __getitem__(self, index: int) -> Tensor:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Jagged: ...
+
+    def __getitem__(self, index: Any) -> Tensor | Jagged:
+        """A row by its number, from the end where it is below 0; by a slice several, as a column again."""
+        if isinstance(index, slice):
+            rows = range(*index.indices(len(self)))
+            return self.select(torch.tensor(rows, dtype=torch.int64, device=self.offsets.device))
+        try:
+            row = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"rows of a column are taken by a number or a slice, not by {index!r:.100} of type "
+                f"{type(index).__name__}; select(tensor of row numbers) gives any rows, in any order"
+            ) from None
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        row %= len(self)
+        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.values.split(self.lengths.tolist()))

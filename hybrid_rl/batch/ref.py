@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch.batch import Batch, Column, sample_index
+from hybrid_rl.batch.batch import Batch, Column, check_name, sample_index
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.errors import DataError
 
@@ -84,6 +84,7 @@ class BatchRef(Mapping[str, Column]):
         self.columns = frozenset(names)
 
     def __getitem__(self, name: str) -> Any:
+        check_name(name)
         if name in self.columns and name not in self._resident:
             raise KeyError(f"column {name!r} lies on the workers; load() brings the whole batch here")
         if name not in self._resident:

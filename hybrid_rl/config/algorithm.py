@@ -185,7 +185,14 @@ def _check_group(config: TrainerConfig) -> None:
 
 def _check_entropy(config: TrainerConfig) -> None:
     entropy, coef = config.entropy, config.algorithm.entropy_coef
-    if isinstance(entropy, AdaptiveEntropyConfig) and not entropy.entropy_coef_min <= coef <= entropy.entropy_coef_max:
+    if not isinstance(entropy, AdaptiveEntropyConfig):
+        return
+    if entropy.entropy_coef_min > entropy.entropy_coef_max:
+        raise ConfigError(
+            f"entropy_coef_min={entropy.entropy_coef_min:g} is above entropy_coef_max={entropy.entropy_coef_max:g}; "
+            f"lower the one, or raise the other"
+        )
+    if not entropy.entropy_coef_min <= coef <= entropy.entropy_coef_max:
         raise ConfigError(
             f"entropy_coef={coef:g} is what the weight of the entropy starts from, but entropy_coef_min="
             f"{entropy.entropy_coef_min:g} and entropy_coef_max={entropy.entropy_coef_max:g} bound it; give one between"

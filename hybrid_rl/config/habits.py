@@ -9,6 +9,7 @@ _UPPER = "set correction_cap (of correction=tis) or correction_high (of correcti
 _MICRO = "set tokens_per_micro_batch: micro-batches are cut by tokens"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 _REWARDS = "pass reward functions, and names or folders of reward models, as the second argument"
+_LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given beside it"
 _CHECKPOINTS = "every checkpoint stays; save_steps says how often there is one"
 _NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
 
@@ -80,8 +81,8 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "remove_unused_columns": "rewards get every column of the data",
         "ds3_gather_for_generation": "there is no DeepSpeed here; each rank gathers the weights for a rollout",
         "max_tool_calling_iterations": "not offered: a completion is one turn",
-        "clip_ratio_low": "set epsilon",
-        "clip_ratio_high": "set epsilon_high",
+        **_many(_LOWER_CLIP, "clip_ratio_low", "epsilon_low", "eps_clip_low", "clip_eps_low", "eps_low"),
+        **_many("set epsilon_high", "clip_ratio_high", "eps_clip_high", "clip_eps_high", "eps_high"),
         "clip_ratio_c": "set dual_clip (of policy_loss=clip); clip_ratio_c is a key of policy_loss=dppo",
         "norm_adv_by_std_in_grpo": "set scale_rewards=group or none",
         "kl_loss_type": "set kl_estimator: k1, k2 (verl's mse), k3, abs or exact (full)",
@@ -201,6 +202,18 @@ HABITS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Switches from elsewhere that are off here unless something else is set: given as False they ask for nothing.
+OFF_ANYWAY = frozenset(
+    {
+        *("sync_ref_model", "use_vllm", "use_kl_loss", "use_kl_in_reward", "use_adaptive_entropy", "fp16"),
+        *("use_liger_kernel", "use_transformers_paged", "cast_lm_head_to_fp32", "rollout_is_batch_normalize"),
+        *("vllm_importance_sampling_correction", "enable_vllm_is_correction", "rollout_is", "use_rollout_log_probs"),
+        *("use_peft", "load_in_4bit", "load_in_8bit", "push_to_hub", "use_wandb", "use_tensorboard"),
+        *("param_offload", "optimizer_offload", "adam_offload", "enable_gradient_checkpointing"),
+        *("dynamic_filtering", "filter_groups", "resume_from_checkpoint"),
+    }
+)
+
 # The same for names that exist, or mean something else, in a section where they do not: end of a path -> advice.
 PATH_HABITS: Mapping[str, str] = MappingProxyType(
     {
@@ -228,6 +241,8 @@ _FLOAT16 = (
     "float16 is not supported: its gradients overflow and vanish without loss scaling; set dtype=bfloat16 or float32"
 )
 
+_NEWEST = "set resume=auto, with run_name, for the newest checkpoint of that run, or give the folder of a checkpoint"
+
 # Values of keys that users know from elsewhere: (path, value) -> advice.
 VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
     {
@@ -246,6 +261,8 @@ VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
         ("model.dtype", "fp32"): "set dtype=float32",
         ("model.device", "gpu"): "set device=cuda",
         ("model.device", "mps"): "GPUs are used through CUDA alone; set device=cpu",
+        **{("resume", word): _NEWEST for word in (True, "latest", "last", "newest", "true", "True")},
+        ("resume", False): "leave it out to begin a new run",
         ("num_ranks", "all"): "set num_ranks=auto, which takes all GPUs",
         **{
             ("model.device", f"cuda:{n}"): f"set device=cuda; CUDA_VISIBLE_DEVICES={n} chooses the GPU"

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybrid_rl.config.habits import HABITS, PATH_HABITS, VALUE_HABITS
+from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS, VALUE_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unions import UNIONS, Union
@@ -234,7 +235,7 @@ def _flatten(
         elif path in sections:
             raise ConfigError(f"{path} is a section with keys of its own, not a value: {value!r}")
         else:
-            raise ConfigError(_unknown(path, leaves, tags))
+            raise ConfigError(_unknown(path, value, leaves, tags))
         twice = sorted(set(found) & set(flat))
         if twice:
             raise ConfigError(f"{twice[0]} is given twice, as a leaf name and as a path; give it once")
@@ -242,13 +243,14 @@ def _flatten(
     return flat
 
 
-def _unknown(path: str, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
+def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
     leaf = path.rsplit(".", 1)[-1]
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     advice = next((PATH_HABITS[end] for end in ends if end in PATH_HABITS), HABITS.get(leaf))
     if advice is not None:
-        return f"unknown key {path!r}: {advice}"
+        is_off = value is None or (value is False and leaf in OFF_ANYWAY)
+        return f"unknown key {path!r}: {f'leave it out, {value} asks for nothing; otherwise: ' * is_off}{advice}"
     for section, union in UNIONS.items():
         owners = [m for m in union.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
         if not owners:
@@ -294,6 +296,10 @@ def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str,
 def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
     converted = _typed(path, expected, value)
     problem = range_error(converted, metadata)
+    if problem and not metadata["remedy"] and type(None) in typing.get_args(expected):
+        # Elsewhere -1 or 0 may stand for what None stands for here.
+        meaning = re.search(r"None = ([^;]+)", metadata["doc"])
+        problem += f", or None{f' ({meaning[1]})' if meaning else ''}"
     if problem:
         raise ConfigError(f"{path}={value!r} {problem}")
     return converted
@@ -304,7 +310,7 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
     options = typing.get_args(expected)
     if isinstance(value, (torch.dtype, torch.device)):
         value = str(value).removeprefix("torch.")
-    if isinstance(value, str) and (path, value) in VALUE_HABITS:
+    if isinstance(value, str | bool) and (path, value) in VALUE_HABITS:
         raise ConfigError(f"{path}={value!r} is no choice here: {VALUE_HABITS[path, value]}")
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:

@@ -100,7 +100,12 @@ class ValueHeadConfig(CriticConfig):
 class OptimizerConfig:
     """AdamW, its schedule and how a batch is cut. An optimizer step is one update of the weights."""
 
-    learning_rate: float = key(1e-6, "peak learning rate", minimum=0)
+    learning_rate: float = key(
+        1e-6,
+        "peak learning rate",
+        minimum=0,
+        remedy="set it above 0 (0 is for mode=rollout, and if a critic alone is to learn)",
+    )
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     adam_beta1: float = key(0.9, "decay of the first moment", minimum=0, below=1)
     adam_beta2: float = key(0.999, "decay of the second moment", minimum=0, below=1)

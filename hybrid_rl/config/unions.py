@@ -126,7 +126,9 @@ UNIONS: Mapping[str, Union] = MappingProxyType(
             "greedy",
             {"greedy": EvalConfig, "sampled": SampledEvalConfig},
             infer=_eval_section,
-            remedies={"sampled": "evaluation is greedy; set eval_temperature above 0"},
+            remedies={
+                "sampled": "evaluation is greedy; with an eval_dataset (or eval_path), set eval_temperature above 0"
+            },
         ),
         "rollout": Union(
             "engine", "inplace", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig, "hf": HFRolloutConfig}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
@@ -12,7 +13,9 @@ from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.config.unions import UNIONS
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError
+
+NUM_SHOWN = 5  # checkpoints of a run folder, in an error
 
 
 def resolve(
@@ -26,7 +29,8 @@ def resolve(
     """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: what
     there is to compute on. module_device: "cpu" or "cuda", where a module that was passed lies.
 
-    Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing.
+    Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing;
+    CheckpointError where `resume` names no checkpoint.
     """
     config = settled(config, given, hardware, module_device)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
@@ -38,8 +42,7 @@ def resolve(
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
     if config.run_name in (".", ".."):
         raise ConfigError(f"run_name={config.run_name!r} names a folder; choose another name")
-    if config.resume == "auto" and config.run_name is None:
-        raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
+    _check_resume(config)
     _check_inert(config, given, has_eval)
     mini_batch = optimizer.prompts_per_mini_batch or data.prompts_per_step
     if data.prompts_per_step % mini_batch:
@@ -67,6 +70,33 @@ def resolve(
     return dataclasses.replace(
         config, algorithm=algorithm, optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch)
     )
+
+
+def _check_resume(config: TrainerConfig) -> None:
+    """Refuse what names no checkpoint. Whether a checkpoint can be used is seen when it is read."""
+    if config.resume == "auto" and config.run_name is None:
+        raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
+    if config.resume in (None, "auto"):
+        return
+    folder = Path(config.resume or "")
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"resume={config.resume!r} is not a checkpoint: there is no such folder; give that of a checkpoint, or set "
+            f"resume=auto, with run_name, for the newest of that run"
+        )
+    names = (path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*") if path.is_dir())
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    if steps:
+        shown = ", ".join(f"checkpoint-{step}" for step in steps[-NUM_SHOWN:])
+        raise CheckpointError(
+            f"resume={config.resume!r} is the folder of a run, not a checkpoint; it has "
+            f"{'..., ' * (len(steps) > NUM_SHOWN)}{shown}: give one of them, or set resume=auto with "
+            f"run_name={folder.resolve().name} for the newest"
+        )
+    if any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise CheckpointError(
+            f"resume={config.resume!r} is the folder of a run, not a checkpoint, and has none yet; leave resume out"
+        )
 
 
 def _number_of(config: TrainerConfig) -> int:

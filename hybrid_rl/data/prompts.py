@@ -16,6 +16,10 @@ OverlongPolicy: TypeAlias = Literal["error", "drop", "truncate"]
 PROMPT_COLUMN = "prompt"
 # Keywords of the reward call that are not dataset columns: a column of that name would be shadowed.
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# What TRL calls the columns whose contents it shows to a model beside its text.
+IMAGE_COLUMNS = ("image", "images", "video", "videos")
+AUDIO_COLUMNS = ("audio", "audios")
+NOT_SHOWN = "Images, audio and video cannot be used yet"
 # What the encoder itself passes to apply_chat_template, or what would change the shape of its answer.
 _FIXED_TEMPLATE_KWARGS = frozenset(
     {
@@ -114,12 +118,19 @@ def _check_message(message: Any, where: str) -> None:
     raise DataError(
         f"{where}: the content {shorten(content)} is of type {type(content).__name__}; content is a string, or a list "
         'of text blocks [{"type": "text", "text": "..."}] if the chat template takes one. '
-        "Images, audio and video cannot be used yet."
+        f"{NOT_SHOWN}."
     )
 
 
 def _is_text_block(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+def is_shown_elsewhere(value: Any) -> bool:
+    """Whether a value of such a column stands for an image, a sound or several; None and empty lists do not."""
+    if isinstance(value, list | tuple):
+        return any(map(is_shown_elsewhere, value))
+    return value is not None and not (isinstance(value, str) and not value)
 
 
 def _content_text(message: Mapping[str, Any]) -> str:
@@ -142,6 +153,7 @@ class PromptEncoder:
         overlong_prompts: OverlongPolicy = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         room: PromptRoom | None = None,
+        media_columns: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -151,6 +163,7 @@ class PromptEncoder:
                 `max_prompt_length` tokens.
             chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
             room: what max_prompt_length could be raised to; None = anything.
+            media_columns: columns that the model could be shown, and that are not: they must be empty.
 
         Raises:
             ConfigError: an option has an unusable value, or a keyword that the chat template does not read.
@@ -167,6 +180,7 @@ class PromptEncoder:
         self.overlong_prompts = overlong_prompts
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.room = room
+        self.media_columns = tuple(media_columns)
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
@@ -218,6 +232,13 @@ class PromptEncoder:
             f"max_prompt_length={self.max_prompt_length}, but {num_over} prompt(s) are longer: the longest has "
             f"{longest} tokens, the first is row {first_row}. {self.remedy(longest).capitalize()}, or set "
             "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)."
+        )
+
+    def media_error(self, column: str, row: int) -> DataError:
+        """The error for a column that would be left out silently: the model would learn to answer without it."""
+        return DataError(
+            f"row {row} has something in the column {column!r}, which the model could be shown. {NOT_SHOWN}, and it "
+            "would be trained on the text alone: drop the column if that is meant, or rename it if the rewards alone need it."
         )
 
     def remedy(self, num_tokens: int) -> str:

@@ -2,12 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, check_column_names, shorten
 from hybrid_rl.errors import DataError
+
+CHUNK_ROWS = 4096
 
 
 class Rows(Protocol):
@@ -20,6 +22,10 @@ class Rows(Protocol):
     def row(self, index: int) -> Mapping[str, Any]: ...
 
     def prompts(self, start: int, stop: int) -> list[Any]: ...
+
+    def values(self, name: str) -> Iterator[Any]:
+        """One column, row by row, and no other; what lies in it is not decoded."""
+        ...
 
 
 class SequenceRows:
@@ -44,6 +50,11 @@ class SequenceRows:
             found.append(row[PROMPT_COLUMN])
         return found
 
+    def values(self, name: str) -> Iterator[Any]:
+        """See Rows."""
+        rows = (self._rows[index] for index in range(len(self)))
+        return (row.get(name) if isinstance(row, Mapping) else None for row in rows)  # `prompts` refuses such rows
+
 
 class HubRows:
     """Rows of a `datasets.Dataset`."""
@@ -66,6 +77,12 @@ class HubRows:
     def prompts(self, start: int, stop: int) -> list[Any]:
         return list(self._prompts[start:stop][PROMPT_COLUMN])
 
+    def values(self, name: str) -> Iterator[Any]:
+        """See Rows."""
+        tables = self._dataset.select_columns([name]).with_format("arrow")
+        for start in range(0, len(self), CHUNK_ROWS):
+            yield from map(_python, tables[start : start + CHUNK_ROWS].column(name))
+
 
 class ArrowRows:
     """Rows of a `pyarrow.Table`."""
@@ -84,6 +101,14 @@ class ArrowRows:
 
     def prompts(self, start: int, stop: int) -> list[Any]:
         return self._table.column(PROMPT_COLUMN).slice(start, stop - start).to_pylist()
+
+    def values(self, name: str) -> Iterator[Any]:
+        """See Rows."""
+        return map(_python, self._table.column(name))
+
+
+def _python(scalar: Any) -> Any:
+    return scalar.as_py()
 
 
 def frame_table(frame: Any) -> Any:

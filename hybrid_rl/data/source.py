@@ -20,13 +20,23 @@ from hybrid_rl.data.prompts import (
     PromptKind,
     PromptRow,
     check_same_kind,
+    is_shown_elsewhere,
     prompt_kind,
     shorten,
 )
-from hybrid_rl.data.rows import ArrowRows, HubRows, Rows, SequenceRows, frame_table, is_instance, read_path, row_columns
+from hybrid_rl.data.rows import (
+    CHUNK_ROWS,
+    ArrowRows,
+    HubRows,
+    Rows,
+    SequenceRows,
+    frame_table,
+    is_instance,
+    read_path,
+    row_columns,
+)
 from hybrid_rl.errors import DataError
 
-_CHUNK_ROWS = 4096
 # An endless stream of overlong prompts would otherwise be skipped for ever.
 _MAX_DROPS_IN_A_ROW = 10_000
 
@@ -48,6 +58,10 @@ class SizedSource:
             raise DataError("the dataset is empty; give at least one row with a `prompt`.")
         self._rows = rows
         self.column_names: tuple[str, ...] = rows.column_names
+        for name in (name for name in encoder.media_columns if name in rows.column_names):
+            for index, value in enumerate(rows.values(name)):
+                if is_shown_elsewhere(value):
+                    raise encoder.media_error(name, index)
         self.num_dropped = 0
         self.num_truncated = 0
         kept: list[npt.NDArray[np.int64]] = []
@@ -88,8 +102,8 @@ class SizedSource:
     def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
         """Chunk by chunk the index of its first row, and the ids of all of its prompts."""
         first_kind: PromptKind | None = None
-        for start in range(0, len(self._rows), _CHUNK_ROWS):
-            stop = min(start + _CHUNK_ROWS, len(self._rows))
+        for start in range(0, len(self._rows), CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, len(self._rows))
             prompts = self._rows.prompts(start, stop)
             kind = prompt_kind(prompts[0], start)
             first_kind = first_kind or kind
@@ -135,7 +149,7 @@ class StreamSource:
         for row in open_rows(0):
             self.column_names: tuple[str, ...] = row_columns(row, 0, None)
             self._kind = prompt_kind(row[PROMPT_COLUMN], 0)
-            ids = encoder.encode([row[PROMPT_COLUMN]])[0]
+            ids = self._ids_of(row, 0)
             break
         else:
             raise DataError("the stream is empty; it must give at least one row with a `prompt`.")
@@ -182,14 +196,19 @@ class StreamSource:
 
     def _encode(self, row: Any, index: int) -> list[int] | None:
         row_columns(row, index, self.column_names)
-        prompt = row[PROMPT_COLUMN]
-        check_same_kind(self._kind, 0, prompt_kind(prompt, index), index)
-        ids = self._encoder.encode([prompt], [index])[0]
+        check_same_kind(self._kind, 0, prompt_kind(row[PROMPT_COLUMN], index), index)
+        ids = self._ids_of(row, index)
         limited = self._encoder.limit(ids, index)
         if limited is None:
             self._shortest_dropped = min(len(ids), self._shortest_dropped)
         self.num_truncated += limited is not None and len(limited) < len(ids)
         return limited
+
+    def _ids_of(self, row: Any, index: int) -> list[int]:
+        for name in self._encoder.media_columns:
+            if is_shown_elsewhere(row.get(name)):
+                raise self._encoder.media_error(name, index)
+        return self._encoder.encode([row[PROMPT_COLUMN]], [index])[0]
 
     def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
         return DataError(

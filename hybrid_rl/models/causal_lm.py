@@ -21,16 +21,25 @@ from hybrid_rl.models.attention import (
 )
 from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
+from hybrid_rl.models.cache import check_cache
 from hybrid_rl.models.distribution import token_distribution
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.models.unpacked import NAME as UNPACKED
 from hybrid_rl.models.unpacked import UnpackedRow
-from hybrid_rl.models.verify import LengthLimit, check_outputs, check_survey, check_weights, verify_row
+from hybrid_rl.models.verify import (
+    LengthLimit,
+    check_causal,
+    check_outputs,
+    check_survey,
+    check_weights,
+    verify_row,
+)
 
 # What carries more from token to token than attention does: linear attention, convolutions, state spaces.
-REMEDY = 'if it is causal, rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
+OWN_FORWARD = 'rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
 
 
 class CausalLM:
@@ -224,9 +233,21 @@ class CausalLM:
             return check_outputs(self)
         except ModelError as error:
             check_weights(self.module)
+            check_causal(self)
             if not self.attention.is_packed:
                 raise
-            raise ModelError(f"{error}; {REMEDY}") from error
+            raise ModelError(f"{error}; {self._remedy()}") from error
+
+    def _remedy(self) -> str:
+        """What to do where packed attention does not do: the other engine, unless its own checks refuse it as well."""
+        try:
+            unpacked = CausalLM(self.module, UNPACKED)
+            check_outputs(unpacked)
+            if self.is_language_model:
+                check_cache(unpacked)
+        except ModelError as error:
+            return f"nor does rollout.engine=hf run it: {str(error).partition(';')[0]}"
+        return OWN_FORWARD
 
     def verify_row(self) -> PackedRow:
         """The row that a model is verified on; its labels are the second tokens of its segments."""

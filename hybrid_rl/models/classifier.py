@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.load import first_line
+from hybrid_rl.models.load import elsewhere, first_line
 from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.verify import (
@@ -46,7 +46,9 @@ def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRec
     try:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the config of reward model {path!r}: {first_line(error)}") from error
+        raise ModelError(
+            f"cannot load the config of reward model {path!r}{elsewhere(path)}: {first_line(error)}"
+        ) from error
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"reward model {path!r}: transformers has no sequence classification for {config.model_type!r}; use a "

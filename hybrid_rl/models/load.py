@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -21,6 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from hybrid_rl.errors import ModelError
 
+Medium = Literal["images", "audio"]
+# Entries of a config by which a model is known that can be shown something beside text.
+MEDIA: dict[Medium, tuple[str, ...]] = {
+    "images": ("vision_config", "vq_config", "image_token_id", "image_token_index"),
+    "audio": ("audio_config", "speech_config", "audio_token_id", "audio_token_index"),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -39,7 +45,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             return PreTrainedTokenizerFast.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the tokenizer of {path!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {path!r}{elsewhere(path)}: {first_line(error)}") from error
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -49,6 +55,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees and not is_causal else AutoModelForCausalLM
+
+
+def media_of(config: PreTrainedConfig) -> tuple[Medium, ...]:
+    """What a model of this config could be shown beside text. That of its text part alone is a model of text."""
+    return tuple(
+        medium for medium, names in MEDIA.items() if any(getattr(config, name, None) is not None for name in names)
+    )
 
 
 def load_model(
@@ -68,7 +81,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # transformers raises OSError, ValueError, RuntimeError, SafetensorError and others here
-        raise ModelError(f"cannot load model {path!r}: {first_line(error)}") from error
+        raise ModelError(f"cannot load model {path!r}{elsewhere(path)}: {first_line(error)}") from error
     model, info = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if info.get(kind):
@@ -128,6 +141,14 @@ def refuse_missing_folder(path: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"model folder {path!r} does not exist")
+
+
+def elsewhere(path: str) -> str:
+    """What an error says of a name that is no folder here: one letter wrong in a relative path makes it a name of the
+    hub, and an error about a connection would not lead there."""
+    return (
+        "" if Path(path).is_dir() else " (there is no such folder here, so it was looked for on the Hugging Face hub)"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -112,15 +112,23 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
     which = f"{', '.join(map(str, missing[:6]))}{' ...' if len(missing) > 6 else ''} (of {num_layers})"
     found = sorted({kind_of[layer] for layer in missing}) if kind_of else []
     if found and not any("attention" in kind and kind != "linear_attention" for kind in found):
+        # By type alone one family is taken for another: to transformers the layers of Mamba are of linear attention.
+        there = (child for child in backbone.modules() if getattr(child, "layer_idx", None) in missing)
+        mixers = sorted({type(child).__name__ for child in there if _carries_state(child) or _is_mixer(child)})
+        of_class = f" ({', '.join(mixers)})" if mixers else ""
         raise ModelError(
-            f"{name} is not supported: layers of type {', '.join(found)} carry a state from token to token, and the "
-            f"samples of a packed row would mix; layers {which}"
+            f"{name} is not supported: layers of type {', '.join(found)}{of_class} carry a state from token to token, "
+            f"and the samples of a packed row would mix; layers {which}"
         )
-    own = [type(child).__name__ for child in backbone.modules() if MIXERS.search(type(child).__name__)]
+    own = [type(child).__name__ for child in backbone.modules() if _is_mixer(child)]
     raise ModelError(
         f"{name} is not supported: {own[0] if own else 'what mixes tokens'} does not call attention as transformers "
         f"offers it, so the samples of a packed row would mix; layers {which}"
     )
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    return MIXERS.search(type(module).__name__) is not None
 
 
 def _why(call: LayerCall, config: Any) -> str:
@@ -196,6 +204,31 @@ def check_weights(module: nn.Module) -> None:
         )
 
 
+@torch.no_grad()
+def check_causal(model: Packed) -> None:
+    """Raise ModelError for an encoder, whose numbers at a token depend on those after it: nothing here can train it.
+    Looked at when something is wrong: by itself a model's own forward tells, whatever its config says."""
+    name = type(model.module).__name__
+    if getattr(model.module.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder; only causal language models are supported")
+    embeddings: Any = model.module.get_input_embeddings()
+    tokens = (torch.arange(VERIFY_LAYOUT.longest, device=model.device) * 7919 + 3) % int(embeddings.weight.shape[0])
+    half = len(tokens) // 2
+    other = torch.cat([tokens[:half], tokens[half:].roll(1)])
+    try:
+        with own_attention(model.module):
+            passes = [_plain_outputs(model, line[None]) for line in (tokens, other)]
+    except Exception:  # noqa: BLE001 - it does not run at all, which is what the caller tells of
+        return
+    gaps = [relative_gap(passes[1][what][:half], numbers[:half]) for what, numbers in passes[0].items()]
+    # The same sums in the same order, but for experts, which may get other tokens together.
+    if max(gaps) > (2e-2 if model.dtype == torch.bfloat16 else 1e-4):
+        raise ModelError(
+            f"{name} is an encoder: what it gives for a token depends on those after it; only causal language models "
+            f"are supported"
+        )
+
+
 def verify_row(model: Packed) -> PackedRow:
     """The row that a model is verified on; its labels are the second tokens of its segments."""
     embeddings: Any = model.module.get_input_embeddings()
@@ -255,7 +288,7 @@ def named_failure(name: str, how: str) -> Iterator[None]:
 def hint(model: Packed, routing: HeldRouting) -> str:
     """What may make numbers differ."""
     stateful = sorted({type(child).__name__ for child in model.module.modules() if _carries_state(child)})
-    if stateful:
+    if stateful and model.attention.is_packed:
         return f"; {', '.join(stateful[:3])} carries a state from token to token, and the samples of a packed row mix"
     if routing.num_free and model.dtype == torch.bfloat16:
         return (

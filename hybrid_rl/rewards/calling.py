@@ -14,13 +14,14 @@ import math
 import numbers
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +32,7 @@ PARENT_CHECK_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 RESERVED_METRICS = frozenset({"step"})
+ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # how Python shows what has no text of its own
 
 
 class CallOutcome(NamedTuple):
@@ -65,15 +67,16 @@ class CallLog:
         self.extras: dict[str, list[Any]] = {}
         self.metrics: list[tuple[str, float]] = []
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Any = None) -> None:
         """Add a column to the log of samples: one value per sample of the call, kept as JSON gives it back: tuples as
         lists, numpy and torch as numbers and lists, NaN and infinities as None, and what else JSON does not know as its
-        text.
+        text, if it has one that says more than its address.
 
-        Raises ValueError when the length differs from the number of samples, and for what cannot be written.
+        Raises TypeError for what does not hold a value per sample (a single one, a text, a dict), ValueError when the
+        length differs from the number of samples, and for what cannot be written.
         """
         check_name("log_extra", column)
-        column_values = list(values)
+        column_values = one_per_sample(values, column)
         if len(column_values) != self.num_samples:
             raise ValueError(
                 f"log_extra({column!r}, ...) got {len(column_values)} values for {self.num_samples} samples; "
@@ -81,13 +84,19 @@ class CallLog:
             )
         self.extras[column] = [as_json(value, column, position) for position, value in enumerate(column_values)]
 
-    def log_metric(self, name: str, value: float) -> None:
-        """Log one number; the numbers of a training step are averaged. Raises TypeError for anything else, ValueError
-        for a name that is taken."""
+    def log_metric(self, name: str, value: Any = None) -> None:
+        """Log one number; the numbers of a training step are averaged. Under a name that a metric of the library has
+        (reward, loss) or that begins with eval/, it is logged as log_metric/<name>, so that neither hides the other.
+
+        Raises TypeError for anything but a number, ValueError for a name that is empty, or that the record itself has.
+        """
         check_name("log_metric", name)
         if name in RESERVED_METRICS:
             raise ValueError(f"log_metric({name!r}, ...) would hide the {name} of the record; choose another name")
-        self.metrics.append((name, to_number(value)))
+        try:
+            self.metrics.append((name, to_number(value)))
+        except TypeError as error:
+            raise TypeError(f"log_metric({name!r}, ...): {error}") from None
 
     def functions(self, names: Sequence[str]) -> dict[str, Callable[..., None]]:
         """Those of the two log functions that the reward function accepts, as keyword arguments."""
@@ -95,9 +104,25 @@ class CallLog:
 
 
 def check_name(function: str, name: Any) -> None:
-    """Raise TypeError for a name that is no text."""
+    """Raise TypeError for a name that is no text, ValueError for one that nobody could read."""
     if not isinstance(name, str):
         raise TypeError(f"{function}({name!r}, ...): the name is of type {type(name).__name__}; use text")
+    if not name.strip():
+        raise ValueError(f"{function}({name!r}, ...): the name is empty; choose one by which you find it again")
+
+
+def one_per_sample(values: Any, column: str) -> list[Any]:
+    """What log_extra got as a list. Raises TypeError for what has no order of samples: of a text the letters would be
+    taken for values, of a dict the keys."""
+    try:
+        entries = None if isinstance(values, str | bytes | Mapping | Set) else iter(values)
+    except TypeError:  # also of an array without dimensions, which has the method
+        entries = None
+    if entries is None:
+        raise TypeError(
+            f"log_extra({column!r}, ...) got {values!r:.100} of type {type(values).__name__}; give one value per sample"
+        )
+    return list(entries)
 
 
 def as_json(value: Any, column: str, position: int) -> Any:
@@ -113,8 +138,14 @@ def as_json(value: Any, column: str, position: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON does not know: numbers and arrays of numpy and torch as numbers and lists, all else as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """What JSON does not know: numbers and arrays of numpy and torch as numbers and lists, all else as its text. Raises
+    TypeError for an object whose text is its address alone."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    text = str(value)
+    if ADDRESS.fullmatch(text):
+        raise TypeError(f"the text of {text} is its address in memory, which says nothing in a log")
+    return text
 
 
 def to_number(value: Any) -> float:
@@ -150,7 +181,8 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
     container is a failure "type", a wrong length "count"; both concern every sample of the call, because nothing tells
     which value belongs to which.
     """
-    expected = f"expected a list of {log.num_samples} numbers or None, one per completion"
+    count = "one number" if log.num_samples == 1 else f"{log.num_samples} numbers"
+    expected = f"expected a list of {count} or None, one per completion"
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()

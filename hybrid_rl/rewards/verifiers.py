@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -40,8 +41,10 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
     answers the last one counts; answers in boxes side by side are a set.
 
     math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get:
-    in reward processes (reward_processes) this works. In the trainer's process functions run in a thread; there
-    reward_timeout_seconds is the limit.
+    in reward processes (reward_processes=1 or more) this works, and it is what protects a run from an answer that takes
+    for ever. In the trainer's process functions run in a thread; there reward_timeout_seconds is the limit. math-verify
+    warns of just that (with the name of an option that users of this function do not have); this warning of its is
+    silenced, and no other.
     Raises ConfigError where math-verify is not installed.
     """
     _math_verify()
@@ -88,8 +91,15 @@ def delimited(gold: str) -> str:
     return gold if has_delimiters or is_prose else f"${gold}$"
 
 
+def _is_no_timeout_warning(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Timeout is disabled as ")
+
+
 def _math_verify() -> ModuleType:
     try:
-        return importlib.import_module("math_verify")
+        found = importlib.import_module("math_verify")
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).addFilter(_is_no_timeout_warning)  # one that is there is not added again
+        return found
     except ImportError as error:
         raise ConfigError("math_reward needs math-verify, which is not installed: pip install math-verify") from error

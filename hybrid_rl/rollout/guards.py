@@ -85,8 +85,9 @@ class GuardedEngine(RolloutEngine):
         length = len(request.prompt_ids) + params.max_tokens
         if self._max_length is not None and length > self._max_length:
             raise DataError(
-                f"request {request.id}: {len(request.prompt_ids)} prompt tokens and max_tokens={params.max_tokens} "
-                f"exceed {self._max_length} tokens ({self._why}); shorten the prompt, or ask for a shorter completion"
+                f"request {request.id}: {len(request.prompt_ids)} prompt tokens and a completion of up to "
+                f"{params.max_tokens} exceed {self._max_length} tokens ({self._why}); shorten the prompt, or ask for "
+                f"a shorter completion"
             )
         if length > self.kv_cache_tokens:
             raise DataError(

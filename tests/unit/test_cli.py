@@ -39,6 +39,13 @@ def test_keys_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no key contains 'no such word'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["keys", "algorithms"])
+def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
 def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "not there" / "yet"
     assert main(["doctor", f"output_dir={folder}"]) == 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import threading
+import time
 
 import pytest
 
-from hybrid_rl.progress import NUM_LINES, ProgressDisplay, handoff_line
+from hybrid_rl import progress
+from hybrid_rl.progress import NUM_LINES, ProgressDisplay, handoff_line, still
 
 HANDOFF = {"handoff/version": 3.0, "handoff/bytes": 1234567.0, "timing/handoff": 0.0042}
 
@@ -87,6 +90,32 @@ def test_live_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     assert "2/10" in text and "3/10" in text and "reward 0.250" in text and "saved [here]" in text
     assert "step 3/10" not in text
+
+
+def test_what_takes_long_is_told_again_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "STILL_SECONDS", 0.001)
+    told: list[str] = []
+    came = threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if len(told) == 3:
+            came.set()
+
+    with pytest.raises(ZeroDivisionError), still(tell, "starting 2 ranks", "see logs"):
+        assert told[0] == "starting 2 ranks" and came.wait(30)
+        raise ZeroDivisionError
+    assert {re.sub(r"\d+", "n", text) for text in told[1:]} == {"still starting n ranks, for n s: see logs"}
+    num_told = len(told)
+    time.sleep(0.02)
+    assert len(told) == num_told
+
+
+def test_what_is_quick_is_told_once() -> None:
+    told: list[str] = []
+    with still(told.append, "starting 2 ranks", "see logs"):
+        pass
+    assert told == ["starting 2 ranks"] and progress.STILL_SECONDS == 20
 
 
 def test_stop_without_start(file: io.StringIO) -> None:

@@ -59,7 +59,11 @@ def test_num_tokens_counts_prompts_and_completions(make_trainer) -> None:
 
 def test_batch_of_a_step(make_trainer) -> None:
     trainer = make_trainer(max_completion_length=8)
-    batch, _ = trainer.step()
+    result = trainer.step()
+    batch, metrics = result
+    assert result[0] is batch and result[1] is metrics and result[-1] is result.metrics
+    with pytest.raises(TypeError, match=r"'reward' is in .metrics\[...\] or in .batch\[...\]"):
+        result["reward"]
     assert trainer.global_step == 1
     assert batch.num_samples == 8
     assert [len(rows) for rows in batch.group_rows()] == [2, 2, 2, 2]
@@ -149,6 +153,10 @@ def test_generate(make_trainer) -> None:
         ({"prompts": [""]}, DataError, "empty"),
         ({"prompts": ["1" * 90]}, ValueError, "90"),
         ({"prompts": "1", "num_generations": 0}, ConfigError, "num_generations=0"),
+        ({"prompts": "1", "num_generations": 1.5}, ConfigError, "num_generations=1.5 must be a whole number"),
+        ({"prompts": "1", "max_completion_length": 0}, ConfigError, "^max_completion_length=0 must be .* at least 1$"),
+        ({"prompts": "1", "max_completion_length": "5"}, ConfigError, "^max_completion_length='5' must be a whole"),
+        ({"prompts": "1", "max_completion_length": 5000}, DataError, "a completion of up to 5000 exceed"),
         ({"prompts": "1", "temperature": -1.0}, ValueError, "temperature"),
         ({"prompts": "1", "max_completion_length": 0}, ValueError, "max_"),
         ({"prompts": "1", "max_completion_length": 99}, ValueError, "99"),

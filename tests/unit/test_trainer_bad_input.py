@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_rl import assembly
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError, NotYetSupportedError
 from tests.tiny import build_model, build_tokenizer, sums
+from tests.unit.models.families import build_vision
 
 
 @pytest.fixture
@@ -130,6 +131,15 @@ def test_many_ranks_without_ray(refused, monkeypatch) -> None:
 )
 def test_dataset(refused, dataset, message: str) -> None:
     refused(DataError, message, train_dataset=dataset)
+
+
+def test_images_beside_the_prompts_of_a_model_that_sees(refused, make_trainer) -> None:
+    """Also in the evaluation set. To a model of text they are a column like any other."""
+    rows = [{**row, "image": "x.png"} for row in sums(8)]
+    message = "row 0 has something in the column 'image', .* drop the column if that is meant, or rename it"
+    refused(DataError, message, model=build_vision("qwen2.5-vl"), train_dataset=rows)
+    refused(DataError, message, model=build_vision("qwen2.5-vl"), eval_dataset=rows)
+    assert make_trainer(train_dataset=rows).step().batch.num_samples == 8
 
 
 def test_evaluation_set_is_checked_before_training_too(refused) -> None:

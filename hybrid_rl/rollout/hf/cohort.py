@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout.hf.cache import ModelCache, next_states
+from hybrid_rl.models.cache import ModelCache, next_states
 from hybrid_rl.rollout.inplace.runner import Sampled
 from hybrid_rl.rollout.inplace.scheduler import Sequence
 from hybrid_rl.rollout.sampling import (

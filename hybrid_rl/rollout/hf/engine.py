@@ -20,6 +20,7 @@ from torch import nn
 
 from hybrid_rl.config import HFConfig
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.cache import CacheSize, check_cache
 from hybrid_rl.rollout.base import (
     KV_CACHE,
     WEIGHTS,
@@ -29,7 +30,6 @@ from hybrid_rl.rollout.base import (
     RolloutRequest,
 )
 from hybrid_rl.rollout.embedded import EmbeddedEngine
-from hybrid_rl.rollout.hf.cache import CacheSize, check_cache
 from hybrid_rl.rollout.hf.cohort import Cohort, Prompts
 from hybrid_rl.rollout.inplace.engine import FREE_MEMORY_SHARE
 from hybrid_rl.rollout.inplace.runner import Sampled

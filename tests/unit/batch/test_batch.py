@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -76,6 +77,22 @@ def test_select_is_indexing_a_list(rows: list[list[int]], data: st.DataObject) -
     indices = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=8))
     chosen = jagged(rows).select(torch.tensor(indices, dtype=torch.int64))
     assert rows_of(chosen) == [rows[i] for i in indices]
+
+
+@given(rows=ROWS, data=st.data())
+def test_slices_are_those_of_a_list(rows: list[list[int]], data: st.DataObject) -> None:
+    """Also backwards, with steps, and beyond the ends."""
+    ends = st.none() | st.integers(-12, 12)
+    part = slice(data.draw(ends), data.draw(ends), data.draw(st.none() | st.sampled_from([-3, -1, 1, 2])))
+    assert rows_of(jagged(rows)[part]) == rows[part]
+
+
+def test_rows_by_numbers_that_are_no_ints_and_by_what_is_no_number() -> None:
+    column = jagged([[1, 2], [], [3]])
+    assert column[np.int64(-1)].tolist() == [3] and column[torch.tensor(0)].tolist() == [1, 2]
+    for wrong in ("rewards", 1.0, [0, 1], None, torch.tensor([0, 1])):
+        with pytest.raises(TypeError, match=r"a number or a slice, not by .* of type .*; select\("):
+            column[wrong]  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("index", [2, -3])

@@ -267,6 +267,16 @@ def test_columns_that_lie_elsewhere_or_nowhere() -> None:
         ref["values"]
 
 
+@pytest.mark.parametrize("place", [0, slice(2), 1.5, torch.tensor([0, 1])])
+def test_samples_are_not_taken_by_brackets(place: Any) -> None:
+    batch = batch_of(ONE)
+    for held in (batch, Store().keep(batch)):
+        with pytest.raises(
+            TypeError, match=r"by the names of its columns .* not by .*; select\(\[0, 1\]\) takes samples"
+        ):
+            held[place]
+
+
 @pytest.mark.parametrize("name", ["group", "completion_ids", "prompt"])
 def test_no_column_is_overwritten_wherever_it_lies(name: str) -> None:
     blocks, batch = Store(), batch_of(ONE)

@@ -254,7 +254,27 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ({"vllm_importance_sampling_clip_max": 3.0}, "set correction_cap .* or correction_high"),
         ({"vllm_importance_sampling_clip_min": 0.1}, r"set correction_floor \(of correction=tis\) or correction_low"),
         ({"clip_ratio_high": 0.28}, "set epsilon_high$"),
-        ({"clip_ratio_low": 0.2}, "set epsilon$"),
+        ({"clip_ratio_low": 0.2}, "set epsilon, which is the lower bound"),
+        ({"epsilon_low": 0.2}, "unknown key 'epsilon_low': set epsilon, which is the lower bound"),
+        ({"num_generations_eval": 4}, "with an eval_dataset .or eval_path., set eval_temperature above 0$"),
+        (
+            {"entropy_target": 3.0, "entropy_coef_min": 0.5, "entropy_coef_max": 0.1},
+            "^entropy_coef_min=0.5 is above entropy_coef_max=0.1; lower the one, or raise the other$",
+        ),
+        (
+            {"learning_rate": -1e-5},
+            "^optimizer.learning_rate=-1e-05 must be at least 0: set it above 0 .0 is for mode=rollout, and if a",
+        ),
+        ({"max_steps": -1}, "^max_steps=-1 must be at least 1, or None .num_train_epochs decides.$"),
+        ({"eval_steps": 0}, "^eval.eval_steps=0 must be at least 1, or None .before the first and after the last.$"),
+        ({"weight_decay": -1}, "^optimizer.weight_decay=-1 must be at least 0$"),  # which has no None
+        ({"sync_ref_model": False}, "leave it out, False asks for nothing; otherwise: set ref_model_sync_steps, with"),
+        ({"sync_ref_model": True}, "unknown key 'sync_ref_model': set ref_model_sync_steps, with"),
+        ({"shuffle_dataset": False}, "unknown key 'shuffle_dataset': set shuffle$"),  # it is on otherwise
+        ({"shuffle_dataset": None}, "leave it out, None asks for nothing; otherwise: set shuffle$"),
+        ({"resume": True}, "^resume=True is no choice here: set resume=auto, with run_name, for the newest"),
+        ({"resume": "latest"}, "^resume='latest' is no choice here: set resume=auto, with run_name"),
+        ({"resume": False}, "^resume=False is no choice here: leave it out to begin a new run$"),
         ({"clip_ratio_c": 3.0}, r"set dual_clip \(of policy_loss=clip\)"),
     ],
     ids=str,

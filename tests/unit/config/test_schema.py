@@ -14,7 +14,7 @@ import pytest
 
 import hybrid_rl
 from hybrid_rl.config import Leaf, TrainerConfig, load_config, visible_leaves
-from hybrid_rl.config.habits import HABITS, PATH_HABITS
+from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
@@ -184,6 +184,10 @@ def test_habits_are_refused_with_a_key_that_exists(habit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({habit: 1})
     assert advice in str(caught.value)
+
+
+def test_switches_that_are_off_anyway_are_known_from_elsewhere() -> None:
+    assert set(HABITS) >= OFF_ANYWAY
 
 
 @pytest.mark.parametrize("habit", PATH_HABITS)

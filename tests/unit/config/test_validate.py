@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hybrid_rl.config import (
     to_dict,
 )
 from hybrid_rl.config.hardware import NO_GPU, Hardware
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError
 
 GPUS = Hardware(8, "H100")
 
@@ -65,6 +66,29 @@ def resolved(has_eval: bool = True, hardware: Hardware = NO_GPU, **keys: Any) ->
 def test_what_cannot_work_together(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(**keys)
+
+
+def test_a_run_folder_in_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    """The checkpoints are counted, not spelled: 9 comes before 10. What only looks like one is none."""
+    run = tmp_path / "sr"
+    with pytest.raises(CheckpointError, match="/sr' is not a checkpoint: there is no such folder; .* resume=auto"):
+        resolved(resume=str(run))
+    run.mkdir()
+    resolved(resume=str(run))  # neither: whoever reads it says what it lacks
+    (run / "config.yaml").touch()
+    (run / "checkpoint-7").touch()
+    (run / "checkpoint-old").mkdir()
+    with pytest.raises(CheckpointError, match="/sr' is the folder of a run, not a checkpoint, and has none yet"):
+        resolved(resume=str(run))
+    for step in (8, 10, 9):
+        (run / f"checkpoint-{step}").mkdir()
+    with pytest.raises(CheckpointError, match="it has checkpoint-8, checkpoint-9, checkpoint-10: .* run_name=sr for"):
+        resolved(resume=str(run))
+    for step in range(100, 400, 100):
+        (run / f"checkpoint-{step}").mkdir()
+    with pytest.raises(CheckpointError, match=r"it has \.\.\., checkpoint-9, checkpoint-10, .*, checkpoint-300: give"):
+        resolved(resume=f"{run}/")
+    resolved(resume=str(run / "checkpoint-10"))
 
 
 @pytest.mark.parametrize(

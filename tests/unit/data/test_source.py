@@ -37,6 +37,56 @@ def stream(dataset: Any, encoder: PromptEncoder) -> StreamSource:
     return source
 
 
+def sources_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    hub = datasets.Dataset.from_list(rows)
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, folder / "media.parquet")
+    return {
+        "list": rows,
+        "stream": lambda: iter(rows),
+        "table": table,
+        "parquet": folder / "media.parquet",
+        "hub": hub,
+        "hub, turned round": hub.select(range(len(rows) - 1, -1, -1)).select(range(len(rows) - 1, -1, -1)),
+    }
+
+
+FORMS = ["list", "stream", "table", "parquet", "hub", "hub, turned round"]
+SHOWN = ("images", "audio")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", ["x.png", ["x.png"], [None, "x.png"], {"bytes": b"1", "path": "x.png"}], ids=str)
+def test_what_the_model_could_see_is_not_left_out(tokenizer: Any, tmp_path: Path, form: str, value: Any) -> None:
+    """In whatever row it lies: that of a stream is found when it comes."""
+    seeing = PromptEncoder(tokenizer, max_prompt_length=None, media_columns=SHOWN)
+    for place in (0, 2):
+        rows = [{**row, "images": value if index == place else None} for index, row in enumerate(ROWS)]
+        with pytest.raises(
+            DataError, match=f"row {place} has something in the column 'images'.*audio and video cannot"
+        ):
+            list(load_source(sources_of(rows, tmp_path)[form], seeing))  # type: ignore[arg-type]
+        blind = PromptEncoder(tokenizer, max_prompt_length=None)
+        assert load_source(sources_of(rows, tmp_path)[form], blind).column_names == ("prompt", "answer", "images")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [None, [], [None]], ids=str)
+def test_an_empty_column_of_images_shows_nothing(tokenizer: Any, tmp_path: Path, form: str, value: Any) -> None:
+    seeing = PromptEncoder(tokenizer, max_prompt_length=None, media_columns=SHOWN)
+    rows = [{**row, "images": value, "image": "not looked at"} for row in ROWS]
+    source: Any = load_source(sources_of(rows, tmp_path)[form], seeing)
+    assert [row.prompt for row in source] == [row["prompt"] for row in ROWS]
+
+
+def test_images_are_not_decoded_to_see_that_they_are_there(tokenizer: Any) -> None:
+    seeing = PromptEncoder(tokenizer, max_prompt_length=None, media_columns=SHOWN)
+    rows = {"prompt": ["1", "2"], "images": [None, {"bytes": b"no image at all", "path": None}]}
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
+    with pytest.raises(DataError, match="row 1 has something in the column 'images'"):
+        load_source(datasets.Dataset.from_dict(rows, features=features), seeing)
+
+
 class Indexed:
     def __len__(self) -> int:
         return len(ROWS)
@@ -123,7 +173,7 @@ def test_every_stream_gives_the_same_prompts_at_every_pass(form: str, encoder: P
 
 def test_chunks_do_not_change_the_result(encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sized(ROWS, encoder)
-    monkeypatch.setattr(source_module, "_CHUNK_ROWS", 3)
+    monkeypatch.setattr(source_module, "CHUNK_ROWS", 3)
     chunked = sized(ROWS, encoder)
     assert [chunked[i] for i in range(4)] == [whole[i] for i in range(4)]
     messages = [{"role": "user", "content": "1"}]

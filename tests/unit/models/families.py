@@ -258,11 +258,13 @@ REFUSED: dict[str, Refused] = {
     "convolutions": Refused(
         "LFM2",
         "Lfm2Config",
-        rf"layers of type conv {STATE}.*layers 0 \(of 2\)",
+        rf"layers of type conv \(Lfm2ShortConv\) {STATE}.*layers 0 \(of 2\)",
         {"layer_types": ["conv", "full_attention"]},
     ),
-    "linear attention": Refused("Qwen3-Next", "Qwen3NextConfig", f"type linear_attention {STATE}", SHARED),
-    "a state space": Refused("Mamba", "MambaConfig", f"type linear_attention {STATE}", {"state_size": 4}),
+    "linear attention": Refused(
+        "Qwen3-Next", "Qwen3NextConfig", rf"linear_attention \(Qwen3NextGatedDeltaNet\) {STATE}", SHARED
+    ),
+    "a state space": Refused("Mamba", "MambaConfig", rf"linear_attention \(MambaMixer\) {STATE}", {"state_size": 4}),
     "a state beside attention": Refused(
         "Falcon-H1",
         "FalconH1Config",
@@ -288,9 +290,17 @@ REFUSED: dict[str, Refused] = {
         "scales queries by their place in the row .*attn_temperature_tuning",
         {**EXPERTS, **HEADS, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]},
     ),
-    "an encoder": Refused("encoders (BERT)", "BertConfig", "only causal language models", model="BertForMaskedLM"),
+    "an encoder": Refused(
+        "encoders (BERT)",
+        "BertConfig",
+        "BertForMaskedLM is an encoder: .*only causal language models are supported$",
+        model="BertForMaskedLM",
+    ),
     "encoder and decoder": Refused(
-        "encoder-decoders (T5)", "T5Config", "T5Attention uses .* a position bias", model="T5ForConditionalGeneration"
+        "encoder-decoders (T5)",
+        "T5Config",
+        "T5ForConditionalGeneration is an encoder-decoder; only causal language",
+        model="T5ForConditionalGeneration",
     ),
 }
 FAMILIES = {**SUPPORTED, **MORE_DENSE, **MIXTURES, **MORE_MIXTURES}

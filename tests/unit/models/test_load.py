@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Emu3Config, Gemma3nConfig, GPT2Config, LlamaConfig, Mistral4Config, Qwen2AudioConfig
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from hybrid_rl.models.load import media_of
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from tests.unit.models.families import EOS, VISION, VOCABULARY, build, build_vision
@@ -45,8 +47,12 @@ def test_a_missing_folder_is_named():
 
 
 def test_a_hub_name_that_cannot_be_reached_is_a_model_error():
-    with pytest.raises(ModelError, match="cannot load model 'nobody/nothing'"):
+    """It may as well be a folder with a letter wrong: both places are named."""
+    places = r" \(there is no such folder here, so it was looked for on the Hugging Face hub\): "
+    with pytest.raises(ModelError, match="cannot load model 'nobody/nothing'" + places):
         load_model("nobody/nothing", dtype="float32")
+    with pytest.raises(ModelError, match="cannot load the tokenizer of 'nobody/nothing'" + places):
+        load_tokenizer("nobody/nothing")
 
 
 def test_a_folder_without_tokenizer_is_named(folder):
@@ -101,6 +107,17 @@ def test_a_folder_of_a_vision_language_model_is_loaded_for_text(tmp_path, name):
         assert type(loaded) is type(module)
         torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, expected)
         assert CausalLM(loaded).verify() < 2e-6
+
+
+def test_what_a_model_could_be_shown():
+    """The text part of a model that sees is a model of text, and so is every other."""
+    for name in VISION:
+        config = build_vision(name).config
+        assert media_of(config) == ("images",) and media_of(config.get_text_config()) == ()
+    for config in (LlamaConfig(), Mistral4Config(), GPT2Config()):
+        assert media_of(config) == ()
+    assert media_of(Gemma3nConfig()) == ("images", "audio") and media_of(Gemma3nConfig().get_text_config()) == ()
+    assert media_of(Emu3Config()) == ("images",) and media_of(Qwen2AudioConfig()) == ("audio",)
 
 
 class FakeTokenizer:

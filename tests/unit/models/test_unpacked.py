@@ -7,6 +7,7 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, Layout, PackedRow
 from hybrid_rl.models.unpacked import UnpackedRow
+from hybrid_rl.models.verify import check_causal
 from tests.float64 import KeepFloat64
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
@@ -42,7 +43,7 @@ def test_a_row_becomes_whole_sequences_and_back():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_runs_unpacked_and_the_packed_one_says_how(name):
     module = build_hybrid(name)
-    with pytest.raises(ModelError, match="rollout.engine=hf"):
+    with pytest.raises(ModelError, match=r'; rollout.engine=hf \(Trainer\(engine="hf"\)\) runs it through'):
         CausalLM(module).verify()
     assert CausalLM(module, "unpacked").verify() < 1e-4
 
@@ -94,6 +95,43 @@ def test_samples_of_a_row_do_not_see_each_other():
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_looks_ahead_is_refused():
-    with pytest.raises(ModelError, match="sequences of other lengths beside it"):
-        CausalLM(build("an encoder"), "unpacked").verify()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attention", ["auto", "unpacked"])
+def test_an_encoder_is_called_so_and_sent_nowhere(attention, dtype):
+    with pytest.raises(
+        ModelError, match=r"^BertForMaskedLM is an encoder: .* only causal language models are supported$"
+    ):
+        CausalLM(build("an encoder", dtype=dtype), attention).verify()
+
+
+@pytest.mark.parametrize("attention", ["auto", "unpacked"])
+def test_an_encoder_decoder_is_called_so(attention):
+    with pytest.raises(ModelError, match="^T5ForConditionalGeneration is an encoder-decoder; only causal"):
+        CausalLM(build("encoder and decoder"), attention).verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_causal_is_not_taken_for_an_encoder(name, dtype):
+    check_causal(unpacked(name, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("build_it", "reason"),
+    [
+        (lambda: build_hybrid("rwkv"), r"RwkvForCausalLM gives no cache of transformers \(but .*\)$"),
+        (lambda: build_hybrid("minimax"), "MiniMaxForCausalLM does not decode with rows of its own cache: .*$"),
+        (
+            lambda: build("its own attention code", attention="sdpa", alibi=True),
+            r"FalconForCausalLM gives other logits.* beside it .*$",
+        ),
+    ],
+    ids=["no cache", "cache", "position"],
+)
+def test_nobody_is_sent_to_an_engine_that_refuses_them(build_it, reason):
+    """What the other engine would say is said at once."""
+    with pytest.raises(
+        ModelError, match="packed row would mix.*; nor does rollout.engine=hf run it: " + reason
+    ) as told:
+        CausalLM(build_it()).verify()
+    assert "Trainer(engine" not in str(told.value)

@@ -1,5 +1,6 @@
 """math_reward against answers whose equality is plain mathematics, in and outside of the main thread."""
 
+import logging
 import sys
 import threading
 
@@ -45,6 +46,20 @@ def test_in_another_thread_where_signals_do_not_work():
     thread.start()
     thread.join()
     assert found == [[case[2] for case in CASES]]
+
+
+def test_one_warning_is_silenced_and_no_other(caplog, monkeypatch):
+    """math-verify gives it once in a process, and again after each reset of its own flags."""
+    for name in ("parser", "grader"):
+        monkeypatch.setattr(f"math_verify.{name}.TIMEOUT_WARNING_SHOWN", False)
+    thread = threading.Thread(target=score_all)
+    thread.start()
+    thread.join()
+    assert sys.modules["math_verify.parser"].TIMEOUT_WARNING_SHOWN and not caplog.records
+    assert sys.modules["math_verify.grader"].TIMEOUT_WARNING_SHOWN
+    logging.getLogger("math_verify.parser").warning("an expression was cut")
+    assert caplog.messages == ["an expression was cut"]
+    assert len(logging.getLogger("math_verify.grader").filters) == 1
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])

@@ -6,8 +6,8 @@ import torch
 from hybrid_rl.config import HFConfig
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.cache import CacheSize, check_cache
 from hybrid_rl.rollout.hf import HFEngine
-from hybrid_rl.rollout.hf.cache import CacheSize, check_cache
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, NOT_CACHED, build_hybrid
 from tests.unit.rollout.engines import (

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import CausalLM
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 
 NAMES = ("past_key_values", "cache_params")  # under which models take a cache, and give it back
+
+
+class Decodable(Protocol):
+    """What is asked of a `CausalLM`."""
+
+    module: PreTrainedModel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        ...
+
+    def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
+        """What the module's own backbone gives for int64 [B, L]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,7 @@ class ModelCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.cache.layers))
 
 
-def next_states(model: CausalLM, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
+def next_states(model: Decodable, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
     """Last hidden states [B, H] of B sequences that begin, or go on, with int64 [B, L] tokens, and their cache.
 
     Raises ModelError where the model gives no cache of transformers.
@@ -62,7 +87,7 @@ class CacheSize:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: CausalLM) -> CacheSize:
+    def of(cls, model: Decodable) -> CacheSize:
         """Measured on sequences of one and two tokens."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         one, two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
@@ -74,7 +99,7 @@ class CacheSize:
 
 
 @torch.inference_mode()
-def check_cache(model: CausalLM) -> float:
+def check_cache(model: Decodable) -> float:
     """Compare what a model decodes with its cache, while rows of it are copied, turned round and dropped, with its
     forward without one; the largest relative gap.
 

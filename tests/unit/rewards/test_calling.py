@@ -1,0 +1,76 @@
+"""What a reward function may hand to log_extra and log_metric, and what is said of all else."""
+
+import datetime
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rl.rewards.calling import CallLog, check_values
+
+
+@pytest.mark.parametrize(
+    "values",
+    [3, None, 1.5, "abc", b"abc", {0: 1, 1: 2, 2: 3}, {1, 2, 3}, torch.tensor(3.0), np.float32(3), object()],
+    ids=["int", "None", "float", "text", "bytes", "dict", "set", "tensor", "numpy", "object"],
+)
+def test_what_holds_no_value_per_sample_is_told_as_such(values):
+    """A text has letters, a dict keys, a set no order: three of them are not the values of three samples."""
+    log = CallLog(3)
+    with pytest.raises(TypeError, match=r"^log_extra\('x', \.\.\.\) got .* of type \w+; give one value per sample$"):
+        log.log_extra("x", values)
+    assert log.extras == {}
+
+
+def test_the_sentence_holds_the_value():
+    with pytest.raises(TypeError, match=r"^log_extra\('x', \.\.\.\) got 3 of type int; give one value per sample$"):
+        CallLog(2).log_extra("x", 3)
+    with pytest.raises(TypeError, match=r"^log_extra\('x', \.\.\.\) got None of type NoneType; give one value"):
+        CallLog(2).log_extra("x")
+    with pytest.raises(TypeError, match=r"^log_metric\('x', \.\.\.\): None of type NoneType is not a number$"):
+        CallLog(2).log_metric("x")
+
+
+def test_values_of_every_ordered_kind():
+    log = CallLog(2)
+    kinds = {"list": [1, 2], "tuple": (1, 2), "tensor": torch.tensor([1, 2]), "array": np.array([1, 2])}
+    kinds |= {"generator": (n for n in (1, 2)), "range": range(1, 3), "keys": {1: 0, 2: 0}.values()}
+    for name, values in kinds.items():
+        log.log_extra(name, values)
+    assert log.extras == {name: [0, 0] if name == "keys" else [1, 2] for name in kinds}
+
+
+def endless():
+    """A lambda has `<locals>.<lambda>` in its text, which is no address."""
+    return lambda: None
+
+
+@pytest.mark.parametrize("value", [object(), endless(), [object()], {"a": (1, object())}, iter([1])])
+def test_an_address_is_not_logged(value):
+    with pytest.raises(ValueError, match=r"^log_extra\('x', \.\.\.\): value 1 of type .* its address in memory"):
+        CallLog(2).log_extra("x", [1, value])
+
+
+def test_what_has_a_text_of_its_own_is_logged_by_it():
+    log = CallLog(3)
+    log.log_extra("x", [datetime.date(2024, 2, 29), 1 + 2j, "<object at 0x7f00>"])
+    assert log.extras == {"x": ["2024-02-29", "(1+2j)", "<object at 0x7f00>"]}
+
+
+@pytest.mark.parametrize("name", ["", " ", "\n\t"])
+def test_a_name_is_not_empty(name):
+    log = CallLog(1)
+    with pytest.raises(ValueError, match=r"^log_metric\('.*', \.\.\.\): the name is empty"):
+        log.log_metric(name, 1.0)
+    with pytest.raises(ValueError, match=r"^log_extra\('.*', \.\.\.\): the name is empty"):
+        log.log_extra(name, [1])
+    assert not log.metrics and not log.extras
+
+
+def test_one_number_is_not_numbers():
+    assert check_values(7, CallLog(1)).failure == (
+        "type",
+        "returned 7 of type int; expected a list of one number or None, one per completion",
+    )
+    assert "a list of 2 numbers or None" in check_values([math.pi], CallLog(2)).failure[1]
