@@ -238,7 +238,8 @@ class PromptEncoder:
         """The error for a column that would be left out silently: the model would learn to answer without it."""
         return DataError(
             f"row {row} has something in the column {column!r}, which the model could be shown. {NOT_SHOWN}, and it "
-            "would be trained on the text alone: drop the column if that is meant, or rename it if the rewards alone need it."
+            "would be trained on the text alone: drop the column if that is meant, or rename it if only the rewards "
+            "need it."
         )
 
     def remedy(self, num_tokens: int) -> str:
