@@ -134,7 +134,7 @@ class Actor(TrainedModel):
             return loss
 
         norm, updated = self._step(batch, micro_batches, loss_of)
-        self._numbers.step(self._context, is_valid=updated)
+        self._numbers.step(self._context, is_valid=updated and counts.num_tokens > 0)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
         sums.mean("loss", 0.0, once)
