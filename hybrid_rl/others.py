@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -41,6 +42,7 @@ class Tenant:
     _global_step = _num_tokens = _policy_version = 0
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._closing = contextlib.ExitStack()
 
     def _enter(self) -> None:
@@ -64,10 +66,15 @@ class Tenant:
         return self._policy_version
 
     def close(self, reason: str = "") -> None:
-        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls."""
+        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls.
+
+        A forked child has only a copy of the Trainer, and lets go of that: all else is its parent's.
+        """
         self._closed = self._closed or (f": {reason}" if reason else ";")
         _open.discard(self)
-        self._closing.close()
+        held = self._closing.pop_all()
+        if self._pid == os.getpid():
+            held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +90,11 @@ class Tenant:
     def _require_open(self) -> None:
         if not self._is_made:
             raise HybridRLError("this Trainer was not made completely; make a new one")
+        if self._pid != os.getpid():
+            raise HybridRLError(
+                f"this is process {os.getpid()}, a fork of {self._pid}, which the Trainer belongs to: use it there, or "
+                "make a new one here"
+            )
         if self._closed:
             raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
         if self._torn:
@@ -129,7 +141,12 @@ class Tenant:
 
 def has_folder(folder: Path) -> bool:
     """Whether an open Trainer of this process writes into this run folder."""
-    return any(other.run_folder.resolve() == folder.resolve() for other in _open)
+    return any(other.run_folder.resolve() == folder.resolve() for other in _open_here())
+
+
+def _open_here() -> list[Tenant]:
+    """The open Trainers of this process, without those that a fork has copied into it."""
+    return [other for other in _open if other._pid == os.getpid()]
 
 
 def make_way(config: TrainerConfig, folder: Path | None) -> None:
@@ -138,7 +155,7 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
 
     Raises ConfigError while one of them is in a training step.
     """
-    for other in list(_open):
+    for other in _open_here():
         what = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
             what = f"the run folder {folder}"
@@ -158,7 +175,7 @@ def _has_vllm(config: TrainerConfig) -> bool:
 
 def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
     """Warn of what else happens to a module that is to be trained in place; None for no such module."""
-    for other in _open:
+    for other in _open_here():
         if module is not None and other.module is module:
             logger.warning(
                 "the Trainer of %s is open and trains the same module: each changes the weights that the other's "

@@ -91,7 +91,8 @@ class RewardProcess:
             )
         finally:
             theirs.close()
-        # Without close(), the processes go with the interpreter or with the last reference.
+        # Without close(), the processes go with the interpreter or with the last reference. In a fork of this process
+        # they are nobody's children, which Popen takes for ended.
         self._finalizer = weakref.finalize(self, end_process, self.process)
 
     def load(self, functions: bytes) -> None:
@@ -165,6 +166,7 @@ class ProcessPool:
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.closed = False
+        self.pid = os.getpid()
         self.threads: list[threading.Thread] = []
         self.processes: dict[int, RewardProcess] = {}
 
@@ -186,7 +188,10 @@ class ProcessPool:
         self.tasks.put(task)
 
     def close(self) -> None:
-        """Kill and reap all processes; open tasks fail. Idempotent."""
+        """Kill and reap all processes; open tasks fail. Idempotent. In a forked child, which runs its parent's atexit
+        too, nothing: processes and threads are the parent's."""
+        if os.getpid() != self.pid:
+            return
         with self.lock:
             self.closed = True
             processes = list(self.processes.values())

@@ -366,3 +366,17 @@ def test_a_reward_process_does_not_import_torch():
         assert runner.score(samples("a"), None).rewards == [0.0]
     with RewardRunner([modules, exact_match], num_processes=1) as runner:
         assert runner.score(samples("a"), TrainerState(1, 2, 0.5)).rewards == [0.0]
+
+
+def test_a_fork_does_not_close_the_pool_of_its_parent():
+    """Its atexit would wait for a lock that a thread of the parent held when it forked."""
+    with RewardRunner(pid_function(), num_processes=1) as runner:
+        pool = runner._pool
+        with pool.lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                pool.close()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not pool.closed
