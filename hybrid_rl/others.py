@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +39,7 @@ class Tenant:
     run_folder: Path
     _closed = ""  # why, once it is
     _is_made = _in_step = _torn = False  # _torn: the weights lie between two training steps
+    _work: Sequence[str] = ()  # what runs: fit(), and inside it step(), and inside that evaluate()
     _module_steps = 0
     _global_step = _num_tokens = _policy_version = 0
 
@@ -68,13 +70,28 @@ class Tenant:
     def close(self, reason: str = "") -> None:
         """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls.
 
-        A forked child has only a copy of the Trainer, and lets go of that: all else is its parent's.
+        A forked child has only a copy of the Trainer, and lets go of that: all else is its parent's. Raises
+        HybridRLError where a callback or reward calls it, in the middle of what needs all that.
         """
+        if self._work and self._pid == os.getpid():
+            raise HybridRLError(
+                f"close() was called while {self._work[0]} runs: to end a run early set trainer.max_steps = "
+                "trainer.global_step in a callback's on_step_end, and close() after fit()"
+            )
         self._closed = self._closed or (f": {reason}" if reason else ";")
         _open.discard(self)
         held = self._closing.pop_all()
         if self._pid == os.getpid():
             held.close()
+
+    @contextlib.contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        """Inside the block nobody may close it."""
+        self._work = [*self._work, what]
+        try:
+            yield
+        finally:
+            self._work = self._work[:-1]
 
     def __enter__(self) -> Self:
         return self
@@ -163,8 +180,8 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
             what = "vLLM, which can live once in a process"
         if not what:
             continue
-        if other._in_step:
-            raise ConfigError(f"a Trainer of this process has {what}, and is in a training step; wait for its end")
+        if other._work:
+            raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} runs; wait for its end")
         logger.warning("closing the Trainer of %s: a new one of this process needs %s", other.run_folder, what)
         other.close(f"a later one of this process needed {what};")
 

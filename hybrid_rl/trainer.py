@@ -128,11 +128,17 @@ class Trainer(Tenant):
         """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
 
         Ctrl-C ends it cleanly: results and, where checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt goes on. A later call continues after the last complete step.
+        KeyboardInterrupt goes on. A later call continues after the last complete step. To end it early, a callback sets
+        trainer.max_steps = trainer.global_step in on_step_end.
         """
         self._require_open()
-        self._notify("on_fit_start")
-        self._log.start(self.global_step)
+        with self._working("fit()"):
+            self._notify("on_fit_start")
+            self._log.start(self.global_step)
+            do_all(self._fit, lambda: self._notify("on_fit_end"), lambda: self._log.stop(self._workers.lost_samples()))
+        return self._last_metrics
+
+    def _fit(self) -> None:
         try:
             self._evaluate_at_start()
             for _ in self.steps():
@@ -146,10 +152,6 @@ class Trainer(Tenant):
         except (NoSignalError, DivergedError):  # nothing is learned any more: what was learned so far is a result
             self._keep_last_step()
             raise
-        finally:
-            self._notify("on_fit_end")
-            self._log.stop(self._workers.lost_samples())
-        return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
         """The training steps that are left, one by one."""
@@ -164,7 +166,7 @@ class Trainer(Tenant):
         self._require_current()
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
-        with contextlib.ExitStack() as hold:
+        with contextlib.ExitStack() as hold, self._working("step()"):
             self._in_step = True
             try:
                 result = self._train_step(hold)
@@ -256,9 +258,10 @@ class Trainer(Tenant):
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         start = now()
-        metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
-        metrics["timing/evaluate"] = now() - start
-        self._notify("on_evaluate", self.global_step, metrics)
+        with self._working("evaluate()"):
+            metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
+            metrics["timing/evaluate"] = now() - start
+            self._notify("on_evaluate", self.global_step, metrics)
         return metrics
 
     def generate(

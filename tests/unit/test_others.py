@@ -118,7 +118,7 @@ def test_a_trainer_is_not_taken_from_below_its_own_step(make_trainer) -> None:
     def reward(completion_ids, **_):
         if not made:
             made.append(0)
-            with pytest.raises(ConfigError, match="has the run folder .*, and is in a training step"):
+            with pytest.raises(ConfigError, match=r"has the run folder .*, and its step\(\) runs; wait"):
                 make_trainer(build_model(), **keys)
             made.append(1)
         return spread(completion_ids)

@@ -12,7 +12,17 @@ import torch
 from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.preflight import ALL_REDUCE, COPY, PRODUCT, RankProbe, check, preflight, probe_rank, slow_cpus, slow_ranks
+from hybrid_rl.workers.preflight import (
+    ALL_REDUCE,
+    COPY,
+    PRODUCT,
+    RankProbe,
+    check,
+    preflight,
+    probe_rank,
+    slow_cpus,
+    slow_ranks,
+)
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
 SECONDS = {PRODUCT: 0.01, COPY: 0.02, ALL_REDUCE: 0.001}
