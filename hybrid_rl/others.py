@@ -24,6 +24,9 @@ logger = logging.getLogger("hybrid_rl")
 ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
 
 _open: weakref.WeakSet[Tenant] = weakref.WeakSet()
+# What a fork has copied into this process is never dropped here: Ray would tell the parent's cluster, through the
+# parent's own connection, which breaks it.
+_inherited: list[dict[str, Any]] = []
 _steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
@@ -70,7 +73,7 @@ class Tenant:
     def close(self, reason: str = "") -> None:
         """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls.
 
-        A forked child has only a copy of the Trainer, and lets go of that: all else is its parent's. Raises
+        A forked child has only a copy of the Trainer, and nothing of it is released there: all is its parent's. Raises
         HybridRLError where a callback or reward calls it, in the middle of what needs all that.
         """
         if self._work and self._pid == os.getpid():
@@ -78,11 +81,12 @@ class Tenant:
                 f"close() was called while {self._work[0]} runs: to end a run early set trainer.max_steps = "
                 "trainer.global_step in a callback's on_step_end, and close() after fit()"
             )
-        self._closed = self._closed or (f": {reason}" if reason else ";")
+        is_first, self._closed = not self._closed, self._closed or (f": {reason}" if reason else ";")
         _open.discard(self)
-        held = self._closing.pop_all()
         if self._pid == os.getpid():
-            held.close()
+            self._closing.close()
+        elif is_first:
+            _inherited.append(dict(vars(self)))
 
     @contextlib.contextmanager
     def _working(self, what: str) -> Iterator[None]:
