@@ -209,3 +209,28 @@ def test_stop_strings_of_generate_are_checked_like_those_of_the_config(make_trai
         trainer.generate(["1+1="], stop_strings=["<eos>"])
     with pytest.raises(ConfigError, match="must be texts, none of them empty"):
         trainer.generate(["1+1="], stop_strings=[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_weights_that_are_loaded_into_the_module_between_steps_are_trained(make_trainer, caplog, dtype) -> None:
+    """A learning rate that moves nothing: after the next step the module holds what was loaded, in either dtype."""
+    module, other = build_model(dtype=dtype), build_model(7, dtype=dtype)
+    trainer = make_trainer(module, learning_rate=1e-12, max_steps=4)
+    trainer.step()
+    for _ in range(2):
+        module.load_state_dict(other.state_dict())
+        trainer.step()
+    gap = max(float((a - b).detach().abs().max()) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert gap < 1e-9
+    told = [r.getMessage() for r in caplog.records if "changed by hand" in r.getMessage()]
+    assert len(told) == (dtype == torch.bfloat16)
+
+
+def test_a_module_that_is_converted_between_steps_is_refused_before_it_generates(make_trainer) -> None:
+    module = build_model()
+    trainer = make_trainer(module)
+    trainer.step()
+    module.to(torch.bfloat16)
+    for call in (trainer.step, lambda: trainer.generate("1+2=")):
+        with pytest.raises(ModelError, match=r"parameters changed shape or dtype .*\.to\(dtype\).*make a new Trainer"):
+            call()
