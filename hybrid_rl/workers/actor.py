@@ -117,8 +117,8 @@ class Actor(TrainedModel):
         changed = self.optimizer.take_over()
         if changed and not self._has_told:
             logger.warning(
-                "%d of %d parameters were changed by hand since the last update (first %s): training goes on from their "
-                "values, with the optimizer's moments as they are; told once",
+                "%d of %d parameters were changed by hand since the last update (first %s): training goes on from "
+                "their values, with the optimizer's moments as they are; told once",
                 *(len(changed), len(self.optimizer.names), changed[0]),
             )
             self._has_told = True
