@@ -24,7 +24,7 @@ import cloudpickle
 
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import calling
-from hybrid_rl.rewards.calling import CallOutcome, failed_call
+from hybrid_rl.rewards.calling import FORKED, CallOutcome, failed_call
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput
 from hybrid_rl.rewards.isolation import Task, call_and_isolate
 
@@ -222,6 +222,12 @@ class ProcessPool:
         outcome = self._process(slot).call(request, self.timeout_seconds)
         if self.closed:
             raise RewardError("the reward runner was closed before scoring finished")
+        if outcome.failure is not None and outcome.failure[0] == FORKED:
+            raise RewardError(
+                f"reward function {task.function.name!r}, or one that was called before it, forked its process, and "
+                "the child came back from the function too, so that there were two answers: end the child inside of "
+                "it, with os._exit()"
+            )
         return outcome
 
     @staticmethod
