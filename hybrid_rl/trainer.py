@@ -12,7 +12,8 @@ from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
-from hybrid_rl.collecting import collect_step, collector_of, evaluation_metrics, generation_of
+from hybrid_rl.checks import check_modes
+from hybrid_rl.collecting import check_numbers, collect_step, collector_of, evaluation_metrics, generation_of
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
@@ -164,6 +165,7 @@ class Trainer(Tenant):
         Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
         """
         self._require_current()
+        check_modes(self.config)
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
         with contextlib.ExitStack() as hold, self._working("step()"):
@@ -257,6 +259,7 @@ class Trainer(Tenant):
         self._require_current()
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
+        check_modes(self.config, learns=False)
         start = now()
         with self._working("evaluate()"):
             metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
@@ -290,10 +293,10 @@ class Trainer(Tenant):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        if num_generations < 1:
-            raise ConfigError(f"num_generations={num_generations} must be at least 1")
+        check_modes(self.config, learns=False)
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
+        check_numbers(num_generations, given)
         rows, params = generation_of(self._run, prompts, given, stop_strings)
         call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
         batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
@@ -310,6 +313,8 @@ class Trainer(Tenant):
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
+        if not target.resolve().name:
+            raise CheckpointError(f"a checkpoint cannot be {target} itself: give a folder in it, which is then made")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
         state["config"] = to_dict(self.config)
         try:

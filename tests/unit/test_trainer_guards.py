@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError, RewardError
 from hybrid_rl.models import CausalLM
@@ -234,3 +235,42 @@ def test_a_module_that_is_converted_between_steps_is_refused_before_it_generates
     for call in (trainer.step, lambda: trainer.generate("1+2=")):
         with pytest.raises(ModelError, match=r"parameters changed shape or dtype .*\.to\(dtype\).*make a new Trainer"):
             call()
+
+
+def test_a_block_of_autocast_is_refused_where_it_would_compute(make_trainer) -> None:
+    trainer = make_trainer(eval_dataset=sums(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (make_trainer, trainer.step, trainer.evaluate, lambda: trainer.generate("1+2=")):
+            with pytest.raises(ModelError, match=r"torch.autocast\('cpu'\) is on here.* dtype=bfloat16 computes"):
+                call()
+    assert trainer.step().metrics["grad_norm"] > 0
+
+
+def test_inference_mode_is_refused_where_there_are_gradients(make_trainer) -> None:
+    trainer = make_trainer(eval_dataset=sums(2))
+    with torch.inference_mode():
+        for call in (make_trainer, trainer.step):
+            with pytest.raises(
+                ModelError, match=r"torch.inference_mode\(\) is on here|made or loaded inside torch.inf"
+            ):
+                call()
+        assert trainer.generate("1+2=", temperature=0) and trainer.evaluate()
+        made = build_model()
+    with pytest.raises(ModelError, match=r"made or loaded inside torch.inference_mode\(\).*\(model.embed_tokens"):
+        make_trainer(made)
+    assert trainer.step().metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_weights_that_are_computed_from_others_are_refused(make_trainer, wrap) -> None:
+    """They train, but the folder that a checkpoint writes has no such weight for its class."""
+    module = build_model()
+    wrap(module.model.layers[1].mlp.up_proj)
+    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj of the module computes its weight from other par"):
+        make_trainer(module)
+
+
+def test_a_checkpoint_cannot_be_the_root_of_the_file_system(make_trainer) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint cannot be / itself: give a folder in it"):
+        make_trainer().save("/")
