@@ -118,7 +118,7 @@ class Actor(TrainedModel):
         if changed and not self._has_told:
             logger.warning(
                 "%d of %d parameters were changed by hand since the last update (first %s): training goes on from "
-                "their values, with the optimizer's moments as they are; told once",
+                "their values, with the optimizer's moments as they are (said once)",
                 *(len(changed), len(self.optimizer.names), changed[0]),
             )
             self._has_told = True

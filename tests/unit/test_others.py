@@ -251,3 +251,17 @@ def test_a_fork_cannot_use_the_trainer_of_its_parent(make_trainer) -> None:
 
     assert in_child(use) == in_child(write_there_too) == 0
     assert trainer.step().metrics["grad_norm"] > 0
+
+
+def test_a_fork_drops_nothing_of_what_it_inherits(make_trainer) -> None:
+    """What is dropped may reach others by itself, as Ray's handles do."""
+    trainer = make_trainer()
+
+    def drop() -> None:
+        held = weakref.ref(trainer._workers.policy)
+        trainer.close()
+        vars(trainer).clear()
+        gc.collect()
+        assert held() is not None
+
+    assert in_child(drop) == 0
