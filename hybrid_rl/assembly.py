@@ -23,6 +23,8 @@ from hybrid_rl.checks import (
     check_attention,
     check_critic,
     check_demonstrations_of,
+    check_modes,
+    check_module,
     check_module_dtype,
     check_rewards,
     check_teacher,
@@ -105,6 +107,7 @@ def record_arguments(
                 f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give one of them"
             )
     if isinstance(model, PreTrainedModel):
+        check_module(model)
         check_module_dtype(model)
         dtype = str(model.dtype).removeprefix("torch.")
         if "model.dtype" in given and config.model.dtype not in ("auto", dtype):
@@ -291,6 +294,7 @@ def prepare(
     hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
+    check_modes(resolved)
     check_attention(resolved, hardware)
     tell_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):

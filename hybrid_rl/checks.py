@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint import check_model
-from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.hf import HFRolloutConfig
@@ -42,6 +45,41 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
+
+
+def check_modes(config: TrainerConfig, *, learns: bool = True) -> None:
+    """Raise ModelError inside a block of torch that would change what is computed in this process. learns: whether that
+    has gradients."""
+    if isinstance(config.controller, RayControllerConfig):
+        return  # such blocks hold in the thread that is in them
+    if torch.is_autocast_enabled(config.model.device):
+        raise ModelError(
+            f"torch.autocast({config.model.device!r}) is on here, under which engine and trainer would compute other "
+            "numbers than the dtype says: leave that block; dtype=bfloat16 computes in bfloat16, with fp32 masters"
+        )
+    if learns and torch.is_inference_mode_enabled():
+        raise ModelError(
+            "torch.inference_mode() is on here, which allows no gradients: make the Trainer and train outside of that "
+            "block"
+        )
+
+
+def check_module(module: PreTrainedModel) -> None:
+    """Raise ModelError for a module whose parameters cannot be trained, or not be saved as its class reads them."""
+    made = [name for name, parameter in module.named_parameters() if parameter.is_inference()]
+    if made:
+        raise ModelError(
+            f"the module was made or loaded inside torch.inference_mode(), so that its parameters ({made[0]}, ...) "
+            "cannot be trained: make it outside of that block"
+        )
+    for name, child in module.named_modules():
+        hooks = [hook for hook in child._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+        if hooks or is_parametrized(child):
+            raise ModelError(
+                f"{name} of the module computes its weight from other parameters (torch.nn.utils: weight_norm, "
+                "spectral_norm, parametrize), which no checkpoint of its class holds: remove_parametrizations() or "
+                "remove_weight_norm() gives it a plain weight"
+            )
 
 
 def check_module_dtype(module: PreTrainedModel) -> None:

@@ -124,7 +124,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     # Imported here: every other command would wait for them.
     from hybrid_rl.assembly import find_hardware
     from hybrid_rl.checks import check_attention
-    from hybrid_rl.workers.preflight import check, versions
+    from hybrid_rl.workers.preflight import check, slow_cpus, versions
 
     console = _wide_console()
     try:
@@ -148,6 +148,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     problems = check(probes)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
+    for doubt in slow_cpus(probes):
+        print(f"warning: {doubt}", file=sys.stderr)
     if not problems:
         print("no problems found")
     return 1 if problems else 0
@@ -188,6 +190,7 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     from hybrid_rl.launch import RayRanks, local_device
     from hybrid_rl.workers.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
+    from hybrid_rl.workers.preflight import probe_ranks
 
     with contextlib.ExitStack() as closing:
         if isinstance(config.controller, RayControllerConfig):
@@ -199,8 +202,7 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
         else:
             group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase, local_device(config.model.device)))
             closing.callback(group.close)
-        probes: list[RankProbe] = group.probe_rank()
-        return probes
+        return probe_ranks(group)
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from hybrid_rl.assembly import Run, check_stop_strings
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.collector import Collected, Collector, replay
+
+WHOLE = frozenset({"num_generations", "max_tokens", "top_k", "seed"})
+COUNTS = ("num_generations", "max_completion_length")
 
 
 def collector_of(run: Run, policy: WorkerGroup) -> Collector:
@@ -70,6 +75,18 @@ def evaluation_metrics(run: Run, collector: Collector, version: int, state: Trai
     metrics = {f"eval/{name}": value for name, value in collected.metrics.items() if "std" not in name.split("/")[-1]}
     accuracy = metrics.pop("eval/pass@1", None)
     return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
+
+
+def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments of `generate` that are no numbers, or no whole ones. given: fields of
+    SamplingParams, which knows their ranges; None for what training does."""
+    for name, value in {"num_generations": num_generations, **given}.items():
+        kind = Integral if name in WHOLE else Real
+        shown = "max_completion_length" if name == "max_tokens" else name
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise ConfigError(f"{shown}={value!r} must be a {'whole ' if kind is Integral else ''}number")
+        if shown in COUNTS and value is not None and value < 1:
+            raise ConfigError(f"{shown}={value!r} must be at least 1")
 
 
 def generation_of(

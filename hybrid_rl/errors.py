@@ -71,12 +71,14 @@ class WorkerError(HybridRLError, RuntimeError):
 
 
 def do_all(*actions: Callable[[], object]) -> None:
-    """Do each of them, whatever becomes of the others; then raise the first error."""
+    """Do each of them, whatever becomes of the others; then raise the first error, which notes the others."""
     failures: list[BaseException] = []
     for action in actions:
         try:
             action()
         except BaseException as error:
             failures.append(error)
+    for other in failures[1:]:
+        failures[0].add_note(f"then {type(other).__name__}: {other}")
     if failures:
         raise failures[0]

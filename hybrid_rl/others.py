@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +24,9 @@ logger = logging.getLogger("hybrid_rl")
 ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
 
 _open: weakref.WeakSet[Tenant] = weakref.WeakSet()
+# What a fork has copied into this process is never dropped here: Ray would tell the parent's cluster, through the
+# parent's own connection, which breaks it.
+_inherited: list[dict[str, Any]] = []
 _steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()  # whoever was last
 
@@ -38,10 +43,12 @@ class Tenant:
     run_folder: Path
     _closed = ""  # why, once it is
     _is_made = _in_step = _torn = False  # _torn: the weights lie between two training steps
+    _work: Sequence[str] = ()  # what runs: fit(), and inside it step(), and inside that evaluate()
     _module_steps = 0
     _global_step = _num_tokens = _policy_version = 0
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._closing = contextlib.ExitStack()
 
     def _enter(self) -> None:
@@ -65,10 +72,31 @@ class Tenant:
         return self._policy_version
 
     def close(self, reason: str = "") -> None:
-        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls."""
-        self._closed = self._closed or (f": {reason}" if reason else ";")
+        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls.
+
+        A forked child has only a copy of the Trainer, and nothing of it is released there: all is its parent's. Raises
+        HybridRLError where a callback or reward calls it, in the middle of what needs all that.
+        """
+        if self._work and self._pid == os.getpid():
+            raise HybridRLError(
+                f"close() was called while {self._work[0]} runs: to end a run early set trainer.max_steps = "
+                "trainer.global_step in a callback's on_step_end, and close() after fit()"
+            )
+        is_first, self._closed = not self._closed, self._closed or (f": {reason}" if reason else ";")
         _open.discard(self)
-        self._closing.close()
+        if self._pid == os.getpid():
+            self._closing.close()
+        elif is_first:
+            _inherited.append(dict(vars(self)))
+
+    @contextlib.contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        """Inside the block nobody may close it."""
+        self._work = [*self._work, what]
+        try:
+            yield
+        finally:
+            self._work = self._work[:-1]
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +112,11 @@ class Tenant:
     def _require_open(self) -> None:
         if not self._is_made:
             raise HybridRLError("this Trainer was not made completely; make a new one")
+        if self._pid != os.getpid():
+            raise HybridRLError(
+                f"this is process {os.getpid()}, a fork of {self._pid}, which the Trainer belongs to: use it there, or "
+                "make a new one here"
+            )
         if self._closed:
             raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
         if self._torn:
@@ -137,7 +170,12 @@ class Tenant:
 
 def has_folder(folder: Path) -> bool:
     """Whether an open Trainer of this process writes into this run folder."""
-    return any(other.run_folder.resolve() == folder.resolve() for other in _open)
+    return any(other.run_folder.resolve() == folder.resolve() for other in _open_here())
+
+
+def _open_here() -> list[Tenant]:
+    """The open Trainers of this process, without those that a fork has copied into it."""
+    return [other for other in _open if other._pid == os.getpid()]
 
 
 def make_way(config: TrainerConfig, folder: Path | None) -> None:
@@ -146,7 +184,7 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
 
     Raises ConfigError while one of them is in a training step.
     """
-    for other in list(_open):
+    for other in _open_here():
         what = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
             what = f"the run folder {folder}"
@@ -154,8 +192,8 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
             what = "vLLM, which can live once in a process"
         if not what:
             continue
-        if other._in_step:
-            raise ConfigError(f"a Trainer of this process has {what}, and is in a training step; wait for its end")
+        if other._work:
+            raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} runs; wait for its end")
         logger.warning("closing the Trainer of %s: a new one of this process needs %s", other.run_folder, what)
         other.close(f"a later one of this process needed {what};")
 
@@ -166,7 +204,7 @@ def _has_vllm(config: TrainerConfig) -> bool:
 
 def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
     """Warn of what else happens to a module that is to be trained in place; None for no such module."""
-    for other in _open:
+    for other in _open_here():
         if module is not None and other.module is module:
             logger.warning(
                 "the Trainer of %s is open and trains the same module: each changes the weights that the other's "

@@ -105,7 +105,8 @@ def _started(pid: int) -> int | None:
 
 
 class FolderLock:
-    """A folder is this process's until `release`, or until the process ends, however it does.
+    """A folder is this process's until `release`, or until the process ends, however it does. A child that it forks has
+    only a copy of the lock, which it cannot release.
 
     The kernel's own lock on a file says so to all processes of a machine, and on most shared file systems to those of
     other machines too. Where it does not reach, the owner's name in the file says who it was, and a sign of life every
@@ -142,7 +143,7 @@ class FolderLock:
         if self._is_released.is_set():
             return
         self._is_released.set()
-        if self._is_ours():
+        if os.getpid() == self._owner.pid and self._is_ours():
             self._path.unlink(missing_ok=True)
         with self._guard:
             os.close(self._descriptor)

@@ -24,6 +24,7 @@ COLUMNS = (
     ("|g|", "grad_norm", "{:.2f}"),
     ("s/step", "step_time", "{:.2f}"),
 )
+LARGE = 1e6  # from here on digits say less than the exponent
 NUM_LINES = 40  # plain lines over a whole run, where nobody watches live
 
 STILL_SECONDS = 20.0  # between lines about something that takes long
@@ -102,13 +103,18 @@ class ProgressDisplay:
             table.add_column(title, overflow="fold")
         for prompt, completion, reward in samples:
             # Text, not str: markup and emoji codes of a model are shown as they are.
-            table.add_row(Text(prompt), Text(completion), "masked" if reward is None else f"{reward:.3f}")
+            table.add_row(Text(prompt), Text(completion), "masked" if reward is None else number("{:.3f}", reward))
         self.console.print(table)
 
 
 def line_of(metrics: Mapping[str, float]) -> str:
     """The main metrics that are there, as one line."""
-    return "  ".join(f"{title} {form.format(metrics[name])}" for title, name, form in COLUMNS if name in metrics)
+    return "  ".join(f"{title} {number(form, metrics[name])}" for title, name, form in COLUMNS if name in metrics)
+
+
+def number(form: str, value: float) -> str:
+    """A number in a form, unless that would take a line of digits."""
+    return f"{value:g}" if abs(value) >= LARGE else form.format(value)
 
 
 def handoff_line(metrics: Mapping[str, float]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
-from hybrid_rl.collecting import collect_step, collector_of, evaluation_metrics, generation_of
+from hybrid_rl.checks import check_modes
+from hybrid_rl.collecting import check_numbers, collect_step, collector_of, evaluation_metrics, generation_of
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
@@ -136,11 +136,17 @@ class Trainer(Tenant):
         """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
 
         Ctrl-C ends it cleanly: results and, where checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt goes on. A later call continues after the last complete step.
+        KeyboardInterrupt goes on. A later call continues after the last complete step. To end it early, a callback sets
+        trainer.max_steps = trainer.global_step in on_step_end.
         """
         self._require_open()
-        self._notify("on_fit_start")
-        self._log.start(self.global_step)
+        with self._working("fit()"):
+            self._notify("on_fit_start")
+            self._log.start(self.global_step)
+            do_all(self._fit, lambda: self._notify("on_fit_end"), lambda: self._log.stop(self._workers.lost_samples()))
+        return self._last_metrics
+
+    def _fit(self) -> None:
         try:
             self._evaluate_at_start()
             for _ in self.steps():
@@ -154,10 +160,6 @@ class Trainer(Tenant):
         except (NoSignalError, DivergedError):  # nothing is learned any more: what was learned so far is a result
             self._keep_last_step()
             raise
-        finally:
-            self._notify("on_fit_end")
-            self._log.stop(self._workers.lost_samples())
-        return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
         """The training steps that are left, one by one."""
@@ -170,9 +172,10 @@ class Trainer(Tenant):
         Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
         """
         self._require_current()
+        check_modes(self.config)
         if self.global_step >= self.max_steps:
             raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
-        with contextlib.ExitStack() as hold:
+        with contextlib.ExitStack() as hold, self._working("step()"):
             self._in_step = True
             try:
                 result = self._train_step(hold)
@@ -263,10 +266,12 @@ class Trainer(Tenant):
         self._require_current()
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
+        check_modes(self.config, learns=False)
         start = now()
-        metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
-        metrics["timing/evaluate"] = now() - start
-        self._notify("on_evaluate", self.global_step, metrics)
+        with self._working("evaluate()"):
+            metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
+            metrics["timing/evaluate"] = now() - start
+            self._notify("on_evaluate", self.global_step, metrics)
         return metrics
 
     def generate(
@@ -295,12 +300,10 @@ class Trainer(Tenant):
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        counts = {"num_generations": num_generations, "max_completion_length": max_completion_length}
-        for name, count in counts.items():
-            if count is not None and (not isinstance(count, Integral) or count < 1):
-                raise ConfigError(f"{name}={count!r} must be a whole number, at least 1")
+        check_modes(self.config, learns=False)
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
+        check_numbers(num_generations, given)
         rows, params = generation_of(self._run, prompts, given, stop_strings)
         call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
         batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
@@ -317,6 +320,8 @@ class Trainer(Tenant):
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
+        if not target.resolve().name:
+            raise CheckpointError(f"a checkpoint cannot be {target} itself: give a folder in it, which is then made")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
         state["config"] = to_dict(self.config)
         try:

@@ -206,7 +206,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
 OFF_ANYWAY = frozenset(
     {
         *("sync_ref_model", "use_vllm", "use_kl_loss", "use_kl_in_reward", "use_adaptive_entropy", "fp16"),
-        *("use_liger_kernel", "use_transformers_paged", "cast_lm_head_to_fp32", "rollout_is_batch_normalize"),
+        *("use_liger_kernel", "use_transformers_paged", "rollout_is_batch_normalize"),
         *("vllm_importance_sampling_correction", "enable_vllm_is_correction", "rollout_is", "use_rollout_log_probs"),
         *("use_peft", "load_in_4bit", "load_in_8bit", "push_to_hub", "use_wandb", "use_tensorboard"),
         *("param_offload", "optimizer_offload", "adam_offload", "enable_gradient_checkpointing"),

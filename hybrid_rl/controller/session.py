@@ -36,10 +36,11 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     with (path / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        pid = os.getpid()
         try:
             yield path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            _end_in(pid, lambda: shutil.rmtree(path, ignore_errors=True))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,8 @@ from hybrid_rl.models.verify import (
     check_weights,
     verify_row,
 )
+
+logger = logging.getLogger("hybrid_rl")
 
 # What carries more from token to token than attention does: linear attention, convolutions, state spaces.
 OWN_FORWARD = 'rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
@@ -80,6 +83,8 @@ class CausalLM:
         self._linears = Linears(module if self.dtype == torch.float32 else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
+        if not self.attention.is_packed:
+            _keep_soft_capping(module, self._configs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -326,3 +331,15 @@ def _head_options(module: PreTrainedModel) -> HeadOptions:
     return HeadOptions(
         scale=1.0 if scale is None else float(scale), softcap=getattr(config, "final_logit_softcapping", None)
     )
+
+
+def _keep_soft_capping(module: PreTrainedModel, configs: Sequence[Any]) -> None:
+    """A module that runs through its own forward, and whose attention is capped, runs eager where SDPA, transformers'
+    default, would leave the capping out and give other numbers."""
+    capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None)
+    if capped and any(config._attn_implementation == "sdpa" for config in configs):
+        module.set_attn_implementation("eager")
+        logger.warning(
+            "%s caps its attention at %g, which SDPA leaves out: it runs with attn_implementation=eager",
+            *(type(module).__name__, capped),
+        )

@@ -8,6 +8,7 @@ size. The result differs in the order of summation only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,18 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Rows times columns times depth from which oneDNN is at least as fast, for 128 to 4864 columns. With AVX-512 that is
-# 2^20 on Zen 5 and 2^24 on Zen 4, which adds up half a register at a time.
-SMALLEST_PRODUCT = 1 << (22 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24)
 # Rows from which the layers of a model are switched over; a decode batch below it is faster as it is.
 SMALLEST_ROWS = 48
+
+
+@functools.cache
+def smallest_product() -> int:
+    """Rows times columns times depth from which oneDNN is at least as fast, for 128 to 4864 columns.
+
+    With AVX-512 that is 2^20 on Zen 5 and 2^24 on Zen 4, which adds up half a register at a time.
+    """
+    return 1 << (22 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left @ right.T + bias. left: [M, K]; right: [N, K]; any strides; bias: [N]. Returns [M, N], for code that needs
     no autograd."""
     size = left.shape[0] * left.shape[1] * right.shape[0]
-    if size < SMALLEST_PRODUCT or not is_available(left):
+    if size < smallest_product() or not is_available(left):
         return torch.nn.functional.linear(left, right, bias)
     return _linear(left, right, bias)
 
@@ -76,7 +83,7 @@ class Linears:
             return
         active = []
         for layer, forward in zip(self._layers, self._forwards, strict=True):
-            if num_rows * layer.weight.numel() >= SMALLEST_PRODUCT:
+            if num_rows * layer.weight.numel() >= smallest_product():
                 vars(layer)["forward"] = forward
                 active.append(layer)
         self._num_rows = num_rows

@@ -31,6 +31,7 @@ PARENT_CHECK_SECONDS = 0.5
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+FORKED = "forked"  # the reason of a call after which a second process came back from the function
 RESERVED_METRICS = frozenset({"step"})
 ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # how Python shows what has no text of its own
 
@@ -358,6 +359,14 @@ def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, run
     return call_sync(function, arguments, num_samples, log_names)
 
 
+def end_fork(tell: int, outcome: CallOutcome) -> NoReturn:
+    """End a process that a function forked and that came back from it, as the child that it is: it would answer the
+    call a second time, and take the next ones from its parent. That is told, but for one that asked to end."""
+    if outcome.failure is None or outcome.failure[0] != "ended":
+        os.write(tell, b"!")
+    os._exit(0)
+
+
 def serve(connection: Connection) -> None:
     """Main loop of a reward process: load the functions, say so, then answer one request at a time until EOF."""
     search_path, blobs = pickle.loads(connection.recv_bytes())
@@ -368,9 +377,16 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
         return
     connection.send_bytes(pickle.dumps(None))
+    server, (told, tell) = os.getpid(), os.pipe()
+    os.set_blocking(told, False)
     with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
         while True:
             outcome = answer(functions, connection.recv_bytes(), runner)
+            if os.getpid() != server:
+                end_fork(tell, outcome)
+            with contextlib.suppress(BlockingIOError):
+                os.read(told, 1)
+                outcome = failed_call(FORKED, "")
             try:
                 reply = cloudpickle.dumps(tuple(outcome))
             except Exception as error:

@@ -149,6 +149,11 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
         raise ConfigError(
             f"reward function {name!r} has positional-only parameters {unnamed}; everything is passed by keyword"
         )
+    if not named and not takes_everything:
+        raise ConfigError(
+            f"reward function {name!r} has no parameter that can be passed by keyword, so it would see no completion; "
+            "write def f(completions, **kwargs)"
+        )
     if available_columns is not None:
         columns = [column for column in available_columns if column not in UNPASSED_COLUMNS]
         fillable = {*columns, *LIBRARY_PARAMETERS}

@@ -24,7 +24,7 @@ import cloudpickle
 
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import calling
-from hybrid_rl.rewards.calling import CallOutcome, failed_call
+from hybrid_rl.rewards.calling import FORKED, CallOutcome, failed_call
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput
 from hybrid_rl.rewards.isolation import Task, call_and_isolate
 
@@ -91,7 +91,8 @@ class RewardProcess:
             )
         finally:
             theirs.close()
-        # Without close(), the processes go with the interpreter or with the last reference.
+        # Without close(), the processes go with the interpreter or with the last reference. In a fork of this process
+        # they are nobody's children, which Popen takes for ended.
         self._finalizer = weakref.finalize(self, end_process, self.process)
 
     def load(self, functions: bytes) -> None:
@@ -165,6 +166,7 @@ class ProcessPool:
         self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.closed = False
+        self.pid = os.getpid()
         self.threads: list[threading.Thread] = []
         self.processes: dict[int, RewardProcess] = {}
 
@@ -186,7 +188,10 @@ class ProcessPool:
         self.tasks.put(task)
 
     def close(self) -> None:
-        """Kill and reap all processes; open tasks fail. Idempotent."""
+        """Kill and reap all processes; open tasks fail. Idempotent. In a forked child, which runs its parent's atexit
+        too, nothing: processes and threads are the parent's."""
+        if os.getpid() != self.pid:
+            return
         with self.lock:
             self.closed = True
             processes = list(self.processes.values())
@@ -217,6 +222,12 @@ class ProcessPool:
         outcome = self._process(slot).call(request, self.timeout_seconds)
         if self.closed:
             raise RewardError("the reward runner was closed before scoring finished")
+        if outcome.failure is not None and outcome.failure[0] == FORKED:
+            raise RewardError(
+                f"reward function {task.function.name!r}, or one that was called before it, forked its process, and "
+                "the child came back from the function too, so that there were two answers: end the child inside of "
+                "it, with os._exit()"
+            )
         return outcome
 
     @staticmethod

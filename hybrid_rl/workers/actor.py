@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ from hybrid_rl.workers.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
 from hybrid_rl.workers.trained import TrainedModel
 
+logger = logging.getLogger("hybrid_rl")
+
 
 class Actor(TrainedModel):
     """The policy with its optimizer, and the updates of one training step."""
@@ -45,6 +48,7 @@ class Actor(TrainedModel):
         self.kl_weight = KLWeight(config.kl)
         self.entropy_weight = EntropyWeight(config)
         self._numbers = LearnedNumbers(config.policy_loss, model.device)
+        self._has_told = False
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """old_logprobs under the present weights or the engine's, as configured, with what the algorithm wants of the
@@ -78,6 +82,7 @@ class Actor(TrainedModel):
         """All optimizer steps of a training step; this rank's part of the metrics over all of them. version: of the
         weights as they are before the first of them."""
         config, sums = self._config, MetricSums()
+        self._take_over()
         recomputed = config.algorithm.old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
             sums.merge(rollout_gap(batch, batch["old_logprobs"].values, config, self._context, version))
@@ -106,6 +111,17 @@ class Actor(TrainedModel):
             sums.mean("teacher_kl", float(gap.double().sum()), len(gap))
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
+
+    def _take_over(self) -> None:
+        """Train what the module holds now, also where its user has loaded other weights into it since the last step."""
+        changed = self.optimizer.take_over()
+        if changed and not self._has_told:
+            logger.warning(
+                "%d of %d parameters were changed by hand since the last update (first %s): training goes on from "
+                "their values, with the optimizer's moments as they are (said once)",
+                *(len(changed), len(self.optimizer.names), changed[0]),
+            )
+            self._has_told = True
 
     def _counts(self, batch: Batch, plan: Plan) -> list[Counts]:
         """Denominators of each mini-batch, over all ranks."""
@@ -136,7 +152,7 @@ class Actor(TrainedModel):
             return loss
 
         norm, updated = self._step(batch, micro_batches, loss_of)
-        self._numbers.step(self._context, is_valid=updated)
+        self._numbers.step(self._context, is_valid=updated and counts.num_tokens > 0)
         # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
         once = int(self._context.rank == 0)
         sums.mean("loss", 0.0, once)

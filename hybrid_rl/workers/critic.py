@@ -96,11 +96,11 @@ class Critic(TrainedModel):
         states from each other, which the first updates would else give up for the mean. Collective."""
         if self._has_begun:
             return
-        self._has_begun = True
         head = self.model.head
         is_zero = not any(bool(local_part(parameter).any()) for parameter in head.parameters())
         mine = (float(returns.double().sum()), len(returns), is_zero)
         totals, counts, are_zero = zip(*self._context.gather(mine), strict=True)
+        self._has_begun = sum(counts) > 0  # a step without a return has no mean to begin at
         if head.bias is not None and all(are_zero) and sum(counts):
             self.optimizer.fill(head.bias, sum(totals) / sum(counts))
 

@@ -29,7 +29,7 @@ class EntropyWeight:
 
     def follow(self, sums: MetricSums, context: RankContext) -> MetricSums:
         """Move by the mean entropy, in an optimizer step, of the tokens that are paid for it; its metrics. Collective.
-        sums: of the step on this rank."""
+        sums: of the step on this rank. A step without such tokens says nothing of the entropy, so nothing moves."""
         found = MetricSums()
         if self._options is None:
             return found
@@ -37,15 +37,16 @@ class EntropyWeight:
         if self._is_subset:
             total, count = sums.parts("top_entropy/part_of_entropy")[0], sums.parts("top_entropy/tokens")[0]
         total, count = (sum(part) for part in zip(*context.gather((total, count)), strict=True))
-        self._measured = total / max(count, 1.0)
-        self._coef = next_entropy_coef(
-            self._coef,
-            self._measured,
-            target=self._options.entropy_target,
-            low=self._options.entropy_coef_min,
-            high=self._options.entropy_coef_max,
-            delta=self._options.entropy_coef_delta,
-        )
+        if count:
+            self._measured = total / count
+            self._coef = next_entropy_coef(
+                self._coef,
+                self._measured,
+                target=self._options.entropy_target,
+                low=self._options.entropy_coef_min,
+                high=self._options.entropy_coef_max,
+                delta=self._options.entropy_coef_delta,
+            )
         if context.rank == 0:
             found.mean("entropy_coef", self._coef, 1)
         return found

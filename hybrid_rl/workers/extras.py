@@ -156,7 +156,8 @@ class LearnedNumbers:
             self.parameters.grad = self.on_device.grad = None
 
     def step(self, context: RankContext, *, is_valid: bool) -> None:
-        """One update from the gradients of all ranks' micro-batches. Collective. is_valid: False drops them."""
+        """One update from the gradients of all ranks' micro-batches. Collective. is_valid: False drops them, and
+        leaves the numbers alone: without a token in the loss Adam's momentum alone would move them."""
         if self.parameters is None or self.on_device is None:
             return
         mine = torch.zeros_like(self.parameters) if self.on_device.grad is None else self.on_device.grad.cpu()

@@ -255,6 +255,7 @@ class HybridWorker(WorkerBase):
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Scored samples of this rank's prompts. Leases GENERATING, and PUBLISHING before it where the engine has given
         its weights up since they were published: it sleeps without a copy."""
+        self._actor.optimizer.check()
         self._publish_lost(call.version)
         with self.lease(GENERATING | {REWARD_MODELS}):
             batch, report = self._rollout.run(tasks, call)

@@ -1,13 +1,16 @@
 """Before a run: do all ranks run the same software, each on a device of its own, and about equally fast?
 
 Ranks work in step, so one slow rank slows all of them, and one that runs other code gives other numbers, both without
-any error. Either is cheap to see before the first step and costly to find out after a day.
+any error. Either is cheap to see before the first step and costly to find out after a day. What seems slow is measured
+again, some times over a few seconds: a program that happened to want the same core is no reason to refuse a run. A CPU
+that stays slow is only warned of, since who else wants it may be gone in a minute.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import socket
@@ -15,7 +18,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +29,8 @@ from hybrid_rl.controller import RankContext, WorkerGroup
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
 
+logger = logging.getLogger("hybrid_rl")
+
 PRODUCT, COPY, ALL_REDUCE = "a matrix product", "a copy", "an all-reduce"
 
 # Healthy GPUs of a kind differ by some per cent. Ranks on CPUs share cores with each other and with strangers: the
@@ -33,6 +38,7 @@ PRODUCT, COPY, ALL_REDUCE = "a matrix product", "a copy", "an all-reduce"
 MAX_SLOWDOWN = {"cuda": 5.0, "cpu": 20.0}
 
 NUM_RUNS = 5
+PAUSES = (0.3, 1.0, 2.0)  # seconds before measuring ranks again of which one seems slow
 
 
 @dataclass(frozen=True)
@@ -133,18 +139,33 @@ def _best_seconds(test: Callable[[], object], device: torch.device) -> float:
 
 def preflight(group: WorkerGroup) -> None:
     """Compare the ranks of a group, whose workers have `probe_rank`. Raises HybridRLError with everything that does not
-    fit."""
-    problems = check(group.probe_rank())
+    fit; slow CPUs are warned of."""
+    probes = probe_ranks(group)
+    problems = check(probes)
     if problems:
         raise HybridRLError("\n - ".join(["the ranks do not fit together:", *problems]))
+    for doubt in slow_cpus(probes):
+        logger.warning("%s", doubt)
 
 
-def check(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> list[str]:
-    """What does not fit between ranks, a sentence each.
+def probe_ranks(group: WorkerGroup) -> list[RankProbe]:
+    """What the ranks of a group found out about themselves. Where one seems slow all measure again, and the best time
+    of each counts."""
+    probes: list[RankProbe] = group.probe_rank()
+    for pause in PAUSES:
+        if not slow_ranks(probes):
+            break
+        time.sleep(pause)
+        probes = [_best(*both) for both in zip(probes, group.probe_rank(), strict=True)]
+    return probes
 
-    max_slowdown: how many times longer than the median of the others a rank may take for a test; None = 5 on GPUs, 20
-    on CPUs.
-    """
+
+def _best(before: RankProbe, now: RankProbe) -> RankProbe:
+    return replace(now, seconds={test: min(s, before.seconds.get(test, s)) for test, s in now.seconds.items()})
+
+
+def check(probes: Sequence[RankProbe]) -> list[str]:
+    """What does not fit between ranks, a sentence each."""
     problems = []
     for name in dict.fromkeys(name for probe in probes for name in probe.versions):
         for odd, other, rest in _minorities([probe.versions.get(name, "missing") for probe in probes]):
@@ -162,10 +183,24 @@ def check(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> lis
                 f"{_ranks(probes, which)} share the GPU {key[1]}; each rank needs its own: lower num_ranks, and start "
                 f"Ray with as many GPUs as there are"
             )
-    return problems + _slow_ranks(probes, max_slowdown)
+    return problems + ([] if _are_cpus(probes) else slow_ranks(probes))
 
 
-def _slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None) -> list[str]:
+def slow_cpus(probes: Sequence[RankProbe]) -> list[str]:
+    """Ranks on CPUs that are much slower than the others, a sentence each: they slow all, but the run may go on."""
+    return slow_ranks(probes) if _are_cpus(probes) else []
+
+
+def _are_cpus(probes: Sequence[RankProbe]) -> bool:
+    return all(probe.device_type == "cpu" for probe in probes)
+
+
+def slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> list[str]:
+    """Ranks that are much slower than the others, a sentence each.
+
+    max_slowdown: how many times longer than the median of the others a rank may take for a test; None = 5 on GPUs, 20
+    on CPUs.
+    """
     problems = []
     for index, probe in enumerate(probes):
         limit = MAX_SLOWDOWN[probe.device_type] if max_slowdown is None else max_slowdown
@@ -175,8 +210,8 @@ def _slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None) -> list
             if times and not seconds <= limit * (usual := statistics.median(times)):
                 problems.append(
                     f"{_ranks(probes, [index])} takes {seconds:.2g} s for {test}, {seconds / usual:.0f} times the "
-                    f"{usual:.2g} s of the others (up to {limit:g} times is let pass); look for other programs on that "
-                    f"device, and for throttling"
+                    f"{usual:.2g} s of the others (up to {limit:g} times is usual); all ranks wait for it: look for "
+                    f"other programs on that device, and for throttling"
                 )
     return problems
 

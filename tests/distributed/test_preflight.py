@@ -73,13 +73,18 @@ def test_healthy_ranks_pass_and_were_measured(start: Any) -> None:
 
 
 def test_what_differs_is_named_with_its_rank(start: Any) -> None:
-    group = start(partial(Odd, {1: {"versions": {"torch": "2.0.0"}, "slower": 1000.0}}))
+    group = start(partial(Odd, {1: {"versions": {"torch": "2.0.0"}}}))
     with pytest.raises(HybridRLError) as raised:
         preflight(group)
-    problems = str(raised.value).splitlines()[1:]
-    assert problems[0].startswith(" - torch is 2.0.0 on rank 1 (")
-    for problem, test in zip(problems[1:], (PRODUCT, COPY, ALL_REDUCE), strict=True):
-        assert problem.startswith(" - rank 1 (") and f" s for {test}, " in problem
+    (problem,) = str(raised.value).splitlines()[1:]
+    assert problem.startswith(" - torch is 2.0.0 on rank 1 (")
+
+
+def test_a_slow_rank_is_warned_of(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    preflight(start(partial(Odd, {1: {"slower": 1000.0}})))
+    slow = [record.getMessage() for record in caplog.records if record.name == "hybrid_rl"]
+    for doubt, test in zip(slow, (PRODUCT, COPY, ALL_REDUCE), strict=True):
+        assert doubt.startswith("rank 1 (") and f" s for {test}, " in doubt
 
 
 def probe(rank: int, num_ranks: int) -> RankProbe:

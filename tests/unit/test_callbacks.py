@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import hybrid_rl
 from hybrid_rl import Callback
+from hybrid_rl.errors import HybridRLError, RewardError
+from tests.tiny import sums
 
 HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith("on_")}
 
@@ -34,3 +39,68 @@ def test_hooks_may_be_left_out() -> None:
     for name, hook in HOOKS.items():
         arguments = [None] * (len(inspect.signature(hook).parameters) - 1)
         assert getattr(Callback(), name)(*arguments) is None
+
+
+class Ends(Callback):
+    """Raises at the end of fit(), and in a step where it is told so."""
+
+    def __init__(self, at_step: type[BaseException] | None) -> None:
+        self._at_step = at_step
+
+    def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: Any) -> None:
+        if self._at_step is not None:
+            raise self._at_step("of the step")
+
+    def on_fit_end(self, trainer: Any) -> None:
+        raise ValueError("of the end")
+
+
+@pytest.mark.parametrize("first", [None, KeyboardInterrupt, OSError])
+def test_what_on_fit_end_raises_comes_after_the_log_and_what_ended_fit(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch, first: type[BaseException] | None
+) -> None:
+    stopped = []
+    trainer = make_trainer(callbacks=[Ends(first)], max_steps=1)
+    monkeypatch.setattr(trainer._log, "stop", lambda lost: stopped.append(lost))
+    with pytest.raises(first or ValueError, match="of the step" if first else "of the end") as raised:
+        trainer.fit()
+    assert stopped == [[]]
+    assert getattr(raised.value, "__notes__", []) == (["then ValueError: of the end"] if first else [])
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_step_end", "on_evaluate", "on_fit_end"])
+def test_nobody_closes_a_trainer_at_work(make_trainer: Any, hook: str) -> None:
+    """The way that the error names ends the run as it should, with all that is due at its end."""
+    refused = []
+
+    def close(self: Callback, trainer: Any, *_: Any) -> None:
+        with pytest.raises(
+            HybridRLError, match=r"close\(\) was called while fit\(\) runs: .*max_steps = trainer.global"
+        ) as error:
+            trainer.close()
+        refused.append(error)
+
+    class Stops(Callback):
+        def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: Any) -> None:
+            if step == 2:
+                trainer.max_steps = trainer.global_step
+
+    closes = type("Closes", (Callback,), {hook: close})()
+    trainer = make_trainer(callbacks=[closes, Stops()], eval_dataset=sums(2), max_steps=5)
+    trainer.fit()
+    assert trainer.global_step == 2 and refused
+    trainer.close()
+    with pytest.raises(HybridRLError, match="this Trainer is closed"):
+        trainer.step()
+
+
+def test_a_reward_that_closes_its_trainer_fails(make_trainer: Any) -> None:
+    made: list[Any] = []
+
+    def closes(completions: Any, **_: Any) -> list[float]:
+        made[0].close()
+        return [0.0] * len(completions)
+
+    made.append(make_trainer(reward_funcs=closes, max_steps=1))
+    with pytest.raises(RewardError, match=r"close\(\) was called while step\(\) runs"):
+        made[0].step()

@@ -3,7 +3,12 @@
 import dataclasses
 import gc
 import logging
+import os
+import re
+import signal
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +118,7 @@ def test_a_trainer_is_not_taken_from_below_its_own_step(make_trainer) -> None:
     def reward(completion_ids, **_):
         if not made:
             made.append(0)
-            with pytest.raises(ConfigError, match="has the run folder .*, and is in a training step"):
+            with pytest.raises(ConfigError, match=r"has the run folder .*, and its step\(\) runs; wait"):
                 make_trainer(build_model(), **keys)
             made.append(1)
         return spread(completion_ids)
@@ -187,3 +192,77 @@ def test_a_module_that_was_trained_before_is_told_of_unless_its_weights_come_fro
     make_trainer(module, resume=str(saved), max_steps=3)
     assert caplog.text.count("was trained before") == 1
     assert torch.isfinite(next(module.parameters())).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- forks
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Do it in a fork of this process; 0 where it raised nothing and came to an end."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def leave(trainer: Trainer) -> None:
+    with trainer:
+        pass
+
+
+@pytest.mark.parametrize("let_go", [Trainer.close, leave, Trainer.__del__])
+def test_a_fork_that_lets_go_of_a_trainer_takes_nothing_from_its_parent(make_trainer, let_go: Any) -> None:
+    """The run goes on as one that nobody forked: in its folder, with its reward process."""
+
+    def pid_of(completions, log_metric, **_: Any) -> list[float]:
+        log_metric("pid", os.getpid())
+        return [float(len(text)) for text in completions]
+
+    keys = {"reward_funcs": pid_of, "reward_processes": 1, "max_steps": 3}
+    undisturbed = [step.metrics for step in make_trainer(**keys).steps()]
+    trainer = make_trainer(**keys)
+    found = [trainer.step().metrics]
+    lock = (trainer.run_folder / ".lock").read_text()
+    assert in_child(lambda: let_go(trainer)) == 0
+    assert (trainer.run_folder / ".lock").read_text() == lock
+    found += [step.metrics for step in trainer.steps()]
+    assert len({metrics["pid"] for metrics in found}) == 1
+    for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+        assert [metrics[name] for metrics in found] == [metrics[name] for metrics in undisturbed], name
+
+
+def test_a_fork_cannot_use_the_trainer_of_its_parent(make_trainer) -> None:
+    trainer = make_trainer(run_name="mine")
+
+    def use() -> None:
+        message = f"this is process {os.getpid()}, a fork of {os.getppid()}, which the Trainer belongs to: use it there"
+        for action in (trainer.step, trainer.fit, trainer.save, lambda: trainer.generate("1+2=")):
+            with pytest.raises(HybridRLError, match=message):
+                action()
+
+    def write_there_too() -> None:
+        with pytest.raises(ConfigError, match=f"{re.escape(str(trainer.run_folder))} is in use by process"):
+            make_trainer(run_name="mine", resume="auto")
+
+    assert in_child(use) == in_child(write_there_too) == 0
+    assert trainer.step().metrics["grad_norm"] > 0
+
+
+def test_a_fork_drops_nothing_of_what_it_inherits(make_trainer) -> None:
+    """What is dropped may reach others by itself, as Ray's handles do."""
+    trainer = make_trainer()
+
+    def drop() -> None:
+        held = weakref.ref(trainer._workers.policy)
+        trainer.close()
+        vars(trainer).clear()
+        gc.collect()
+        assert held() is not None
+
+    assert in_child(drop) == 0

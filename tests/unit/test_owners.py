@@ -225,3 +225,16 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(StorageError, match=f"cannot lock {tmp_path}: .* use a folder that can be written"):
         FolderLock(tmp_path)
+
+
+def test_a_fork_cannot_release_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    child = os.fork()
+    if child == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.check()
+    lock.release()
+    assert not (tmp_path / LOCK_FILE).exists()

@@ -121,3 +121,12 @@ def test_what_is_quick_is_told_once() -> None:
 def test_stop_without_start(file: io.StringIO) -> None:
     ProgressDisplay(1, file=file).stop()
     assert file.getvalue() == ""
+
+
+def test_a_number_without_end_is_shown_by_its_exponent(file: io.StringIO) -> None:
+    display = ProgressDisplay(1, file=file)
+    display.step(1, {"reward": 1e299, "eval/reward": -2.5e6, "grad_norm": 999999.0})
+    display.completions(1, [("p", "c", 1e299)])
+    lines = file.getvalue().splitlines()
+    assert lines[0].rstrip() == "step 1/1  reward 1e+299  eval reward -2.5e+06  |g| 999999.00"
+    assert max(map(len, lines)) < 80 and "1e+299" in lines[-2]

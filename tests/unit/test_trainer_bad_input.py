@@ -57,6 +57,8 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
         ({"reward_funcs": []}, "there is no reward"),
         ({"reward_funcs": 3}, "cannot be called"),
         ({"reward_funcs": lambda completions, anser: [0.0]}, "answer"),
+        ({"reward_funcs": lambda: [1.0]}, "no parameter that can be passed by keyword"),
+        ({"reward_funcs": lambda *completions: [1.0]}, "no parameter that can be passed by keyword"),
         ({"model": None}, "there is no model"),
         ({"train_dataset": None}, "there is no training data"),
         ({"train_dataset": lambda: iter(sums(4)), "num_train_epochs": 1.0}, "set max_steps"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError, RewardError
 from hybrid_rl.models import CausalLM
@@ -209,3 +210,67 @@ def test_stop_strings_of_generate_are_checked_like_those_of_the_config(make_trai
         trainer.generate(["1+1="], stop_strings=["<eos>"])
     with pytest.raises(ConfigError, match="must be texts, none of them empty"):
         trainer.generate(["1+1="], stop_strings=[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_weights_that_are_loaded_into_the_module_between_steps_are_trained(make_trainer, caplog, dtype) -> None:
+    """A learning rate that moves nothing: after the next step the module holds what was loaded, in either dtype."""
+    module, other = build_model(dtype=dtype), build_model(7, dtype=dtype)
+    trainer = make_trainer(module, learning_rate=1e-12, max_steps=4)
+    trainer.step()
+    for _ in range(2):
+        module.load_state_dict(other.state_dict())
+        trainer.step()
+    gap = max(float((a - b).detach().abs().max()) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    assert gap < 1e-9
+    told = [r.getMessage() for r in caplog.records if "changed by hand" in r.getMessage()]
+    assert len(told) == (dtype == torch.bfloat16)
+
+
+def test_a_module_that_is_converted_between_steps_is_refused_before_it_generates(make_trainer) -> None:
+    module = build_model()
+    trainer = make_trainer(module)
+    trainer.step()
+    module.to(torch.bfloat16)
+    for call in (trainer.step, lambda: trainer.generate("1+2=")):
+        with pytest.raises(ModelError, match=r"parameters changed shape or dtype .*\.to\(dtype\).*make a new Trainer"):
+            call()
+
+
+def test_a_block_of_autocast_is_refused_where_it_would_compute(make_trainer) -> None:
+    trainer = make_trainer(eval_dataset=sums(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (make_trainer, trainer.step, trainer.evaluate, lambda: trainer.generate("1+2=")):
+            with pytest.raises(ModelError, match=r"torch.autocast\('cpu'\) is on here.* dtype=bfloat16 computes"):
+                call()
+    assert trainer.step().metrics["grad_norm"] > 0
+
+
+def test_inference_mode_is_refused_where_there_are_gradients(make_trainer) -> None:
+    trainer = make_trainer(eval_dataset=sums(2))
+    with torch.inference_mode():
+        for call in (make_trainer, trainer.step):
+            with pytest.raises(
+                ModelError, match=r"torch.inference_mode\(\) is on here|made or loaded inside torch.inf"
+            ):
+                call()
+        assert trainer.generate("1+2=", temperature=0) and trainer.evaluate()
+        made = build_model()
+    with pytest.raises(ModelError, match=r"made or loaded inside torch.inference_mode\(\).*\(model.embed_tokens"):
+        make_trainer(made)
+    assert trainer.step().metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_weights_that_are_computed_from_others_are_refused(make_trainer, wrap) -> None:
+    """They train, but the folder that a checkpoint writes has no such weight for its class."""
+    module = build_model()
+    wrap(module.model.layers[1].mlp.up_proj)
+    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj of the module computes its weight from other par"):
+        make_trainer(module)
+
+
+def test_a_checkpoint_cannot_be_the_root_of_the_file_system(make_trainer) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint cannot be / itself: give a folder in it"):
+        make_trainer().save("/")

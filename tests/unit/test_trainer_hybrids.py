@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.errors import ConfigError, ModelError
-from tests.tiny import VOCABULARY, build_model, sums
+from tests.tiny import VOCABULARY, build_model, build_tokenizer, sums
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
 from tests.unit.test_trainer_families import TEMPERATURE, plain_gradient_norm
@@ -135,3 +135,16 @@ def test_a_model_that_can_be_packed_takes_the_same_steps(make_trainer, records):
         assert mine["reward"] == theirs["reward"]
         for name in ("loss", "grad_norm", "entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
+
+
+def test_capped_attention_runs_as_the_architecture_has_it(make_trainer, tmp_path, caplog):
+    """Gemma-2 by folder, which transformers loads with SDPA, and that leaves the capping out."""
+    model = build("gemma2", vocab_size=len(VOCABULARY), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    folder = tmp_path / "gemma2"
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    trainer = make_trainer(str(folder), engine="hf", temperature=TEMPERATURE, gradient_checkpointing=True)
+    assert "caps its attention at 2, which SDPA leaves out" in caplog.text
+    batch, metrics = trainer.step()
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(model, batch), rel=1e-4)

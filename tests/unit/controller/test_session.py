@@ -205,3 +205,16 @@ def test_where_nobody_listens() -> None:
         session.check_reachable(f"127.0.0.1:{free}")
     session.check_reachable("auto")
     session.check_reachable("ray://somewhere:1")
+
+
+@pytest.mark.usefixtures("parent")
+def test_a_fork_does_not_remove_the_folder_of_its_parent() -> None:
+    """It comes to the end of the block as its parent does."""
+    with session.temporary_folder("mine-") as folder:
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            assert folder.is_dir()
+    if not child:
+        os._exit(0)
+    assert not folder.exists()

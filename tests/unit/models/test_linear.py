@@ -20,7 +20,7 @@ SIZES = [(128, 64, 160), (3, 5, 7), (1, 64, 64)]  # the first is large enough fo
 
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch):
-    monkeypatch.setattr(linear, "SMALLEST_PRODUCT", SMALLEST_PRODUCT)
+    monkeypatch.setattr(linear, "smallest_product", lambda: SMALLEST_PRODUCT)
 
 
 def relative(mine: Tensor, expected: Tensor) -> float:
@@ -238,7 +238,7 @@ def test_a_shared_layer_is_one_layer():
 @pytest.mark.parametrize("num_tokens", [20, 60])
 def test_what_is_recomputed_uses_the_layers_of_its_forward_pass(num_tokens, monkeypatch):
     """The backward pass comes after the block; the recomputed activations must not differ from the first."""
-    monkeypatch.setattr(linear, "SMALLEST_PRODUCT", 0)
+    monkeypatch.setattr(linear, "smallest_product", lambda: 0)
     calls, own = [], linear._Forward.__call__
     monkeypatch.setattr(linear._Forward, "__call__", lambda self, rows: calls.append(1) or own(self, rows))
     lengths = [num_tokens // 4] * 4

@@ -366,3 +366,51 @@ def test_a_reward_process_does_not_import_torch():
         assert runner.score(samples("a"), None).rewards == [0.0]
     with RewardRunner([modules, exact_match], num_processes=1) as runner:
         assert runner.score(samples("a"), TrainerState(1, 2, 0.5)).rewards == [0.0]
+
+
+def test_a_fork_does_not_close_the_pool_of_its_parent():
+    """Its atexit would wait for a lock that a thread of the parent held when it forked."""
+    with RewardRunner(pid_function(), num_processes=1) as runner:
+        pool = runner._pool
+        with pool.lock:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                pool.close()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not pool.closed
+
+
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_fork_that_comes_back_from_a_function_is_told_of(how):
+    """Whichever of the two answers came first: the child's, which is another number, is never taken."""
+
+    def forks(completions):
+        child = os.fork()
+        if child == 0:
+            if how == "raises":
+                raise ValueError("in the child")
+            return [99.0] * len(completions)
+        os.waitpid(child, 0)
+        return [1.0] * len(completions)
+
+    with RewardRunner(forks, num_processes=1) as runner:
+        message = "reward function 'forks', or one .* forked its process, and the child came back .* os._exit"
+        with pytest.raises(RewardError, match=message):
+            runner.score(samples("a", "b"), None)
+
+
+def test_a_fork_that_ends_itself_is_a_function_s_own_business():
+    def forks(completions, log_extra):
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        os.waitpid(child, 0)
+        log_extra("pid", [os.getpid()] * len(completions))
+        return [2.0] * len(completions)
+
+    with RewardRunner(forks, num_processes=1) as runner:
+        found = [runner.score(samples("a", "b"), None) for _ in range(3)]
+        assert [result.rewards.tolist() for result in found] == [[2.0, 2.0]] * 3
+        assert len({result.extras["pid"][10] for result in found}) == 1

@@ -408,3 +408,22 @@ def test_plans_of_the_batch_as_the_workers_make_them() -> None:
         loss, _, _ = plain_loss(plain_values(module), batch, 0.2, list(range(8 * half, 8 * half + 8)))
         torch.testing.assert_close(found, plain_gradient(module, loss), rtol=1e-9, atol=1e-12)
     assert metrics["critic/learning_rate"] == 0
+
+
+def test_a_critic_whose_first_step_has_no_reward_begins_at_the_mean_of_the_next(make_trainer) -> None:
+    """Values of 0 before the first returns, and of 5 after them, which are all 5: the critic hardly learns here."""
+
+    def later(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float | None]:
+        return [None if trainer_state.global_step == 1 else 5.0] * len(completion_ids)
+
+    trainer = make_trainer(
+        reward_funcs=later,
+        algorithm="ppo",
+        beta=0.0,
+        lam=1.0,
+        critic_learning_rate=1e-9,
+        max_reward_failure_share=1.0,
+        max_steps=3,
+    )
+    values = [step.metrics.get("critic/value_mean") for step in trainer.steps()]
+    assert values == [None, 0.0, pytest.approx(5.0, abs=1e-4)]

@@ -84,3 +84,16 @@ def test_the_start_lies_within_the_bounds() -> None:
         resolved({"entropy_target": 1.0, "entropy_coef": 0.2, "entropy_coef_max": 0.1})
     with pytest.raises(ConfigError, match="entropy_coef is fixed; set entropy_target"):
         resolved({"entropy_coef_delta": 0.1})
+
+
+def test_a_step_without_tokens_in_the_loss_measures_nothing() -> None:
+    """It is no step of entropy 0, which lies below every target: nothing rises, and nothing is paid after it."""
+    config = resolved({"entropy_target": 1.0, "entropy_coef": 0.2})
+    weight, high = EntropyWeight(config), MetricSums()
+    weight.follow(MetricSums(), RankContext())
+    assert weight.state_dict() == {"entropy_coef": 0.2, "entropy": None} and weight.applied == 0.0
+    high.mean("entropy", 50.0, 10)
+    weight.follow(high, RankContext())
+    before = weight.state_dict()
+    assert weight.follow(MetricSums(), RankContext()).result() == {"entropy_coef": pytest.approx(0.195)}
+    assert weight.state_dict() == before and weight.applied == 0.0

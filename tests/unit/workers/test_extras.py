@@ -45,3 +45,24 @@ def test_what_a_broken_off_update_left_behind_moves_no_learned_number(make_bench
         bench.train()
         found.append(numbers.parameters.item())
     assert found[0] == found[1] != 0.0
+
+
+def test_a_step_without_tokens_in_the_loss_moves_no_learned_number(make_trainer) -> None:
+    """Adam's momentum would."""
+    calls: list[int] = []
+
+    def first_only(completion_ids, trainer_state, **_: Any) -> list[float | None]:
+        calls.append(trainer_state.global_step)
+        scored = trainer_state.global_step == 1
+        return [float(len(ids)) * index if scored else None for index, ids in enumerate(completion_ids)]
+
+    trainer = make_trainer(
+        reward_funcs=first_only,
+        policy_loss="lambda_grpo",
+        lambda_learning_rate=0.1,
+        score_by="group",
+        num_generations=4,
+        max_reward_failure_share=1.0,
+    )
+    first, second = (step.metrics["policy_loss/parameter_0"] for step in trainer.steps())
+    assert second == first != 0.0 and set(calls) == {1, 2}
