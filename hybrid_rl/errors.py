@@ -70,6 +70,11 @@ class WorkerError(HybridRLError, RuntimeError):
     """A rank of a worker group failed, died or hung; the message names it and holds its traceback."""
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "3 steps": for messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def do_all(*actions: Callable[[], object]) -> None:
     """Do each of them, whatever becomes of the others; then raise the first error."""
     failures: list[BaseException] = []

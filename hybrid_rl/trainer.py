@@ -132,6 +132,8 @@ class Trainer(Tenant):
         """
         self._require_open()
         self._notify("on_fit_start")
+        if self.global_step >= self.max_steps:
+            self._log.message(self._nothing_to_do())
         self._log.start(self.global_step)
         try:
             self._evaluate_at_start()
@@ -163,7 +165,7 @@ class Trainer(Tenant):
         """
         self._require_current()
         if self.global_step >= self.max_steps:
-            raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
+            raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
         with contextlib.ExitStack() as hold:
             self._in_step = True
             try:
@@ -179,6 +181,9 @@ class Trainer(Tenant):
         if diverged is not None:
             raise diverged
         return result
+
+    def _nothing_to_do(self) -> str:
+        return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
 
     def _after_step(self, result: StepResult) -> None:
         """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
@@ -200,6 +205,7 @@ class Trainer(Tenant):
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         collected = self._collect(step)
+        self._log.take_up()  # from here on the step writes
         timings, batch = collected.timings, self.buffer.take(self.policy_version)
         if self.config.save_rollouts or self.config.mode == "rollout":
             self._workers.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
@@ -364,6 +370,7 @@ class Trainer(Tenant):
 
     def _restore(self, policy: WorkerGroup, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        self._log.tell_resumed(state)
         policy.load(checkpoint.resolve())
         try:
             self._sampler.load_state_dict(state["sampler"])

@@ -11,6 +11,8 @@ import psutil
 
 from hybrid_rl.checkpoint.manifest import STATE_FILE
 from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.errors import StorageError
+from hybrid_rl.files import set_aside
 from hybrid_rl.owners import Owner
 
 logger = logging.getLogger("hybrid_rl")
@@ -48,13 +50,36 @@ def _is_left(owner: str, *, is_ours: bool) -> bool:
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
     """The checkpoint of a run folder with the most training steps, None for none. is_ours: see `clear_up`."""
     clear_up(run, is_ours=is_ours)
-    found = [
-        (int(match[1]), path)
-        for path in run.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    ]
-    complete = [(step, path) for step, path in found if (path / STATE_FILE).is_file()]
+    complete = [(step, path) for step, path in checkpoints_of(run).items() if (path / STATE_FILE).is_file()]
     return max(complete)[1] if complete else None
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The folders of a run that are named like checkpoints, whatever they hold, by their training steps."""
+    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir())
+    return {int(match[1]): path for match, path in found if match is not None}
+
+
+def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]:
+    """Rename the checkpoints of a run folder that a training from `checkpoint`, of this step, leaves to another branch:
+    a later `resume=auto` must not take them for the newest ones. None of them is deleted. checkpoint: None for a
+    training from the beginning. Returns the new paths, by steps.
+
+    Killed anywhere in between, the same call again does the rest. Raises StorageError.
+    """
+    clear_up(run, is_ours=True)  # else one that was being replaced would come back later
+    moved = []
+    try:
+        for number, path in sorted(checkpoints_of(run).items()):
+            is_where_it_began = checkpoint is not None and checkpoint.exists() and path.samefile(checkpoint)
+            if number >= step and not is_where_it_began:
+                moved.append(set_aside(path, "abandoned"))
+    except OSError as error:
+        raise StorageError(
+            f"cannot rename the checkpoints of {run} that are later than step {step}: {error}; make the folder "
+            "writable, or give another run_name"
+        ) from error
+    return moved
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:

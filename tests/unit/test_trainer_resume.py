@@ -115,6 +115,34 @@ def test_auto_again_and_again(make_trainer, records) -> None:
     assert trainer.run_folder.name == "run"
 
 
+def test_who_goes_back_to_an_older_checkpoint_leaves_the_later_ones(make_trainer, records, capsys) -> None:
+    """Afterwards "auto" goes on with the new branch, though it has fewer steps; the old one can still be named."""
+    keys = {"run_name": "run", "save_steps": 1}
+    first = make_trainer(max_steps=4, **keys)
+    first.fit()
+    first.close()
+    folder, old = first.run_folder, weights_of(first.run_folder / "checkpoint-4")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    older = {"resume": str(folder / "checkpoint-1"), "max_steps": 3}
+    make_trainer(**keys, **older).close()
+    assert {path: path.read_bytes() for path in before} == before and not list(folder.glob("*.dropped"))
+    capsys.readouterr()
+    second = make_trainer(**keys, **older, learning_rate=5e-2)
+    second.fit()
+    second.close()
+    said = capsys.readouterr().err
+    assert f"resuming {folder / 'checkpoint-1'} (step 1)\n" in said
+    assert "changed: max_steps 4 -> 3, optimizer.learning_rate 0.01 -> 0.05\n" in said
+    assert [line["step"] for line in records(second)] == [0, 1, 2, 3]
+    assert [line["step"] for line in records(second, name="metrics.jsonl.dropped")] == [2, 3, 4]
+    third = make_trainer(**keys, resume="auto", max_steps=5)
+    assert third.global_step == 3
+    assert torch.equal(third.module.lm_head.weight, second.module.lm_head.weight)
+    third.close()
+    fourth = make_trainer(**keys, resume=str(folder / "checkpoint-4.abandoned"), max_steps=5)
+    assert fourth.global_step == 4 and weights_of(folder / "checkpoint-4.abandoned") == old
+
+
 def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
     keys = {"run_name": "run", "save_steps": 2}
     make_trainer(max_steps=2, **keys).fit()
@@ -123,12 +151,15 @@ def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
     assert [line["step"] for line in records(longer)] == [0, 1, 2, 3, 4]
 
 
-def test_resuming_a_finished_run_does_nothing(make_trainer, records) -> None:
+def test_resuming_a_finished_run_does_nothing(make_trainer, records, capsys) -> None:
     keys = {"run_name": "run", "save_steps": 2, "max_steps": 2}
     first = make_trainer(**keys)
     first.fit()
     before = records(first)
-    assert make_trainer(resume="auto", **keys).fit() == {}
+    again = make_trainer(resume="auto", **keys | {"max_steps": 1})
+    capsys.readouterr()
+    assert again.fit() == {}
+    assert capsys.readouterr().err == "nothing to do: step 2, max_steps=1\n"
     assert records(first) == before
 
 
