@@ -5,13 +5,14 @@ in it says what every file holds, so that damage is told instead of trained on.
 """
 
 from hybrid_rl.checkpoint.finding import (
+    check_resumed,
     clear_up,
     find_checkpoint,
     newest_checkpoint,
     resumed_folder,
     set_later_aside,
 )
-from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model, check_model_texts
 from hybrid_rl.checkpoint.reading import (
     OPTIMIZER_FOLDER,
     SCALARS_FILE,
@@ -29,6 +30,8 @@ __all__ = [
     "STATE_FILE",
     "check_checkpoint",
     "check_model",
+    "check_model_texts",
+    "check_resumed",
     "clear_up",
     "find_checkpoint",
     "newest_checkpoint",

@@ -156,7 +156,7 @@ def test_what_another_branch_left_is_set_aside_and_told(tmp_path: Path, caplog: 
 def test_a_run_that_is_killed_while_it_sets_aside_goes_on_as_if_it_were_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before every single change of a file. The one that comes next is told the same checkpoint, or finds one."""
+    """Killed before every single change of a file, and started again."""
 
     class Killed(BaseException):
         pass

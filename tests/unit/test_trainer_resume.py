@@ -97,7 +97,21 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning(make_trainer, caplo
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
         trainer = make_trainer(run_name="run", resume="auto")
     assert trainer.global_step == 0
-    assert "has no checkpoint yet" in caplog.text
+    assert "has no checkpoint yet" in caplog.text and "save_steps is not set" in caplog.text
+    caplog.clear()
+    make_trainer(run_name="other", resume="auto", save_steps=1)
+    assert "save_steps is not set" not in caplog.text
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_model_that_is_named_by_a_damaged_checkpoint_is_told_by_its_file(make_trainer, file: str) -> None:
+    """Not by what a library makes of it: the tokenizer is read before the weights are."""
+    first = make_trainer(max_steps=1)
+    path = first.save() / file
+    path.write_bytes(path.read_bytes()[:-5])
+    for arguments in ({"model": str(path.parent)}, {"resume": str(path.parent)}):
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            make_trainer(**arguments, max_steps=1)
 
 
 def test_auto_again_and_again(make_trainer, records) -> None:
@@ -134,6 +148,7 @@ def test_who_goes_back_to_an_older_checkpoint_leaves_the_later_ones(make_trainer
     assert f"resuming {folder / 'checkpoint-1'} (step 1)\n" in said
     assert "changed: max_steps 4 -> 3, optimizer.learning_rate 0.01 -> 0.05\n" in said
     assert [line["step"] for line in records(second)] == [0, 1, 2, 3]
+    assert [line["step"] for line in records(second, name="samples.jsonl")] == sorted(8 * [1, 2, 3])
     assert [line["step"] for line in records(second, name="metrics.jsonl.dropped")] == [2, 3, 4]
     third = make_trainer(**keys, resume="auto", max_steps=5)
     assert third.global_step == 3
