@@ -42,6 +42,10 @@ class ModelError(HybridRLError, ValueError):
     """A model or tokenizer cannot be loaded or used."""
 
 
+class BrokenModelError(ModelError):
+    """A model that worked gives logits that are not finite: its weights have diverged."""
+
+
 class RewardError(HybridRLError, RuntimeError):
     """Too many rewards failed, or a reward function cannot be used at all."""
 

@@ -35,7 +35,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
 from hybrid_rl.runlog import RunLog, cost_metrics
-from hybrid_rl.watch import LearningWatch, SignalWatch
+from hybrid_rl.watch import LearningWatch, SignalWatch, broken_model_told
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -247,7 +247,8 @@ class Trainer(Tenant):
 
     def _collect(self, step: int) -> Collected:
         """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
-        collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
+        with broken_model_told(f"training step {step}", self.run_folder):
+            collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
         self.buffer.put(collected.batch)
         return collected
 
@@ -262,7 +263,8 @@ class Trainer(Tenant):
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         start = now()
-        metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
+        with broken_model_told(f"evaluation after step {self.global_step}", self.run_folder):
+            metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
         metrics["timing/evaluate"] = now() - start
         self._notify("on_evaluate", self.global_step, metrics)
         return metrics

@@ -6,6 +6,7 @@ in it says what every file holds, so that damage is told instead of trained on.
 
 from hybrid_rl.checkpoint.finding import (
     check_resumed,
+    checkpoints_of,
     clear_up,
     find_checkpoint,
     newest_checkpoint,
@@ -32,6 +33,7 @@ __all__ = [
     "check_model",
     "check_model_texts",
     "check_resumed",
+    "checkpoints_of",
     "clear_up",
     "find_checkpoint",
     "newest_checkpoint",

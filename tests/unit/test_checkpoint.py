@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -316,6 +317,14 @@ def test_a_text_of_the_model_that_nobody_can_have_edited_is_damaged(folder: Path
             check(folder)
     (whole(folder) / "model.safetensors").write_text("damaged")
     check_model_texts(folder)
+    (folder / "chat_template.jinja").write_bytes(b"{{ x }}\0\0")  # lengthened, or blocks that never reached the disk
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["files"]["chat_template.jinja"] = manifest["files"]["tokenizer.json"]
+    text = json.dumps(manifest["files"], sort_keys=True).encode()
+    manifest["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja is damaged: it has 9 bytes"):
+        check_model_texts(folder)
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "type", "empty"])
@@ -442,11 +451,13 @@ def test_auto_names_a_newer_run_that_got_another_folder(run: Path, caplog: pytes
     """One with more steps, or that was saved later; others are not, and no folder of another name."""
     for name in ("run-2", "run-two", "run-2-2"):
         write(run.parent / name / "checkpoint-11")
+    os.utime(run.parent / "run-2" / "checkpoint-11" / STATE_FILE, (0, 0))
     find_checkpoint("auto", str(run.parent), run.name)
     told = f"resume=auto takes {run / 'checkpoint-10'}, but {run}-2/checkpoint-11 is newer"
     assert told in caplog.text and caplog.text.count("resume=auto takes") == 1
     caplog.clear()
     (run.parent / "run-2" / "checkpoint-11").rename(run.parent / "run-2" / "checkpoint-3")
+    os.utime(run.parent / "run-2" / "checkpoint-3" / STATE_FILE)
     find_checkpoint("auto", str(run.parent), run.name)
     assert f"but {run}-2/checkpoint-3 is newer" in caplog.text
     caplog.clear()

@@ -154,7 +154,7 @@ def test_two_trainers_of_one_module_are_told_of(make_trainer, caplog) -> None:
         assert caplog.text == ""
         second = make_trainer(module, max_steps=3)
         assert f"the Trainer of {first.run_folder} is open and trains the same module" in caplog.text
-        assert "was trained before, 1 steps in this process" in caplog.text
+        assert "was trained before, 1 step in this process" in caplog.text
         caplog.clear()
         second.step()
         second.step()
@@ -181,7 +181,7 @@ def test_a_module_that_was_trained_before_is_told_of_unless_its_weights_come_fro
     make_trainer(other).step()
     assert "was trained before" not in caplog.text
     make_trainer(module).close()
-    assert caplog.text.count("the module was trained before, 1 steps in this process: training goes on") == 1
+    assert caplog.text.count("the module was trained before, 1 step in this process: training goes on") == 1
     assert "is open and trains the same module" not in caplog.text
     make_trainer(module, resume=str(saved), max_steps=3)
     assert caplog.text.count("was trained before") == 1
