@@ -94,8 +94,8 @@ class RunLog:
         after = f"training goes on from step {kept}" if kept >= 0 else "training begins without a checkpoint"
         if moved:
             logger.warning(
-                "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto leaves them out; a folder's "
-                "name resumes it",
+                "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto leaves them out; "
+                "to go on from one of them, give it as resume=",
                 *(self.path, after, ", ".join(path.name for path in moved)),
             )
         if dropped.num_steps:

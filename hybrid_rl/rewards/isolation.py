@@ -39,8 +39,8 @@ def call_and_isolate(
     unless the samples must stay together.
 
     Thus only the offending samples fail. But samples that hang cost the whole time limit each, and a function that is
-    down (a judge without its server) costs a call each: after MAX_HUNG_SAMPLES that hung, or after the first
-    MAX_ALIKE_SAMPLES where all of them failed alike, the remaining ones fail without another call: a step stays bounded.
+    down (a judge without its server) costs a call each: after MAX_HUNG_SAMPLES that hung, or if the first
+    MAX_ALIKE_SAMPLES all failed alike, the remaining ones fail without another call: a step stays bounded.
     """
     inputs = task.inputs
     outcome = call(inputs)

@@ -159,8 +159,8 @@ def total_rewards(
 def _token_error(tokens: Sequence[float], sample: RewardInput, *, is_dense: bool) -> tuple[str, str] | None:
     if not is_dense:
         detail = (
-            f"returned a list of {counted(len(tokens), 'number')} for one sample; a function that rewards single tokens must be marked with "
-            f"the decorator hybrid_rl.rewards.dense_reward"
+            f"returned a list of {counted(len(tokens), 'number')} for one sample; a function that rewards single "
+            f"tokens must be marked with the decorator hybrid_rl.rewards.dense_reward"
         )
         return "type", detail
     if len(tokens) != len(sample.completion_ids):
@@ -183,9 +183,10 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         detail = members[0].detail
         cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # where it stands last
-        lines.append(
-            f"reward {function}: {counted(len(members), 'sample')} {MEANINGS[reason]} (samples {shown}{more}); first:{cause}"
-        )
+        what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
+        if len(members) == 1:
+            what = what.replace("sample are ", "sample is ").replace("sample have ", "sample has ")
+        lines.append(f"reward {function}: {what} (samples {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 

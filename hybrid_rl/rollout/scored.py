@@ -28,8 +28,8 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 
 @dataclass
 class RolloutReport:
-    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric. retried: as in
-    `RewardResult`."""
+    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric. retried: as
+    in `RewardResult`."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure]

@@ -174,9 +174,11 @@ def test_samples_that_are_scored_again_alone_are_counted_and_told_once(caplog, n
             raise ValueError("one at a time")
         return [1.0]
 
+    collector = collector_of(one_at_a_time, [ScriptedClient() for _ in range(num_ranks)], keep=keep)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
-        metrics = rollout(one_at_a_time, num_ranks=num_ranks, keep=keep).metrics
-    assert (metrics["rewards/num_failed"], metrics["rewards/num_retried"]) == (0, 4)
+        for _ in range(2):
+            metrics = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test").metrics
+            assert (metrics["rewards/num_failed"], metrics["rewards/num_retried"]) == (0, 4)
     assert caplog.text.count("a call of reward function 'one_at_a_time' over several samples failed") == 1
     assert "(ValueError: one at a time), so it was called again for each of them alone, " in caplog.text
 
