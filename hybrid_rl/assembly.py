@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.batch.files import rollout_steps
-from hybrid_rl.checkpoint import check_checkpoint, find_checkpoint, read_state, resumed_folder
+from hybrid_rl.checkpoint import check_model_texts, check_resumed, find_checkpoint, read_state, resumed_folder
 from hybrid_rl.checks import (
     check_attention,
     check_critic,
@@ -181,6 +181,7 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
+    check_model_texts(Path(path))  # before a damaged tokenizer fails to load
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     check_stop_strings(config.rollout.stop_strings, tokenizer)
     return ModelChoice(None, path, tokenizer, load_settings(path, config))
@@ -312,6 +313,11 @@ def prepare(
         lock, is_ours = FolderLock(folder), True
         closing.callback(lock.release)
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
+    if resolved.resume == "auto" and resume is None and resolved.save_steps is None:
+        logger.warning(
+            "resume=auto finds nothing, and save_steps is not set: this run writes no checkpoint either, so a later "
+            "resume will find none; set save_steps, or call trainer.save()"
+        )
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
     check_critic(resolved)
@@ -329,7 +335,7 @@ def prepare(
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     if resume is not None:
-        check_checkpoint(resume)
+        check_resumed(resume, is_auto=resolved.resume == "auto")
     return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume, lock)
 
 

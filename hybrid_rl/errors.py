@@ -42,6 +42,10 @@ class ModelError(HybridRLError, ValueError):
     """A model or tokenizer cannot be loaded or used."""
 
 
+class BrokenModelError(ModelError):
+    """A model that worked gives logits that are not finite: its weights have diverged."""
+
+
 class RewardError(HybridRLError, RuntimeError):
     """Too many rewards failed, or a reward function cannot be used at all."""
 
@@ -68,6 +72,11 @@ class CheckpointError(HybridRLError, RuntimeError):
 
 class WorkerError(HybridRLError, RuntimeError):
     """A rank of a worker group failed, died or hung; the message names it and holds its traceback."""
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "3 steps": for messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def do_all(*actions: Callable[[], object]) -> None:

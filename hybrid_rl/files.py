@@ -24,6 +24,16 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     path.chmod(mode)
 
 
+def set_aside(path: Path, kind: str) -> Path:
+    """Rename a file or folder to `<name>.<kind>`, or with a number after it (`<name>.<kind>-2`) where that is taken, in
+    one step: whoever is killed has done it or not. Nothing is replaced. Returns its new path; raises OSError."""
+    target, number = path.with_name(f"{path.name}.{kind}"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{path.name}.{kind}-{number}")
+    return path.rename(target)
+
+
 def content_digest(path: Path) -> str:
     """A hash of what a file holds: of the hashes of its blocks, of which several are computed at a time."""
     digest = hashlib.blake2b(digest_size=16)

@@ -16,7 +16,7 @@ from torch import nn
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.config.schema import RayControllerConfig, VLLMRolloutConfig
-from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.errors import ConfigError, HybridRLError, counted
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -213,10 +213,9 @@ def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
             )
     if steps_of(module) and not is_resumed:
         logger.warning(
-            "the module was trained before, %d step%s in this process: training goes on from what it is now; load it "
+            "the module was trained before, %s in this process: training goes on from what it is now; load it "
             "again to begin afresh",
-            steps_of(module),
-            "" if steps_of(module) == 1 else "s",
+            counted(steps_of(module), "step"),
         )
 
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.metrics import finite
@@ -93,6 +93,13 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) + "\n"
 
 
+class Dropped(NamedTuple):
+    """What went from the logs of a run: the metrics of so many steps, and unreadable lines by the log's name."""
+
+    num_steps: int
+    unreadable: Mapping[str, int]
+
+
 class RunFolder:
     """`output_dir/name`, never one that holds another run's results: then a number is appended to the name."""
 
@@ -100,14 +107,18 @@ class RunFolder:
         self.is_continued = keep
         name = name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = _claim(Path(output_dir).absolute(), name, keep)
+        self.taken = self.path.with_name(name) if self.path.name != name else None  # the name that was wanted
         self.metrics = JsonLines(self.path / "metrics.jsonl")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file whole or not at all."""
+        self._write(name, text.encode())
+
+    def _write(self, name: str, content: bytes) -> None:
         target = self.path / name
         temporary = target.with_name(f".{name}.{os.getpid()}")
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content)
             temporary.replace(target)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -117,18 +128,47 @@ class RunFolder:
         """One JSON object for a step; NaN and infinities are left out."""
         self.metrics.write([{"step": step} | finite(metrics) | {"step": step}])  # first, and whatever metrics there are
 
-    def keep_until(self, step: int) -> int:
-        """Drop the records of later steps: a resumed run makes them again. Returns how many steps' metrics went."""
-        metrics = list(_lines(self.metrics.path)) if self.metrics.path.exists() else []
-        for path in (self.metrics.path, *self.path.glob("samples*.jsonl")):
-            if path.exists():
-                lines = [line for line in _lines(path) if _step_of(line) <= step]
-                self.write_text(path.name, "".join(line.decode() + "\n" for line in lines))
-        return sum(_step_of(line) > step for line in metrics)
+    def keep_until(self, step: int) -> Dropped:
+        """Move the records of later steps, which a resumed run makes again, and lines that cannot be read, from each
+        log to the file `<log>.dropped` beside it. Killed in between, the same call again does the rest."""
+        num_steps, unreadable = 0, {}
+        for path in (self.metrics.path, *sorted(self.path.glob("samples*.jsonl"))):
+            if not path.exists():
+                continue
+            steps = [(_step_of(line), line) for line in _lines(path)]
+            kept = b"".join(line + b"\n" for at, line in steps if at is not None and at <= step)
+            dropped = b"".join(line + b"\n" for at, line in steps if at is None or at > step)
+            if dropped:
+                self._keep_aside(path, dropped)
+            if kept != path.read_bytes():
+                self._write(path.name, kept)
+            if num_unreadable := sum(at is None for at, _ in steps):
+                unreadable[path.name] = num_unreadable
+            if path == self.metrics.path:
+                num_steps = sum(at is not None and at > step for at, _ in steps)
+        return Dropped(num_steps, unreadable)
+
+    def _keep_aside(self, path: Path, dropped: bytes) -> None:
+        """Append what is dropped from a log to the file for it; again what a process that was killed had appended."""
+        target = path.with_name(f"{path.name}.dropped")
+        try:
+            with open(target, "a+b") as file:
+                size = file.tell()
+                file.seek(max(0, size - len(dropped)))
+                there = file.read()
+                if there != dropped:
+                    file.write((b"\n" if there and not there.endswith(b"\n") else b"") + dropped)
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
 
     def has_record(self, step: int) -> bool:
         """Whether there are metrics of a step."""
-        return self.metrics.path.exists() and any(_step_of(line) == step for line in _lines(self.metrics.path))
+        return step in self.steps()
+
+    def steps(self) -> list[int]:
+        """The steps that there are metrics of, as they were written."""
+        lines = _lines(self.metrics.path) if self.metrics.path.exists() else []
+        return [step for step in map(_step_of, lines) if step is not None]
 
     def finish(self, lost: Iterable[Path] = ()) -> None:
         """Draw the curves and write what is pending. lost: files of others that could not be written.
@@ -184,11 +224,12 @@ def _lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().split(b"\n") if line]
 
 
-def _step_of(line: bytes) -> int:
+def _step_of(line: bytes) -> int | None:
+    """The step of a record, None for a line that is none: cut short by a crash, or of something else."""
     try:
         return int(json.loads(line).get("step", 0))
-    except ValueError:
-        return 2**62  # a line cut short by a crash
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def _claim(base: Path, name: str, keep: bool) -> Path:

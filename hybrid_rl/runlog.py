@@ -8,15 +8,19 @@ import math
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.batch.files import drop_rollouts
-from hybrid_rl.checkpoint import resumed_folder
+from hybrid_rl.batch.files import set_rollouts_aside
+from hybrid_rl.checkpoint import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.config.changes import changes
+from hybrid_rl.config.load import as_mapping
+from hybrid_rl.errors import ConfigError, counted
+from hybrid_rl.files import set_aside
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.progress import ProgressDisplay
@@ -29,8 +33,8 @@ class RunLog:
     """Logs training steps. checkpoint: where the run continues from, None for one from the beginning. lock: of the run
     folder that goes on, None where a new one is made, or locked here.
 
-    Before `begin` nothing that was there is changed: a run that cannot start leaves no trace. Raises ConfigError where
-    another run has the folder.
+    Until `take_up`, the first word that it writes, nothing that was there is changed: a run that cannot start, or is
+    only looked at, leaves no trace. Raises ConfigError where another run has the folder.
     """
 
     def __init__(
@@ -42,24 +46,86 @@ class RunLog:
         self._trackers: Trackers | None = None
         self._display = ProgressDisplay(max_steps)
         self._has_warned = False
+        self._first_step = 0  # that it goes on from
+        self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
             self._write_config()
+        if self._run.taken is not None:
+            self.message(f"the run folder is {self.path}, because {self._run.taken} exists")
+
+    def tell_resumed(self, state: Mapping[str, Any]) -> None:
+        """Say where the run goes on from, and with what other keys. state: of the checkpoint."""
+        place = "" if self._checkpoint is None or _same(self._checkpoint.parent, self.path) else f" in {self.path}"
+        self.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
+        if changed := changes(state.get("config", {}), to_dict(self._config)):
+            self.message(f"changed: {changed}")
 
     def begin(self, step: int) -> bool:
-        """Take the folder into use, from after this step on: a resumed run makes the records of later ones again, and
-        one without a checkpoint all of them. Whether there is a record of the time before the first step."""
-        has_begun = False
-        if self._run.is_continued:
-            kept = step if self._checkpoint is not None else -1
-            dropped = self._run.keep_until(kept)
-            if dropped:
-                after = f"after step {kept}" if kept >= 0 else "of an attempt without a checkpoint"
-                logger.warning("%s: the records of %d steps %s are dropped", self.path, dropped, after)
-            drop_rollouts(self.path / "rollouts", kept)
-            has_begun = self._run.has_record(0)
-        self._write_config()
+        """The run can start, from after this step on. Whether there is a record of the time before the first step that
+        stays."""
+        self._first_step = step
         self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
-        return has_begun
+        if not self._run.is_continued:
+            self._write_config()
+            return False
+        self._tell_of_config()
+        return self._checkpoint is not None and self._run.has_record(0)
+
+    def take_up(self) -> None:
+        """Take a folder that goes on into use, before anything is written there: a resumed run makes checkpoints,
+        records and rollouts of later steps again, and one without a checkpoint all of them, so those that lie there
+        are set aside. Nothing is deleted, and what is broken off in between is done by the next call.
+
+        Raises HybridRLError where the folder was taken over or cannot be written.
+        """
+        if self._is_taken_up:
+            return
+        self.check()
+        kept = self._first_step if self._checkpoint is not None else -1
+        # Checkpoints go first: a run that is killed now must not find those of another branch without their records.
+        moved = set_later_aside(self.path, max(kept, 0), self._checkpoint)
+        dropped = self._run.keep_until(kept)
+        set_rollouts_aside(self.path / "rollouts", kept)
+        if self._config_problem():
+            with contextlib.suppress(FileNotFoundError):
+                set_aside(self.path / "config.yaml", "dropped")
+        self._write_config()
+        self._is_taken_up = True
+        after = f"training goes on from step {kept}" if kept >= 0 else "training begins without a checkpoint"
+        if moved:
+            logger.warning(
+                "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto leaves them out; "
+                "to go on from one of them, give it as resume=",
+                *(self.path, after, ", ".join(path.name for path in moved)),
+            )
+        if dropped.num_steps:
+            logger.warning(
+                "%s: %s, so the records of %s that lay there are moved to metrics.jsonl.dropped, with their samples "
+                "beside it",
+                *(self.path, after, counted(dropped.num_steps, "later step" if kept >= 0 else "step")),
+            )
+        for name, number in dropped.unreadable.items():
+            logger.warning(
+                "%s: %s of %s %s dropped, and kept in %s.dropped",
+                *(self.path, counted(number, "unreadable line"), name, "was" if number == 1 else "were", name),
+            )
+
+    def _config_problem(self) -> str:
+        """What is wrong with the config.yaml that lies there, "" for nothing."""
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return "it is missing"
+        try:
+            is_config = as_mapping(path).keys() & to_dict(self._config).keys()
+            return "" if is_config else "it holds no key of a configuration"
+        except ConfigError as error:
+            return str(error)
+
+    def _tell_of_config(self) -> None:
+        """Warn of a run's config.yaml that is not there or not readable, where there was a run."""
+        problem = self._config_problem()
+        if problem and (self._checkpoint is not None or self._run.steps()):
+            logger.warning("%s: %s; the first step writes the present one", self.path / "config.yaml", problem)
 
     def check(self) -> None:
         """Raise HybridRLError where another run has taken the folder. A folder that was deleted is made again, with
@@ -101,6 +167,7 @@ class RunLog:
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, or (step 0) of the time before the first."""
         assert self._trackers is not None
+        self.take_up()
         self.check()
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
@@ -116,7 +183,8 @@ class RunLog:
         """Stop showing progress; write what is pending and draw the curves. lost: sample files that ranks cannot
         write."""
         self._display.stop()
-        self._run.finish(lost)
+        if self._is_taken_up:
+            self._run.finish(lost)
 
     def close(self) -> None:
         """End the trackers; idempotent. The folder of a run that never began goes, unless something else lies in it."""
@@ -128,6 +196,10 @@ class RunLog:
             if not self._run.is_continued:
                 (self._run.path / "config.yaml").unlink(missing_ok=True)
             self._run.path.rmdir()  # an empty folder, or none
+
+
+def _same(first: Path, second: Path) -> bool:
+    return first.resolve() == second.resolve()
 
 
 def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> dict[str, float]:

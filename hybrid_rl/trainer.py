@@ -36,7 +36,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
 from hybrid_rl.runlog import RunLog, cost_metrics
-from hybrid_rl.watch import LearningWatch, SignalWatch
+from hybrid_rl.watch import LearningWatch, SignalWatch, broken_model_told
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -142,6 +142,8 @@ class Trainer(Tenant):
         self._require_open()
         with self._working("fit()"):
             self._notify("on_fit_start")
+            if self.global_step >= self.max_steps:
+                self._log.message(self._nothing_to_do())
             self._log.start(self.global_step)
             do_all(self._fit, lambda: self._notify("on_fit_end"), lambda: self._log.stop(self._workers.lost_samples()))
         return self._last_metrics
@@ -174,7 +176,7 @@ class Trainer(Tenant):
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
-            raise ConfigError(f"all {self.max_steps} training steps are done; make a Trainer with a larger max_steps")
+            raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
         with contextlib.ExitStack() as hold, self._working("step()"):
             self._in_step = True
             try:
@@ -190,6 +192,9 @@ class Trainer(Tenant):
         if diverged is not None:
             raise diverged
         return result
+
+    def _nothing_to_do(self) -> str:
+        return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
 
     def _after_step(self, result: StepResult) -> None:
         """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
@@ -211,6 +216,7 @@ class Trainer(Tenant):
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         collected = self._collect(step)
+        self._log.take_up()  # from here on the step writes
         timings, batch = collected.timings, self.buffer.take(self.policy_version)
         if self.config.save_rollouts or self.config.mode == "rollout":
             self._workers.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
@@ -252,7 +258,8 @@ class Trainer(Tenant):
 
     def _collect(self, step: int) -> Collected:
         """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
-        collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
+        with broken_model_told(f"training step {step}", self.run_folder):
+            collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
         self.buffer.put(collected.batch)
         return collected
 
@@ -268,8 +275,11 @@ class Trainer(Tenant):
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         check_modes(self.config, learns=False)
         start = now()
+        told = f"evaluation after step {self.global_step}"
         with self._working("evaluate()"):
-            metrics = evaluation_metrics(self._run, self.collector, self.policy_version, self._state(self.global_step))
+            with broken_model_told(told, self.run_folder):
+                state = self._state(self.global_step)
+                metrics = evaluation_metrics(self._run, self.collector, self.policy_version, state)
             metrics["timing/evaluate"] = now() - start
             self._notify("on_evaluate", self.global_step, metrics)
         return metrics
@@ -379,6 +389,7 @@ class Trainer(Tenant):
 
     def _restore(self, policy: WorkerGroup, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        self._log.tell_resumed(state)
         policy.load(checkpoint.resolve())
         try:
             self._sampler.load_state_dict(state["sampler"])

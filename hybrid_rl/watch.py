@@ -3,19 +3,37 @@ nothing are warned of."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from hybrid_rl.checkpoint import checkpoints_of
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.errors import DivergedError
+from hybrid_rl.errors import BrokenModelError, DivergedError
 
 logger = logging.getLogger("hybrid_rl")
 
 MAX_LOST_STEPS = 3
 NUM_MUTE_STEPS = 3
 ROLES = {"policy": "", "critic": "critic/"}
+
+
+@contextlib.contextmanager
+def broken_model_told(doing: str, run: Path) -> Iterator[None]:
+    """Add to the error of an engine whose model gives no finite logits what was being done, and what to do."""
+    try:
+        yield
+    except BrokenModelError as error:
+        saved = checkpoints_of(run)
+        remedy = (
+            f"go on from an earlier checkpoint, with a lower learning_rate; the newest is {saved[max(saved)]}"
+            if saved
+            else f"begin again with a lower learning_rate, and with save_steps: {run} has no checkpoint"
+        )
+        raise BrokenModelError(f"{doing}: {error}. What to do: {remedy}") from error
 
 
 class LearningWatch:

@@ -22,7 +22,7 @@ from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged
 from hybrid_rl.errors import DataError, StorageError
-from hybrid_rl.files import save_tensors
+from hybrid_rl.files import save_tensors, set_aside
 
 FORMAT = {"format": "hybrid_rl.batch", "format_version": "1"}
 _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")
@@ -108,12 +108,12 @@ def load_rollout(folder: Path, step: int) -> Batch:
     return batch.select(order)
 
 
-def drop_rollouts(folder: Path, step: int) -> None:
-    """Delete the rollouts of later steps than this one: a run that goes on from there makes them again."""
+def set_rollouts_aside(folder: Path, step: int) -> None:
+    """Set the rollouts of later steps than this one aside: a run that goes on from there makes others."""
     if Path(folder).is_dir():
         for at, _, _, path in list(_files(Path(folder))):
             if at > step:
-                path.unlink(missing_ok=True)
+                set_aside(path, "dropped")
 
 
 def rollout_steps(folder: Path) -> list[int]:

@@ -4,8 +4,16 @@ A checkpoint appears whole or not at all: it is written under another name and r
 in it says what every file holds, so that damage is told instead of trained on.
 """
 
-from hybrid_rl.checkpoint.finding import clear_up, find_checkpoint, newest_checkpoint, resumed_folder
-from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model
+from hybrid_rl.checkpoint.finding import (
+    check_resumed,
+    checkpoints_of,
+    clear_up,
+    find_checkpoint,
+    newest_checkpoint,
+    resumed_folder,
+    set_later_aside,
+)
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model, check_model_texts
 from hybrid_rl.checkpoint.reading import (
     OPTIMIZER_FOLDER,
     SCALARS_FILE,
@@ -23,6 +31,9 @@ __all__ = [
     "STATE_FILE",
     "check_checkpoint",
     "check_model",
+    "check_model_texts",
+    "check_resumed",
+    "checkpoints_of",
     "clear_up",
     "find_checkpoint",
     "newest_checkpoint",
@@ -30,5 +41,6 @@ __all__ = [
     "read_optimizer_into",
     "read_state",
     "resumed_folder",
+    "set_later_aside",
     "write_checkpoint",
 ]

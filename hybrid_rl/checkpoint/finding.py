@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
 import re
 import shutil
@@ -9,8 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from hybrid_rl.checkpoint.manifest import STATE_FILE
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, check_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.errors import CheckpointError, StorageError
+from hybrid_rl.files import set_aside
 from hybrid_rl.owners import Owner
 
 logger = logging.getLogger("hybrid_rl")
@@ -48,13 +52,41 @@ def _is_left(owner: str, *, is_ours: bool) -> bool:
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
     """The checkpoint of a run folder with the most training steps, None for none. is_ours: see `clear_up`."""
     clear_up(run, is_ours=is_ours)
-    found = [
-        (int(match[1]), path)
-        for path in run.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
-    ]
-    complete = [(step, path) for step, path in found if (path / STATE_FILE).is_file()]
-    return max(complete)[1] if complete else None
+    there = [(step, path) for step, path in checkpoints_of(run).items() if _is_checkpoint(path)]
+    return max(there)[1] if there else None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not passed over."""
+    return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The folders of a run that are named like checkpoints, whatever they hold, by their training steps."""
+    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir())
+    return {int(match[1]): path for match, path in found if match is not None}
+
+
+def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]:
+    """Rename the checkpoints of a run folder that a training from `checkpoint`, of this step, leaves to another branch:
+    a later `resume=auto` must not take them for the newest ones. None of them is deleted. checkpoint: None for a
+    training from the beginning. Returns the new paths, by steps.
+
+    Killed anywhere in between, the same call again does the rest. Raises StorageError.
+    """
+    clear_up(run, is_ours=True)  # else one that was being replaced would come back later
+    moved = []
+    try:
+        for number, path in sorted(checkpoints_of(run).items()):
+            is_where_it_began = checkpoint is not None and checkpoint.exists() and path.samefile(checkpoint)
+            if number >= step and not is_where_it_began:
+                moved.append(set_aside(path, "abandoned"))
+    except OSError as error:
+        raise StorageError(
+            f"cannot rename the checkpoints of {run} that are later than step {step}: {error}; make the folder "
+            "writable, or give another run_name"
+        ) from error
+    return moved
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
@@ -81,9 +113,61 @@ def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *
     if resume != "auto":
         read_state(Path(resume))
         return Path(resume)
-    found = newest_checkpoint(Path(output_dir) / str(run_name), is_ours=is_ours)
+    run = Path(output_dir) / str(run_name)
+    found = newest_checkpoint(run, is_ours=is_ours)
     if found is None:
-        logger.warning("resume=auto: %s/%s has no checkpoint yet; starting from the beginning", output_dir, run_name)
+        logger.warning("resume=auto: %s has no checkpoint yet; starting from the beginning", run)
     else:
-        read_state(found)
+        try:
+            read_state(found)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {_newest_intact(found)}") from error
+    _tell_of_siblings(run, found)
     return found
+
+
+def _tell_of_siblings(run: Path, found: Path | None) -> None:
+    """Warn of the runs that got another folder because this name was taken, where one of them has come further, or has
+    a checkpoint that was written later. Nothing in their folders is touched: somebody may be writing there."""
+    mine = (-1, -1) if found is None else (int(found.name.removeprefix("checkpoint-")), _written(found))
+    for path in sorted(run.parent.glob(f"{glob.escape(run.name)}-*")):
+        if not re.fullmatch(r"\d+", path.name.removeprefix(f"{run.name}-")):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # one that is being replaced
+            step, theirs = max(checkpoints_of(path).items(), default=(-1, path))
+            if step > mine[0] or (step >= 0 and _written(theirs) > mine[1]):
+                logger.warning(
+                    "resume=auto takes %s, but %s is newer: a run gets such a folder when its name is taken. "
+                    "run_name=%r goes on there",
+                    *(found or f"nothing, for {run} has no checkpoint", theirs, path.name),
+                )
+
+
+def _written(checkpoint: Path) -> int:
+    """When a checkpoint was written, by its file system."""
+    return (checkpoint / STATE_FILE).stat().st_mtime_ns
+
+
+def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
+    """`check_checkpoint`, and where a damaged one is only the newest of its run, the error names the one to go back
+    to. Raises CheckpointError."""
+    try:
+        check_checkpoint(checkpoint)
+    except CheckpointError as error:
+        if not is_auto:
+            raise
+        raise CheckpointError(f"{error}. {_newest_intact(checkpoint)}") from error
+
+
+def _newest_intact(damaged: Path) -> str:
+    """What to resume instead of a damaged checkpoint, in words."""
+    for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
+        if path == damaged or not (path / MANIFEST_FILE).is_file():
+            continue
+        try:
+            read_state(path)
+            check_checkpoint(path)
+        except CheckpointError:
+            continue
+        return f"The newest intact one is resume={str(path)!r}"
+    return f"No other checkpoint of {damaged.parent} can be told to be intact"

@@ -44,15 +44,24 @@ def write_manifest(folder: Path, known: Mapping[str, Content]) -> None:
 
 def check_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, with the name of the file, where a checkpoint is not what was written. One without a
-    manifest, of an earlier version, is told of."""
+    manifest is told of, and so are texts of the model that somebody seems to have edited."""
     files = _read(folder)
     if files is None:
         logger.warning(
-            "%s has no %s: it was written by an earlier version, so nobody can tell whether it is damaged",
+            "%s has no %s, so nothing in it can be checked: it was written by an earlier version, or the copy is not "
+            "complete",
             *(folder, MANIFEST_FILE),
         )
         return
     _check(folder, files, files)
+
+
+def check_model_texts(folder: Path) -> None:
+    """The same for what is damaged of the config and tokenizer of a model: cheap, before they are read. `check_model`
+    tells of the rest."""
+    for name, content in (_read(folder) or {}).items():
+        if _is_text_of_the_model(name) and not _is_readable(folder / name):
+            _check(folder, {name: content}, [name])
 
 
 def check_model(folder: Path) -> None:
@@ -69,7 +78,7 @@ def check_model(folder: Path) -> None:
 def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> None:
     for name in names:
         problem = _problem(folder / name, files[name])
-        if problem and _is_text_of_the_model(name):
+        if problem and _is_text_of_the_model(name) and _is_readable(folder / name):
             logger.warning(
                 "%s is not as it was written: %s. If nobody edited it, it is damaged", folder / name, problem
             )
@@ -95,6 +104,18 @@ def _problem(path: Path, expected: Content) -> str | None:
 def _is_text_of_the_model(name: str) -> bool:
     """Files that people edit: config, tokenizer, chat template, a model card. Resuming does not read them."""
     return "/" not in name and name != STATE_FILE and not name.endswith(WEIGHTS)
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a file that is not as it was written is one that somebody may have edited: JSON that can be parsed, or a
+    text. What is missing, empty, cut or no text is damaged."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            json.loads(text)
+    except (OSError, ValueError):
+        return False
+    return bool(text.strip()) and "\0" not in text
 
 
 def _read(folder: Path) -> dict[str, Content] | None:

@@ -77,7 +77,7 @@ def load_config(
     Returns the config and the paths that were given explicitly. Raises ConfigError for an unknown key (with the nearest
     name), or a value of the wrong type or out of range.
     """
-    layers = [_as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
+    layers = [as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
     preset = dict(PRESETS[_tag("algorithm", UNIONS["algorithm"], layers)[0] or UNIONS["algorithm"].default].settings)
     tags, of_preset = _tags([preset, *layers]), _tags([preset])
     leaves = visible_leaves(tags)
@@ -107,7 +107,8 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def _as_mapping(config: Any) -> dict[str, Any]:
+def as_mapping(config: Any) -> dict[str, Any]:
+    """What a YAML file, a mapping or a config holds, whether its keys are known or not. Raises ConfigError."""
     if config is None:
         return {}
     if isinstance(config, TrainerConfig):

@@ -45,6 +45,7 @@ class CallOutcome(NamedTuple):
     `failure`: (reason, detail) when the call as a whole gave nothing; then `values`, `extras`, `metrics` are empty.
     `extras`: column -> [K] values from `log_extra`. `metrics`: (name, value) from `log_metric`, in order.
     `tokens`: position in the call -> one number per token, for samples that got such.
+    `repeats`: (reason, detail) of the failed call over several samples that this one repeats for one of them.
     """
 
     values: list[float | None]
@@ -53,6 +54,7 @@ class CallOutcome(NamedTuple):
     extras: dict[str, list[Any]]
     metrics: list[tuple[str, float]]
     tokens: dict[int, list[float]]
+    repeats: tuple[str, str] | None = None
 
 
 def failed_call(reason: str, detail: str) -> CallOutcome:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_rl.errors import RewardError
+from hybrid_rl.errors import RewardError, counted
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
@@ -63,6 +63,8 @@ class RewardResult:
     token_rewards: list[NDArray[np.float64]]
     """Of each sample [number of its tokens] the weighted part of its reward that single tokens got; 0 for a sample
     without a reward."""
+    retried: dict[str, tuple[int, str]]
+    """Function -> how many samples it was called again for, each alone, and why the first call over several failed."""
 
 
 def assemble(
@@ -88,7 +90,11 @@ def assemble(
     extras: dict[str, dict[int, Any]] = {}
     metrics: dict[str, list[tuple[float, int]]] = {}
     token_rewards = [np.zeros(len(sample.completion_ids)) for sample in inputs]
+    retried: dict[str, tuple[int, str]] = {}
     for index, (samples, outcome) in parts:
+        if outcome.repeats is not None:
+            before, detail = retried.get(names[index], (0, outcome.repeats[1]))
+            retried[names[index]] = (before + len(samples), detail)
         for position, sample in enumerate(samples):
             tokens = outcome.tokens.get(position)
             error = outcome.failure or outcome.errors.get(position)
@@ -108,11 +114,12 @@ def assemble(
 
     keys = [sample.key for sample in inputs]
     if late:
-        return RewardResult(keys, values, np.full(len(keys), np.nan), failures, extras, metrics, token_rewards)
+        none = np.full(len(keys), np.nan)
+        return RewardResult(keys, values, none, failures, extras, metrics, token_rewards, retried)
     rewards, missing = total_rewards(names, weights, keys, values, failures)
     for row in np.flatnonzero(np.isnan(rewards)).tolist():
         token_rewards[row][:] = 0.0
-    return RewardResult(keys, values, rewards, [*failures, *missing], extras, metrics, token_rewards)
+    return RewardResult(keys, values, rewards, [*failures, *missing], extras, metrics, token_rewards, retried)
 
 
 def total_rewards(
@@ -152,8 +159,8 @@ def total_rewards(
 def _token_error(tokens: Sequence[float], sample: RewardInput, *, is_dense: bool) -> tuple[str, str] | None:
     if not is_dense:
         detail = (
-            f"returned {len(tokens)} numbers for one sample; a function that rewards single tokens must be marked with "
-            f"the decorator hybrid_rl.rewards.dense_reward"
+            f"returned a list of {counted(len(tokens), 'number')} for one sample; a function that rewards single "
+            f"tokens must be marked with the decorator hybrid_rl.rewards.dense_reward"
         )
         return "type", detail
     if len(tokens) != len(sample.completion_ids):
@@ -176,9 +183,10 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         detail = members[0].detail
         cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # where it stands last
-        lines.append(
-            f"reward {function}: {len(members)} samples {MEANINGS[reason]} (samples {shown}{more}); first:{cause}"
-        )
+        what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
+        if len(members) == 1:
+            what = what.replace("sample are ", "sample is ").replace("sample have ", "sample has ")
+        lines.append(f"reward {function}: {what} (samples {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 

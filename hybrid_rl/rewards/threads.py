@@ -10,7 +10,15 @@ from functools import partial
 
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardInput
-from hybrid_rl.rewards.isolation import Task, call_and_isolate, is_cut
+from hybrid_rl.rewards.isolation import (
+    MAX_ALIKE_SAMPLES,
+    Task,
+    are_alike,
+    call_and_isolate,
+    given_up,
+    is_cut,
+    repeated,
+)
 from hybrid_rl.rewards.results import Part
 
 JOIN_SECONDS = 1.0
@@ -218,7 +226,20 @@ class AsyncLane:
             return [part]
         if self.timeout_seconds is not None and asyncio.get_running_loop() is self.loop:
             self.running.set_deadline(task, self.timeout_seconds)
-        return list(await asyncio.gather(*(self._call(task, [sample]) for sample in task.inputs)))
+        # What raised is tried with a few first: a service that is down is not asked once for every sample.
+        num_first = MAX_ALIKE_SAMPLES if part[1].failure is not None and part[1].failure[0] == "raised" else None
+        parts = await self._each(task, task.inputs[:num_first], part[1])
+        rest = task.inputs[num_first:] if num_first else []
+        if not rest or are_alike(parts):
+            return [*parts, *given_up(rest, parts)]
+        if self.timeout_seconds is not None and asyncio.get_running_loop() is self.loop:
+            self.running.set_deadline(task, self.timeout_seconds)
+        return [*parts, *await self._each(task, rest, part[1])]
+
+    async def _each(self, task: Task, inputs: Sequence[RewardInput], failed: CallOutcome) -> list[Part]:
+        """Samples called alone, at the same time."""
+        singles = await asyncio.gather(*(self._call(task, [sample]) for sample in inputs))
+        return [repeated(samples, outcome, failed) for samples, outcome in singles]
 
     def _finish(self, task: Task, loop: asyncio.AbstractEventLoop, future: "Future[list[Part]]") -> None:
         if loop is not self.loop:

@@ -16,13 +16,14 @@ from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.errors import ConfigError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
+from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.base import SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.refill import GroupRewards, Refill
-from hybrid_rl.rollout.scored import RolloutReport
+from hybrid_rl.rollout.scored import RolloutReport, joined_retries
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -84,7 +85,7 @@ class Collector:
             raise ConfigError(f"{len(self._weights)} reward weights for the reward functions {list(self._names)}")
         self._max_failure_share = max_failure_share
         self._next_id = 0
-        self._told: set[str] = set()
+        self._told: set[object] = set()
 
     def collect(
         self,
@@ -180,7 +181,20 @@ class Collector:
         batch, reports = getattr(self._workers, method)(tasks, call)
         batch = _in_order(batch)
         tally.add(batch, reports, call)
+        self._tell_of_retries(reports, call)
         return batch
+
+    def _tell_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+        """Warn, once for each function, of calls that were repeated sample by sample: each costs what a call costs."""
+        for function, (number, detail) in joined_retries(report.retried for report in reports).items():
+            if ("retried", function) not in self._told:
+                self._told.add(("retried", function))
+                logger.warning(
+                    "%s: a call of reward function %r over several samples failed (%s), so it was called again for "
+                    "each of them alone, %s, to mask only those at fault. rewards/num_retried counts them from now on; "
+                    "score_by=group never calls twice, and masks the whole group",
+                    *(call.purpose, function, cause_of(detail), counted(number, "sample")),
+                )
 
     def _refilled(
         self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
@@ -218,7 +232,7 @@ class _Tally:
     def __init__(self, max_failure_share: float, first_id: int) -> None:
         self._max_failure_share = max_failure_share
         self._first_id = first_id
-        self._num_samples = self._num_failed = 0
+        self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
         self._logged = MetricSums()
@@ -230,6 +244,7 @@ class _Tally:
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
         if not call.is_scored:
             return
+        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
         shift = call.first_id - self._first_id
         failures = [replace(failure, key=failure.key + shift) for r in reports for failure in r.failures]
         check_not_ended(failures, call.state.global_step)
@@ -242,7 +257,9 @@ class _Tally:
         )
         if failures:
             logger.warning(
-                "%s: %d samples have no reward and are masked\n%s", call.purpose, num_failed, format_failures(failures)
+                "%s: %s no reward and %s masked\n%s",
+                *(call.purpose, "1 sample has" if num_failed == 1 else f"{num_failed} samples have"),
+                *("is" if num_failed == 1 else "are", format_failures(failures)),
             )
         if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
             for report in reports:
@@ -250,6 +267,8 @@ class _Tally:
 
     def collected(self, batch: Batch | BatchRef, metrics: dict[str, float]) -> Collected:
         """The batch that came of it, with its metrics."""
+        if "rewards/num_failed" in metrics:
+            metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
 
 
@@ -318,7 +337,7 @@ def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, f
     rewards = batch["rewards"]
     metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
     metrics["frac_reward_zero_std"] = float((~GroupRewards.of(rewards, batch["group"]).has_signal).double().mean())
-    metrics["rewards/num_failed"] = float(rewards.isnan().sum())
+    metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
     return metrics
 
 

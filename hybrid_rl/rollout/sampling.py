@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import ModelError
+from hybrid_rl.errors import BrokenModelError
 from hybrid_rl.native import keyed_uniform, operator
 from hybrid_rl.rollout.base import SamplingParams
 
@@ -158,13 +158,13 @@ def _draw(logits: Tensor, relative: Tensor, temperature: Tensor | None, uniform:
 
 
 def check_finite(logprobs: Sequence[float]) -> None:
-    """Raise ModelError where `sample` marked a row: its logits were no distribution.
+    """Raise BrokenModelError where `sample` marked a row: its logits were no distribution.
 
     logprobs: those of one step, on the host.
     """
     broken = sum(map(math.isnan, logprobs))
     if broken:
-        raise ModelError(
+        raise BrokenModelError(
             f"the model's logits are not finite in {broken} of {len(logprobs)} rows: its weights have diverged"
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,13 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 
 @dataclass
 class RolloutReport:
-    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric."""
+    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric. retried: as
+    in `RewardResult`."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure]
     logged: MetricSums
+    retried: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class ScoredRollout:
@@ -90,7 +92,8 @@ class ScoredRollout:
         columns["completion"] = [texts[request.id] for request in requests]
         with timings.measure("reward"):
             results = _results(futures)
-        report = RolloutReport(timings.seconds, _failures(results), _logged(results))
+        retried = joined_retries(result.retried for result in results)
+        report = RolloutReport(timings.seconds, _failures(results), _logged(results), retried)
         if rewards is None:
             return Batch(columns), report
         columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], rewards))
@@ -206,6 +209,15 @@ def _failures(results: Sequence[RewardResult]) -> list[RewardFailure]:
         failures.append(replace(failure, detail="") if kind in seen else failure)
         seen.add(kind)
     return failures
+
+
+def joined_retries(found: Iterable[Mapping[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:
+    """Of several results or ranks: by function, all samples that it was called again for, and the first reason."""
+    joined: dict[str, tuple[int, str]] = {}
+    for function, (number, detail) in (item for retried in found for item in retried.items()):
+        before, first = joined.get(function, (0, detail))
+        joined[function] = (before + number, first)
+    return joined
 
 
 def _logged(results: Sequence[RewardResult]) -> MetricSums:

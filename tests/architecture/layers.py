@@ -51,7 +51,7 @@ UNMENTIONABLE: dict[str, re.Pattern[str]] = {
 }
 
 MEASURED = ("hybrid_rl", "recipes", "benchmarks", "setup.py")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 350  # of code: docstrings, comments and blank lines do not count
 MAX_FUNCTION_LINES = 100
 
 # Paths that exist on one machine only. A path that starts a word; URLs and relative paths do not count.

@@ -19,6 +19,8 @@ def write(root: Path, tree: Tree) -> Path:
     return root
 
 
+# A docstring, comments and blank lines beside as much code as is allowed.
+EXPLAINED = '"""What.\n\nAnd why.\n"""\n' + "x = 1\n" * 350 + "# a comment\n\n" * 100
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 100
 HOME = "/".join(["", "home", "someone", "models"])  # in pieces, so that this file keeps the rule itself
 
@@ -57,7 +59,8 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
         "hybrid_rl.data, hybrid_rl.data.a",
     ),
     (rules.cycles, {"hybrid_rl/batch.py": "import hybrid_rl.batch"}, "import cycle: hybrid_rl.batch"),
-    (rules.sizes, {"recipes/grpo.py": "x = 1\n" * 401}, "401 lines; at most 400"),
+    (rules.sizes, {"recipes/grpo.py": "x = 1\n" * 351}, "351 lines of code; at most 350"),
+    (rules.sizes, {"recipes/grpo.py": 'x = """\n' + "\n" * 349 + '"""\n'}, "351 lines of code; at most 350"),
     (rules.sizes, {"setup.py": LONG_FUNCTION}, "f has 101 lines; at most 100"),
     (rules.sizes, {"benchmarks/a/b.py": LONG_FUNCTION.replace("def", "async def")}, "f has 101 lines"),
     (rules.libraries, {"hybrid_rl/rollout/base.py": "def f():\n    from vllm import LLM"}, "base.py:2: imports vllm"),
@@ -95,8 +98,8 @@ KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
             "hybrid_rl/errors.py": "",
         },
     ),
-    (rules.sizes, {"hybrid_rl/batch.py": "x = 1\n" * 400, "recipes/a.py": LONG_FUNCTION.removesuffix("    x = 1\n")}),
-    (rules.sizes, {"tests/unit/test_batch.py": "x = 1\n" * 401}),
+    (rules.sizes, {"hybrid_rl/batch.py": EXPLAINED, "recipes/a.py": LONG_FUNCTION.removesuffix("    x = 1\n")}),
+    (rules.sizes, {"tests/unit/test_batch.py": "x = 1\n" * 351}),
     (rules.libraries, {"hybrid_rl/rollout/vllm/engine.py": "import vllm"}),
     (rules.libraries, {"hybrid_rl/rollout/base.py": "from . import vllm\nfrom .vllm import engine"}),
     (rules.libraries, {"hybrid_rl/controller/ray_backend.py": "import ray"}),

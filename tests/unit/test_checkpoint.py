@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from hybrid_rl.checkpoint import (
     STATE_FILE,
     check_checkpoint,
     check_model,
+    check_model_texts,
+    check_resumed,
     find_checkpoint,
     newest_checkpoint,
     read_optimizer,
@@ -296,11 +299,32 @@ def test_damage_is_told_with_the_name_of_the_file(folder: Path, file: str, damag
 
 def test_texts_of_the_model_may_be_edited(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A chat template, say. Resuming does not read them, and a damaged one is worth a line."""
-    (whole(folder) / "tokenizer.json").write_text("another")
+    (whole(folder) / "tokenizer.json").write_text('"other"')
     (folder / "README.md").write_text("a model card")
     check_checkpoint(folder)
     check_model(folder)
     assert caplog.text.count("it has 7 bytes, but 25 were written. If nobody edited it, it is damaged") == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty", "zeros", "no text"])
+def test_a_text_of_the_model_that_nobody_can_have_edited_is_damaged(folder: Path, damage: str) -> None:
+    """Whether it is read or not: what comes with it may be damaged too. A text that is no JSON is cut unseen."""
+    path = whole(folder) / "tokenizer.json"
+    data = {"cut": b'{"model": [1, 2', "empty": b"", "zeros": bytes(25), "no text": b'"\xff"'}.get(damage)
+    path.unlink() if data is None else path.write_bytes(data)
+    for check in (check_checkpoint, check_model, check_model_texts):
+        with pytest.raises(CheckpointError, match=f"{path} is damaged: its? "):
+            check(folder)
+    (whole(folder) / "model.safetensors").write_text("damaged")
+    check_model_texts(folder)
+    (folder / "chat_template.jinja").write_bytes(b"{{ x }}\0\0")  # lengthened, or blocks that never reached the disk
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["files"]["chat_template.jinja"] = manifest["files"]["tokenizer.json"]
+    text = json.dumps(manifest["files"], sort_keys=True).encode()
+    manifest["digest"] = hashlib.blake2b(text, digest_size=16).hexdigest()
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja is damaged: it has 9 bytes"):
+        check_model_texts(folder)
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "type", "empty"])
@@ -317,7 +341,7 @@ def test_a_damaged_manifest(folder: Path, damage: str) -> None:
 def test_a_checkpoint_of_an_earlier_version_is_read_and_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (whole(folder) / MANIFEST_FILE).unlink()
     check_checkpoint(folder)
-    assert f"{folder} has no {MANIFEST_FILE}: it was written by an earlier version" in caplog.text
+    assert f"{folder} has no {MANIFEST_FILE}, so nothing in it can be checked" in caplog.text
     caplog.clear()
     check_model(folder)
     assert caplog.text == ""
@@ -404,6 +428,42 @@ def test_resume_auto_before_the_first(tmp_path: Path, caplog: pytest.LogCaptureF
         assert newest_checkpoint(tmp_path / name) is None
         assert find_checkpoint("auto", str(tmp_path), name) is None
         assert f"{name} has no checkpoint yet; starting from the beginning" in caplog.text
+
+
+def test_a_damaged_newest_one_names_the_newest_that_is_intact(run: Path) -> None:
+    write(run / "checkpoint-8")
+    newest = run / "checkpoint-10"
+    (newest / "weights").write_text("")
+    with pytest.raises(CheckpointError, match=f"weights is damaged.*intact one is resume='{run / 'checkpoint-9'}'"):
+        check_resumed(newest, is_auto=True)
+    with pytest.raises(CheckpointError, match="nothing is compared any more$"):
+        check_resumed(newest, is_auto=False)
+    (newest / STATE_FILE).unlink()
+    (run / "checkpoint-9" / MANIFEST_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"no {STATE_FILE}.*intact one is resume='{run / 'checkpoint-8'}'"):
+        find_checkpoint("auto", str(run.parent), run.name)
+    (run / "checkpoint-8" / SHARDS).unlink()
+    with pytest.raises(CheckpointError, match=f"No other checkpoint of {run} can be told to be intact"):
+        find_checkpoint("auto", str(run.parent), run.name)
+
+
+def test_auto_names_a_newer_run_that_got_another_folder(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One with more steps, or that was saved later; others are not, and no folder of another name."""
+    for name in ("run-2", "run-two", "run-2-2"):
+        write(run.parent / name / "checkpoint-11")
+    os.utime(run.parent / "run-2" / "checkpoint-11" / STATE_FILE, (0, 0))
+    find_checkpoint("auto", str(run.parent), run.name)
+    told = f"resume=auto takes {run / 'checkpoint-10'}, but {run}-2/checkpoint-11 is newer"
+    assert told in caplog.text and caplog.text.count("resume=auto takes") == 1
+    caplog.clear()
+    (run.parent / "run-2" / "checkpoint-11").rename(run.parent / "run-2" / "checkpoint-3")
+    os.utime(run.parent / "run-2" / "checkpoint-3" / STATE_FILE)
+    find_checkpoint("auto", str(run.parent), run.name)
+    assert f"but {run}-2/checkpoint-3 is newer" in caplog.text
+    caplog.clear()
+    os.utime(run.parent / "run-2" / "checkpoint-3" / STATE_FILE, (0, 0))
+    find_checkpoint("auto", str(run.parent), run.name)
+    assert caplog.text == ""
 
 
 def test_resume_of_a_folder(run: Path) -> None:

@@ -69,7 +69,7 @@ def test_what_json_cannot_hold_costs_itself_alone(tmp_path: Path, caplog: pytest
 def test_the_step_of_a_record_is_the_step(run: RunFolder) -> None:
     run.log_metrics(3, {"step": 7.0, "reward": 1.0})
     assert read_jsonl(run.metrics.path) == [{"step": 3, "reward": 1.0}]
-    assert run.keep_until(3) == 0
+    assert run.keep_until(3) == (0, {}) and run.keep_until(2) == (1, {})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
@@ -169,11 +169,12 @@ def test_small_files_are_whole_or_not_there(run: RunFolder, monkeypatch: pytest.
     run.write_text("config.yaml", "seed: 1\n")
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
-    def half(path: Path, text: str, **_: Any) -> None:
-        path.write_bytes(text.encode()[:3])
+    def half(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:3])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(ConfigError, match=r"cannot write .*config.yaml: .*No space left"):
         run.write_text("config.yaml", "seed: 2\n")
     assert run.path.joinpath("config.yaml").read_text() == "seed: 1\n"
@@ -198,11 +199,32 @@ def test_keep_until_drops_later_steps_and_cut_lines(run: RunFolder, names: list[
     cuts = [b'{"step": 3, "rew', *('{"step": 1, "completion": "é'.encode()[:-1] for _ in samples)]
     for file, cut in zip(files, cuts, strict=True):
         file.write_bytes(file.read_bytes() + cut)
-    run.keep_until(3)
+    rest = [file.read_bytes().removeprefix(kept) + b"\n" for file, kept in zip(files, expected, strict=True)]
+    assert run.keep_until(3) == (1, {file.name: 1 for file in files})  # step 4, and the line that was cut
     assert [file.read_bytes() for file in files] == expected
+    aside = [file.with_name(f"{file.name}.dropped") for file in files]
+    assert [file.read_bytes() for file in aside] == rest
+    run.keep_until(3)
+    assert [file.read_bytes() for file in aside] == rest
     run.log_metrics(4, {"reward": 9.0})
     assert [r["step"] for r in read_jsonl(run.metrics.path)] == [0, 1, 2, 3, 4]
     assert (run.path / "notes.jsonl").read_text() == '{"step": 4}\n'  # somebody else's
+
+
+def test_what_is_dropped_is_kept_once_though_a_killed_process_had_kept_it(run: RunFolder) -> None:
+    """It had written what goes, and not yet the log without it; later ones come after, on lines of their own."""
+    for step in range(3):
+        run.log_metrics(step, {"reward": float(step)})
+    lines = run.metrics.path.read_bytes().splitlines(keepends=True)
+    aside = run.path / "metrics.jsonl.dropped"
+    aside.write_bytes(b"".join(lines[1:]))
+    assert run.keep_until(0).num_steps == 2
+    assert aside.read_bytes() == b"".join(lines[1:])
+    aside.write_bytes(b"cut")
+    run.metrics.path.write_bytes(b'[1]\n{"step": null}\n' + lines[0] + lines[2])
+    assert run.keep_until(0) == (1, {"metrics.jsonl": 2})
+    assert aside.read_bytes() == b'cut\n[1]\n{"step": null}\n' + lines[2]
+    assert run.metrics.path.read_bytes() == lines[0]
 
 
 def test_keep_until_without_files(run: RunFolder) -> None:

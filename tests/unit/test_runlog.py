@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +16,12 @@ from hybrid_rl.batch import Batch, store
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.metrics import Timings
-from hybrid_rl.owners import LOCK_FILE, FolderLock
+from hybrid_rl.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.report import read_jsonl
 from hybrid_rl.runlog import RunLog, cost_metrics
+
+HERE = Owner.here()
+GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # its number is used again
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +90,148 @@ def test_a_resumed_run_that_cannot_start_changes_nothing(tmp_path: Path, resume:
     assert files(folder) == before
 
 
-def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path) -> None:
+def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_until(tmp_path, 4)
+    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: pytest.fail("there is nothing new to draw"))
+    before = files(folder)
     log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, folder / "checkpoint-2")
     log.begin(2)
+    log.stop()
+    assert files(folder) == before  # it was only looked at
     log.metrics(3, {"reward": 9.0})
     log.close()
     assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    dropped = [(record["step"], record["reward"]) for record in read_jsonl(folder / "metrics.jsonl.dropped")]
+    assert dropped == [(3, 3.0), (4, 4.0)]
+    assert [record["step"] for record in read_jsonl(folder / "samples-rank1.jsonl.dropped")] == [3, 4]
     assert [record["step"] for record in read_jsonl(folder / "samples-rank1.jsonl")] == [0, 1, 2]
     assert load_config(folder / "config.yaml")[0].seed == 2
+
+
+def branched(folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """A run with checkpoints and rollouts of steps 1 to 4, of which one of step 3 was set aside before; and what has
+    to lie there once a training from step 2 begins to write."""
+    path = run_until(folder, 4)
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-3.abandoned", "checkpoint-10"):
+        (path / name).mkdir(exist_ok=True)
+        (path / name / "trainer_state.json").write_text(name)
+    (path / "rollouts").mkdir()
+    for step in range(1, 5):
+        (path / "rollouts" / f"step-{step:06d}-rank-0000-of-0001.safetensors").write_text(str(step))
+    left = path / f".checkpoint-4.{Owner(*GONE).token}.old"
+    left.mkdir()
+    (left / "trainer_state.json").write_text("checkpoint-4")
+    before = files(path)
+    expected = {
+        name: before[name] for name in before if not name.startswith((".checkpoint", "config", "metrics", "sam"))
+    }
+    for old, new in {"3": "3.abandoned-2", "10": "10.abandoned"}.items():
+        expected[f"checkpoint-{new}/trainer_state.json"] = expected.pop(f"checkpoint-{old}/trainer_state.json")
+    expected["checkpoint-4.abandoned/trainer_state.json"] = b"checkpoint-4"
+    for step in (3, 4):
+        name = f"rollouts/step-{step:06d}-rank-0000-of-0001.safetensors"
+        expected[f"{name}.dropped"] = expected.pop(name)
+    for name in ("metrics.jsonl", "samples-rank1.jsonl"):
+        lines = before[name].splitlines(keepends=True)
+        expected[name], expected[f"{name}.dropped"] = b"".join(lines[:3]), b"".join(lines[3:])
+    return path, expected
+
+
+def test_what_another_branch_left_is_set_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, expected = branched(tmp_path)
+    log = RunLog(config(tmp_path, resume=str(folder / "checkpoint-2")), 5, folder / "checkpoint-2")
+    log.begin(2)
+    assert caplog.text == ""
+    log.take_up()
+    log.take_up()
+    log.close()
+    assert {name: data for name, data in files(folder).items() if name != "config.yaml"} == expected
+    names = "checkpoint-3.abandoned-2, checkpoint-4.abandoned, checkpoint-10.abandoned"
+    assert (
+        caplog.text.count(f"training goes on from step 2, so checkpoints of another branch are set aside: {names}") == 1
+    )
+    assert caplog.text.count("the records of 2 later steps that lay there are moved to metrics.jsonl.dropped") == 1
+
+
+def test_a_run_that_is_killed_while_it_sets_aside_goes_on_as_if_it_were_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before every single change of a file, and started again."""
+
+    class Killed(BaseException):
+        pass
+
+    def dies_at(number: int, calls: list[int], patch: pytest.MonkeyPatch) -> None:
+        for name in ("rename", "replace", "write_bytes"):
+            original = getattr(Path, name)
+
+            def counts(path: Path, *arguments: Any, original: Any = original) -> Any:
+                calls.append(0)
+                if len(calls) == number:
+                    raise Killed
+                return original(path, *arguments)
+
+            patch.setattr(Path, name, counts)
+
+    number, is_through = 0, False
+    while not is_through and number < 50:
+        number += 1
+        folder, expected = branched(tmp_path / str(number))
+        for attempt in range(2):
+            keys = {"resume": str(folder / "checkpoint-2")}
+            log = RunLog(config(tmp_path / str(number), **keys), 5, folder / "checkpoint-2")
+            log.begin(2)
+            with monkeypatch.context() as patch, contextlib.suppress(Killed):
+                if attempt == 0:
+                    dies_at(number, [], patch)
+                log.take_up()
+                is_through |= attempt == 0
+            log.close()
+        found = {name: data for name, data in files(folder).items() if not name.startswith((".", "config.yaml"))}
+        assert found == expected, number
+    assert number > 10
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [("gone", "it is missing"), ("cut", "cannot parse"), ("text", "it holds no key"), ("empty", "it holds no key")],
+)
+def test_a_config_that_cannot_be_read_is_told(
+    tmp_path: Path, damage: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = run_until(tmp_path, 2)
+    texts = {"text": ":::{", "empty": "", "cut": "report_to: [wand"}
+    (folder / "config.yaml").unlink()
+    if damage in texts:
+        (folder / "config.yaml").write_text(texts[damage])
+    log = RunLog(config(tmp_path, seed=9, resume="auto"), 5, folder / "checkpoint-2")
+    log.begin(2)
+    assert f"{folder / 'config.yaml'}: {told}" in caplog.text
+    log.take_up()
+    log.close()
+    assert load_config(folder / "config.yaml")[0].seed == 9
+    assert damage == "gone" or (folder / "config.yaml.dropped").read_text() == texts[damage]
+
+
+def test_lines_that_cannot_be_read_are_told_as_what_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = run_until(tmp_path, 2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    log = RunLog(config(tmp_path, resume="auto"), 5, folder / "checkpoint-2")
+    log.begin(2)
+    log.metrics(3, {"reward": 9.0})
+    log.close()
+    assert "1 unreadable line of metrics.jsonl was dropped, and kept in metrics.jsonl.dropped" in caplog.text
+    assert "the records of" not in caplog.text
+    assert (folder / "metrics.jsonl.dropped").read_text() == '{"step": 3, "lo\n'
+
+
+def test_a_name_that_is_taken_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_until(tmp_path, 1)
+    assert "run folder" not in capsys.readouterr().err
+    log = RunLog(config(tmp_path), 5, None)
+    assert capsys.readouterr().err == f"the run folder is {folder}-2, because {folder} exists\n"
+    log.close()
 
 
 def test_auto_without_a_checkpoint_takes_the_folder_of_its_name(tmp_path: Path) -> None:

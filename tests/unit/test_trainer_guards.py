@@ -274,3 +274,20 @@ def test_weights_that_are_computed_from_others_are_refused(make_trainer, wrap) -
 def test_a_checkpoint_cannot_be_the_root_of_the_file_system(make_trainer) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint cannot be / itself: give a folder in it"):
         make_trainer().save("/")
+
+
+@pytest.mark.parametrize("save_steps", [None, 1])
+def test_an_engine_without_finite_logits_names_the_step_and_what_to_do(make_trainer, save_steps) -> None:
+    """Weights that broke between two steps: no update says so."""
+    trainer = make_trainer(max_steps=3, save_steps=save_steps, eval_dataset=sums(2))
+    trainer.step()
+    with torch.no_grad():
+        next(trainer.module.parameters())[:] = float("nan")
+    newest = trainer.run_folder / "checkpoint-1"
+    advice = (
+        f"the newest is {newest}$" if save_steps else f"and with save_steps: {trainer.run_folder} has no checkpoint$"
+    )
+    told = f"the model's logits are not finite in . of . rows: .*. What to do: .* lower learning_rate.*{advice}"
+    for call, doing in ((trainer.step, "training step 2"), (trainer.evaluate, "evaluation after step 1")):
+        with pytest.raises(ModelError, match=f"^{doing}: {told}"):
+            call()

@@ -97,7 +97,21 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning(make_trainer, caplo
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
         trainer = make_trainer(run_name="run", resume="auto")
     assert trainer.global_step == 0
-    assert "has no checkpoint yet" in caplog.text
+    assert "has no checkpoint yet" in caplog.text and "save_steps is not set" in caplog.text
+    caplog.clear()
+    make_trainer(run_name="other", resume="auto", save_steps=1)
+    assert "save_steps is not set" not in caplog.text
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_a_model_that_is_named_by_a_damaged_checkpoint_is_told_by_its_file(make_trainer, file: str) -> None:
+    """Not by what a library makes of it: the tokenizer is read before the weights are."""
+    first = make_trainer(max_steps=1)
+    path = first.save() / file
+    path.write_bytes(path.read_bytes()[:-5])
+    for arguments in ({"model": str(path.parent)}, {"resume": str(path.parent)}):
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            make_trainer(**arguments, max_steps=1)
 
 
 def test_auto_again_and_again(make_trainer, records) -> None:
@@ -115,6 +129,35 @@ def test_auto_again_and_again(make_trainer, records) -> None:
     assert trainer.run_folder.name == "run"
 
 
+def test_who_goes_back_to_an_older_checkpoint_leaves_the_later_ones(make_trainer, records, capsys) -> None:
+    """Afterwards "auto" goes on with the new branch, though it has fewer steps; the old one can still be named."""
+    keys = {"run_name": "run", "save_steps": 1}
+    first = make_trainer(max_steps=4, **keys)
+    first.fit()
+    first.close()
+    folder, old = first.run_folder, weights_of(first.run_folder / "checkpoint-4")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    older = {"resume": str(folder / "checkpoint-1"), "max_steps": 3}
+    make_trainer(**keys, **older).close()
+    assert {path: path.read_bytes() for path in before} == before and not list(folder.glob("*.dropped"))
+    capsys.readouterr()
+    second = make_trainer(**keys, **older, learning_rate=5e-2)
+    second.fit()
+    second.close()
+    said = capsys.readouterr().err
+    assert f"resuming {folder / 'checkpoint-1'} (step 1)\n" in said
+    assert "changed: max_steps 4 -> 3, optimizer.learning_rate 0.01 -> 0.05\n" in said
+    assert [line["step"] for line in records(second)] == [0, 1, 2, 3]
+    assert [line["step"] for line in records(second, name="samples.jsonl")] == sorted(8 * [1, 2, 3])
+    assert [line["step"] for line in records(second, name="metrics.jsonl.dropped")] == [2, 3, 4]
+    third = make_trainer(**keys, resume="auto", max_steps=5)
+    assert third.global_step == 3
+    assert torch.equal(third.module.lm_head.weight, second.module.lm_head.weight)
+    third.close()
+    fourth = make_trainer(**keys, resume=str(folder / "checkpoint-4.abandoned"), max_steps=5)
+    assert fourth.global_step == 4 and weights_of(folder / "checkpoint-4.abandoned") == old
+
+
 def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
     keys = {"run_name": "run", "save_steps": 2}
     make_trainer(max_steps=2, **keys).fit()
@@ -123,12 +166,15 @@ def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
     assert [line["step"] for line in records(longer)] == [0, 1, 2, 3, 4]
 
 
-def test_resuming_a_finished_run_does_nothing(make_trainer, records) -> None:
+def test_resuming_a_finished_run_does_nothing(make_trainer, records, capsys) -> None:
     keys = {"run_name": "run", "save_steps": 2, "max_steps": 2}
     first = make_trainer(**keys)
     first.fit()
     before = records(first)
-    assert make_trainer(resume="auto", **keys).fit() == {}
+    again = make_trainer(resume="auto", **keys | {"max_steps": 1})
+    capsys.readouterr()
+    assert again.fit() == {}
+    assert capsys.readouterr().err == "nothing to do: step 2, max_steps=1\n"
     assert records(first) == before
 
 

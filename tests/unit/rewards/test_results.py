@@ -21,7 +21,7 @@ def outcome(*values, errors=None, extras=None, metrics=(), tokens=None):
 
 def result_with(rewards, failures=()):
     rewards = np.array(rewards)
-    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {}, [])
+    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {}, [], {})
 
 
 def test_weighted_sum_leaves_out_none_and_masks_failures():
@@ -109,7 +109,7 @@ def test_failure_report_groups_by_function_and_reason():
         "reward f: 10 samples raised an exception (samples 0, 1, 2, 3, 4, 5, 6, 7, ...); first:\n"
         "  line 0\n"
         "  end\n"
-        "reward g: 1 samples ran past reward_timeout_seconds (samples 42); first:\n"
+        "reward g: 1 sample ran past reward_timeout_seconds (samples 42); first:\n"
         "  too slow"
     )
     assert format_failures([]) == ""
@@ -140,7 +140,7 @@ def test_the_cause_comes_first():
         check_failure_share(1, 1, failures, 0.0, step=3)
     first, second, *rest = str(raised.value).splitlines()
     assert first.startswith(f"step 3: 1 of 1 samples (100.0%) have no reward (f: {cause}), more than")
-    assert second == f"reward f: 1 samples raised an exception (samples 1); first: {cause}"
+    assert second == f"reward f: 1 sample raised an exception (samples 1); first: {cause}"
     assert rest[0] == "  Traceback (most recent call last):"
 
 

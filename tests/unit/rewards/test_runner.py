@@ -65,6 +65,62 @@ def test_one_raising_sample_masks_only_itself_and_its_traceback_is_kept():
     assert "call_sync" not in detail
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize(("num_processes", "first"), [(0, 12), (1, 12), (2, 6)])
+def test_a_function_that_is_down_is_not_asked_once_for_every_sample(tmp_path, asynchronous, num_processes, first):
+    """12 samples: the call, and 8 of them alone. That each text names another sample does not tell them apart."""
+    asked = tmp_path / "asked"
+
+    def down(completions):
+        with open(asked, "a") as file:
+            file.write(f"{len(completions)} ")
+        raise ConnectionError(f"no answer for {completions}")
+
+    async def down_async(completions):
+        down(completions)
+
+    result = run(down_async if asynchronous else down, samples(*"abcdefghijkl"), num_processes=num_processes)
+    counts = sorted(map(int, asked.read_text().split()))
+    assert counts == (8 * [1] + [12] if first == 12 else 12 * [1] + [6, 6])
+    assert len(result.failures) == 12 and {failure.reason for failure in result.failures} == {"raised"}
+    (name,) = result.retried
+    number, detail = result.retried[name]
+    assert number == (8 if first == 12 else 12) and "ConnectionError: no answer for ['a', 'b'" in detail
+    assert ("not called again: 8 samples" in result.failures[-1].detail) == (first == 12)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
+def test_one_good_sample_among_the_first_shows_that_samples_are_at_fault(asynchronous):
+    def f(completions):
+        return number(completions)
+
+    async def f_async(completions):
+        return f(completions)
+
+    result = run(f_async if asynchronous else f, samples(*7 * ["bad"], "1", "bad", "2", "3"))
+    np.testing.assert_array_equal(result.rewards, [*7 * [NAN], 1.0, NAN, 2.0, 3.0])
+    (retried,) = result.retried.values()
+    assert retried[0] == 11
+
+
+def test_exceptions_at_other_lines_are_not_alike():
+    def f(completions):
+        if completions == ["a"]:
+            raise ValueError("here")
+        if completions != ["1"]:
+            raise ValueError("there")
+        return [1.0]
+
+    result = run(f, samples("a", *8 * ["b"], "1"))
+    assert result.rewards[-1] == 1.0 and len(result.failures) == 9
+
+
+def test_what_is_not_repeated_is_not_counted():
+    assert run(number, samples("1", "2")).retried == {}
+    assert run(number, samples("oops")).retried == {}
+    assert run(number, samples("1", "oops"), score_by="group").retried == {}
+
+
 @pytest.mark.parametrize(("error", "reason"), [(SystemExit, "ended"), (KeyboardInterrupt, "interrupt")])
 @pytest.mark.parametrize("options", [{}, {"num_processes": 1}], ids=["thread", "process"])
 def test_what_asks_the_program_to_end_is_no_failure_of_single_samples(error, reason, options):

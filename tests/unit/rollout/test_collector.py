@@ -166,6 +166,24 @@ def test_failed_samples_are_masked_counted_and_shown(caplog, num_ranks, keep):
 
 
 @RANKS
+def test_samples_that_are_scored_again_alone_are_counted_and_told_once(caplog, num_ranks, keep):
+    """A reward that cannot take several: nothing failed, but the function was called more often than it had to be."""
+
+    def one_at_a_time(completion_ids, **_):
+        if len(completion_ids) > 1:
+            raise ValueError("one at a time")
+        return [1.0]
+
+    collector = collector_of(one_at_a_time, [ScriptedClient() for _ in range(num_ranks)], keep=keep)
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        for _ in range(2):
+            metrics = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test").metrics
+            assert (metrics["rewards/num_failed"], metrics["rewards/num_retried"]) == (0, 4)
+    assert caplog.text.count("a call of reward function 'one_at_a_time' over several samples failed") == 1
+    assert "(ValueError: one at a time), so it was called again for each of them alone, " in caplog.text
+
+
+@RANKS
 def test_too_many_failures_stop_the_run(num_ranks, keep):
     """The share is of the whole step: on the rank with the second prompt every sample failed."""
     with pytest.raises(RewardError, match=r"step 3: 3 of 4 samples \(75\.0%\) have no reward"):
@@ -212,6 +230,7 @@ def test_metrics_by_hand(num_ranks, keep):
         "reward_std": math.sqrt((7.5**2 + 11.5**2 + 6.5**2 + 2.5**2) / 3),
         "frac_reward_zero_std": 0.0,
         "rewards/num_failed": 0.0,
+        "rewards/num_retried": 0.0,
     }
     assert collected.metrics == pytest.approx(expected)
     assert set(collected.timings.seconds) == {"rollout", "reward"}

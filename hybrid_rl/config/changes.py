@@ -1,0 +1,38 @@
+"""What differs between the configuration of a run and the one that it goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_SHOWN = 8
+MAX_LENGTH = 60
+# Which run it is and where it lies: what is resumed says so already.
+NOT_SHOWN = frozenset({"resume", "run_name", "output_dir"})
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The keys that differ, as "kl.beta 0.0 -> 0.1, ...", "" for none. before: as JSON gave it back. Keys that only one
+    of them has are left out: they belong to a choice that is shown itself, or to another version of the library."""
+    after = json.loads(json.dumps(after))  # tuples are lists then
+    found = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in _differing(before, after)]
+    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+    return ", ".join(found[:MAX_SHOWN]) + more
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, new in after.items():
+        if name not in before or (not prefix and name in NOT_SHOWN):
+            continue
+        old = before[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differing(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new
+
+
+def _text(value: Any) -> str:
+    """As in YAML, cut where it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 3]}..."
