@@ -82,7 +82,7 @@ class Actor(TrainedModel):
         """All optimizer steps of a training step; this rank's part of the metrics over all of them. version: of the
         weights as they are before the first of them."""
         config, sums = self._config, MetricSums()
-        self._take_over()
+        changed = start_download(self.optimizer.take_over())
         recomputed = config.algorithm.old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
             sums.merge(rollout_gap(batch, batch["old_logprobs"].values, config, self._context, version))
@@ -101,6 +101,7 @@ class Actor(TrainedModel):
         numbers = start_download(sums.unread())
         finish_downloads(self.model.device)
         sums.settle(numbers)
+        self._tell_changed(changed)
         if first is not None:
             rows = [row for micro in plan[0] for row in micro]
             mine = batch.select(torch.tensor(rows, dtype=torch.int64))
@@ -112,14 +113,14 @@ class Actor(TrainedModel):
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
 
-    def _take_over(self) -> None:
-        """Train what the module holds now, also where its user has loaded other weights into it since the last step."""
-        changed = self.optimizer.take_over()
-        if changed and not self._has_told:
+    def _tell_changed(self, changed: torch.Tensor) -> None:
+        """Warn, once, of weights that a user has loaded into the module since the last step: bool [P], which."""
+        names = [name for name, is_changed in zip(self.optimizer.names, changed.tolist(), strict=False) if is_changed]
+        if names and not self._has_told:
             logger.warning(
                 "%d of %d parameters were changed by hand since the last update (first %s): training goes on from "
                 "their values, with the optimizer's moments as they are (said once)",
-                *(len(changed), len(self.optimizer.names), changed[0]),
+                *(len(names), len(self.optimizer.names), names[0]),
             )
             self._has_told = True
 

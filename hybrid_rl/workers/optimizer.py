@@ -107,28 +107,29 @@ class Optimizer:
             )
 
     @torch.no_grad()
-    def take_over(self) -> list[str]:
+    def take_over(self) -> Tensor:
         """Let masters follow parameters that somebody else has changed since the last step, as fp32 parameters do by
-        themselves: where a number is not its master's rounded one, it becomes the master. The names of such parameters.
+        themselves: where a number is not its master's rounded one, it becomes the master.
 
         By value: what is written through `.data` leaves no trace in a tensor's version. Reads masters and parameters
-        once and waits for the device once; for where others may have had their hands on the weights.
+        once; for where others may have had their hands on the weights. Returns which parameters of `names` were such,
+        bool [P] on their device, which nobody waits for; empty if the parameters are the masters.
         """
         if not self._has_masters:
-            return []
+            return torch.zeros(0, dtype=torch.bool)
         self.check()
-        pairs = [(local_part(p), self._targets[name]) for name, p in self._parameters.items()]
-        found = torch.stack([_differ(mine, master.to(mine.dtype)) for mine, master in pairs]).tolist()
-        names = []
-        for name, (mine, master), is_suspect in zip(self._parameters, pairs, found, strict=True):
-            if not is_suspect:
-                continue
+        changed = []
+        for name, parameter in self._parameters.items():
+            mine, master = local_part(parameter), self._targets[name]
             rounded = master.to(mine.dtype)
-            changed = (mine != rounded) & ~(mine.isnan() & rounded.isnan())  # rounding may write another NaN
-            if bool(changed.any()):
-                master[changed] = mine[changed].float()
-                names.append(name)
-        return names
+            differ = _differ(mine, rounded)
+            if mine.device.type != "cpu" or bool(differ):  # to ask a GPU would mean to wait for it
+                # Rounding may write another NaN than the one that is there.
+                same = (mine == rounded) | (mine.isnan() & rounded.isnan())
+                torch.where(same, master, mine, out=master)
+                differ = ~same.all()
+            changed.append(differ)
+        return torch.stack(changed)
 
     @torch.no_grad()
     def step(self) -> tuple[float, bool]:
