@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import HybridRLError
@@ -27,6 +30,7 @@ TOLERANCES = {"apertus": 0.01}
 PROBE = "engine and trainer differ by .* in the logprobs of the probe prompt"
 ANOTHER_CONFIG = "vLLM fails on this model .*expects another config.json"
 HEAD_SIZE = "vLLM's attention on CPUs only computes 32, 64"
+VERSION = "0.32."  # of vLLM, of which the following is true
 REFUSALS = {
     "afmoe": ANOTHER_CONFIG,
     "cohere2": PROBE,
@@ -61,23 +65,27 @@ def test_the_tables_agree() -> None:
     assert REFUSALS.keys() == REFUSED_OVER_VLLM.keys() <= FAMILIES.keys()
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", [*FAMILIES, *VISION])
-def test_logprobs_are_the_trainers_or_it_is_refused(name: str, tmp_path) -> None:
-    module = build_vision(name) if name in VISION else build(name, **settings_of(name))
-    keys = {**KEYS, "max_steps": 2, "probe_tolerance": None, "output_dir": str(tmp_path)}
-    refusal = REFUSALS.get(name) or ("torchvision" if name in VISION and not SEES else None)
-    if refusal:
-        with (
-            pytest.raises(HybridRLError, match=refusal),
-            Trainer(module, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer,
-        ):
-            trainer.fit()
-        return
+def two_steps(module: Any, folder: Path) -> list[dict[str, float]]:
+    """Their records."""
+    keys = {**KEYS, "max_steps": 2, "probe_tolerance": None, "output_dir": str(folder)}
     with Trainer(module, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
         trainer.fit()
-    lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
-    assert len(lines) == 2
+    return [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*FAMILIES, *VISION])
+def test_logprobs_are_the_trainers_or_it_is_refused(name: str, tmp_path: Path) -> None:
+    module = build_vision(name) if name in VISION else build(name, **settings_of(name))
+    refusal = REFUSALS.get(name) or ("torchvision" if name in VISION and not SEES else None)
+    if vllm.__version__.startswith(VERSION):
+        outcome = pytest.raises(HybridRLError, match=refusal) if refusal else nullcontext()
+    else:  # what another version refuses is its own affair, how it does so is not
+        outcome = suppress(HybridRLError)
+    lines = []
+    with outcome:
+        lines = two_steps(module, tmp_path)
+        assert len(lines) == 2
     for line in lines:
         assert line["sampling/sampling_logp_difference/max"] < TOLERANCES.get(name, 1e-5)
         assert line["skipped_updates"] == 0 and line["grad_norm"] > 1e-3

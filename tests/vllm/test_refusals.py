@@ -37,7 +37,13 @@ UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check th
             ModelError,
             "failed to be inspected.*import torchvision and torchaudio, not .*: pip install torchvision torchaudio,",
         ),
+        (
+            RuntimeError("mat1 and mat2 shapes cannot be multiplied"),  # in a warm-up pass
+            ModelError,
+            "vLLM fails on this model \\(RuntimeError: mat1 and mat2 shapes .*set rollout.engine=inplace",
+        ),
         (ConfigError("ours"), ConfigError, "^ours$"),
+        (torch.distributed.DistNetworkError("a rank"), torch.distributed.DistNetworkError, "^a rank$"),
         (torch.OutOfMemoryError("as it is"), torch.OutOfMemoryError, "^as it is$"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -114,9 +114,10 @@ def build(
         num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
         give_cache(vllm_config.cache_config, num_bytes)
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
-    except HybridRLError:
+    except (HybridRLError, torch.OutOfMemoryError, dist.DistError):
         raise
     except (
+        RuntimeError,
         ValueError,
         NotImplementedError,
         LookupError,
