@@ -143,7 +143,7 @@ def measure_decode(given: Namespace, name: str, count: int, tokens: int, copied:
     if reason is not None:
         line(given, f"decode {name}", None, copied, None, "bytes/s", left_out=reason)
         return
-    from hybrid_rl.rollout.inplace.triton_decode import paged_decode  # imports Triton
+    from hybrid_rl.engines.inplace.triton_decode import paged_decode  # imports Triton
 
     generator = torch.Generator().manual_seed(given.seed)
     lengths = (

@@ -176,7 +176,7 @@ def plain_side(given: Namespace) -> Rollout:
 def vllm_side(given: Namespace) -> Rollout:
     """vLLM in this process, weights from a trainer's module."""
     from hybrid_rl.config.schema import VLLMConfig
-    from hybrid_rl.rollout.vllm.engine import VLLMEngine
+    from hybrid_rl.engines.vllm.engine import VLLMEngine
 
     module = model_for(given)
     settings = VLLMConfig(
@@ -197,8 +197,8 @@ def vllm_side(given: Namespace) -> Rollout:
 def inplace_side(given: Namespace) -> Rollout:
     """The embedded engine."""
     from hybrid_rl.config import InPlaceConfig
+    from hybrid_rl.engines.inplace import InPlaceEngine
     from hybrid_rl.models import CausalLM
-    from hybrid_rl.rollout.inplace import InPlaceEngine
 
     module = model_for(given)
     settings = InPlaceConfig(max_num_seqs=given.samples, kv_cache_memory_bytes=cache_bytes(given))
@@ -207,9 +207,9 @@ def inplace_side(given: Namespace) -> Rollout:
 
 def ours(engine: Any, module: Any) -> Rollout:
     """A rollout of an engine of ours, from prompts, lengths and a seed to the number of tokens."""
+    from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
+    from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate
-    from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
 
     engine.wake({WEIGHTS})
     engine.update_weights(TensorSource.of(module), 1)

@@ -66,10 +66,10 @@ def num_parameters(shape: Shape) -> int:
 def measure(given: Namespace, module: Any) -> None:
     """Engine, handoffs, verdict."""
     from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.engines.base import TAGS
+    from hybrid_rl.engines.vllm.engine import VLLMEngine  # imports vLLM
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.resharding.verify import Verifier
-    from hybrid_rl.rollout.base import TAGS
-    from hybrid_rl.rollout.vllm.engine import VLLMEngine  # imports vLLM
 
     engine = VLLMEngine(
         module,

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import device, report  # noqa: E402
 from benchmarks.workload import EOS_ID  # noqa: E402
 from hybrid_rl.config import InPlaceConfig  # noqa: E402
+from hybrid_rl.engines import RolloutRequest, SamplingParams, generate  # noqa: E402
+from hybrid_rl.engines.base import TAGS  # noqa: E402
+from hybrid_rl.engines.inplace import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
-from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate  # noqa: E402
-from hybrid_rl.rollout.base import TAGS  # noqa: E402
-from hybrid_rl.rollout.inplace import InPlaceEngine  # noqa: E402
 
 
 @dataclass(frozen=True)

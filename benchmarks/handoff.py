@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import report  # noqa: E402
 from hybrid_rl.config.schema import VLLMConfig  # noqa: E402
 from hybrid_rl.controller.ranks import object_gather  # noqa: E402
+from hybrid_rl.engines.base import TAGS  # noqa: E402
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source  # noqa: E402
 from hybrid_rl.resharding.handoff.distributed import DistributedSource  # noqa: E402
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource  # noqa: E402
 from hybrid_rl.resharding.layout import SourceLayout, named_weights  # noqa: E402
 from hybrid_rl.resharding.verify import Verifier  # noqa: E402
-from hybrid_rl.rollout.base import TAGS  # noqa: E402
 from hybrid_rl.workers.fsdp import ShardOptions, Shards, device_mesh, shard  # noqa: E402
 from hybrid_rl.workers.shared_shards import move_to_region  # noqa: E402
 
@@ -156,7 +156,7 @@ class Bench:
         tensor_parallel: int,
         transport: str,
     ) -> None:
-        from hybrid_rl.rollout.vllm.engine import VLLMEngine
+        from hybrid_rl.engines.vllm.engine import VLLMEngine
 
         self.rank, self.gather = rank, gather
         self.shards = sharded_model({**SHAPE, "num_hidden_layers": arguments.layers}, arguments.seed)
@@ -274,7 +274,7 @@ def sharded_model(shape: dict[str, Any], seed: int) -> Shards:
 
 def vllm_version() -> str:
     """The version of whatever vLLM is called here."""
-    from hybrid_rl.rollout.vllm.versions import installed_version
+    from hybrid_rl.engines.vllm.versions import installed_version
 
     return str(installed_version())
 

@@ -29,11 +29,11 @@ from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import EOS_ID, PAD_ID, WORKS, Work, continuous_batching, load, rows, save_fitted  # noqa: E402
 from hybrid_rl.config import InPlaceConfig  # noqa: E402
+from hybrid_rl.engines import RolloutRequest, SamplingParams, generate  # noqa: E402
+from hybrid_rl.engines.base import TAGS  # noqa: E402
+from hybrid_rl.engines.inplace import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
-from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate  # noqa: E402
-from hybrid_rl.rollout.base import TAGS  # noqa: E402
-from hybrid_rl.rollout.inplace import InPlaceEngine  # noqa: E402
 
 ALL = ("heavy-tail", "heavy-tail-256x8", "equal", "equal-256x8")
 PEERS = ("generate", "continuous-batching", "vllm")

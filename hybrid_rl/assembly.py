@@ -41,6 +41,7 @@ from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.notices import notices
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
 from hybrid_rl.data import SizedSource
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.inputs import Data, load_data
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
@@ -49,7 +50,6 @@ from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.others import has_folder
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.report import check_trackers
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.workers import RewardSetup
 from hybrid_rl.workers.balance import assign_mini_batches
 

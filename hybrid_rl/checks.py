@@ -21,12 +21,12 @@ from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.backends import check_machine
 from hybrid_rl.models.load import DTYPES, elsewhere, first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers import RewardSetup
 from hybrid_rl.workers.setup import demonstration_encoder

@@ -11,9 +11,9 @@ from typing import Any
 from hybrid_rl.assembly import Run, check_stop_strings
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.collector import Collected, Collector, replay
 
 WHOLE = frozenset({"num_generations", "max_tokens", "top_k", "seed"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_rl.data import PromptRow
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.base import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
-from hybrid_rl.rollout.base import SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport, joined_retries

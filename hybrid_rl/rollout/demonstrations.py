@@ -15,9 +15,9 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.data import PromptRow, SizedSource, StreamSource
 from hybrid_rl.data.prompts import shorten
+from hybrid_rl.engines.base import FinishedSample, FinishReason, SamplingParams
 from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.metrics import MetricSums, Timings
-from hybrid_rl.rollout.base import FinishedSample, FinishReason, SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.scored import RolloutReport, sample_columns
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data import PromptEncoder
+from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
+from hybrid_rl.engines.client import RolloutClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.judging import Question
-from hybrid_rl.rollout.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.rollout.call import RolloutCall
-from hybrid_rl.rollout.client import RolloutClient
 from hybrid_rl.rollout.late import LateScores
 
 Encode = Callable[[str | Messages], Sequence[int]]

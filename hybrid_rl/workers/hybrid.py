@@ -14,13 +14,13 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.engines import EngineStats, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import KV_CACHE
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models.weights.likeness import check_fingerprint
 from hybrid_rl.report import JsonLines
-from hybrid_rl.rollout import EngineStats, RolloutRequest, SamplingParams, generate
-from hybrid_rl.rollout.base import KV_CACHE
-from hybrid_rl.rollout.client import EngineClient
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late

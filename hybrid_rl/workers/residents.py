@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
-from hybrid_rl.rollout.embedded import EmbeddedEngine
 from hybrid_rl.workers.build import gathered_bytes
 from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.optimizer import Optimizer

@@ -12,6 +12,14 @@ from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
+from hybrid_rl.engines import RolloutEngine
+from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
+from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.hf import HFEngine
+from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.lockstep import SharedEngine
+from hybrid_rl.engines.threaded import ThreadedEngine
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -22,14 +30,6 @@ from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
-from hybrid_rl.rollout import RolloutEngine
-from hybrid_rl.rollout.apart import import_apart
-from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
-from hybrid_rl.rollout.embedded import EmbeddedEngine
-from hybrid_rl.rollout.hf import HFEngine
-from hybrid_rl.rollout.inplace import InPlaceEngine
-from hybrid_rl.rollout.lockstep import SharedEngine
-from hybrid_rl.rollout.threaded import ThreadedEngine
 from hybrid_rl.workers.build import gathered_bytes, generating_model
 from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS, engine_weights_resident, kv_cache_resident
@@ -102,8 +102,8 @@ class VLLMSide(RolloutSide):
     """vLLM in the same process: its weights are written by plan from the shards of all ranks."""
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
-        import_apart("hybrid_rl.rollout.vllm.engine")
-        from hybrid_rl.rollout.vllm.engine import VLLMEngine
+        import_apart("hybrid_rl.engines.vllm.engine")
+        from hybrid_rl.engines.vllm.engine import VLLMEngine
 
         config = setup.config.rollout
         assert isinstance(config, VLLMRolloutConfig)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory import Leases, Region, Resident
-from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS, EngineState
-from hybrid_rl.rollout.faults import Fault
 from tests.distributed.ranks import run_ranks
-from tests.unit.rollout.engines import contract
+from tests.engine_faults import Fault
+from tests.unit.engines.engines import contract
 
 pytestmark = pytest.mark.slow
 

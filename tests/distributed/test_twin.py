@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hybrid_rl.config import InPlaceConfig, OptimizerConfig
+from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.rollout import RolloutRequest, SamplingParams, generate
-from hybrid_rl.rollout.base import KV_CACHE, WEIGHTS
-from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.workers.fsdp_versions import parameters
 from hybrid_rl.workers.optimizer import Optimizer

@@ -163,7 +163,7 @@ def newest(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def gap(case: Case, device: str, dtype: torch.dtype) -> float:
     """Largest difference of kernel and reference, relative to the largest value; infinite where either is NaN, or where
     storing the newest keys and values did not give the caches that they were taken from, to the bit."""
-    from hybrid_rl.rollout.inplace.triton_decode import paged_decode, paged_store  # Triton, which not everybody has
+    from hybrid_rl.engines.inplace.triton_decode import paged_decode, paged_store  # Triton, which not everybody has
 
     arguments = build(case, device, dtype)
     expected = reference(arguments)
@@ -186,7 +186,7 @@ def plan_problem(
     lengths: tuple[int, ...], heads: int, window: int | None, programs: int, size: int, device: str = "cpu"
 ) -> str | None:
     """What is wrong with the plan of a batch: its parts must tile what every sequence sees, in pieces of `size`."""
-    from hybrid_rl.rollout.inplace.triton_decode import plan_parts  # Triton, which not everybody has
+    from hybrid_rl.engines.inplace.triton_decode import plan_parts  # Triton, which not everybody has
 
     lengths_there = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan = plan_parts(lengths_there, num_key_heads=heads, window=window, num_programs=programs)

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout.inplace import InPlaceEngine
 from tests.unit.models import families
-from tests.unit.rollout import engines
+from tests.unit.engines import engines
 
 CHOSEN = "HYBRID_RL_TEST_DEVICE" in os.environ
 DEVICE = os.environ.get("HYBRID_RL_TEST_DEVICE", "cuda")

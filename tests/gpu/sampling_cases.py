@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rl.rollout import SamplingParams, derive_seed
-from hybrid_rl.rollout.sampling import SamplingTensors, choose_torch, uniform_numbers
+from hybrid_rl.engines import SamplingParams, derive_seed
+from hybrid_rl.engines.sampling import SamplingTensors, choose_torch, uniform_numbers
 from tests.gpu.interpreter import use_interpreter
 
 LARGE = 152_064
@@ -87,7 +87,7 @@ def arguments(logits: Tensor, device: str) -> tuple[SamplingTensors, Tensor]:
 
 def problem(logits: Tensor, device: str, dtype: torch.dtype) -> str | None:
     """What the kernels do wrong for these logits, rounded to the dtype first."""
-    from hybrid_rl.rollout.triton_sampling import choose, draw_error  # Triton, which not everybody has
+    from hybrid_rl.engines.triton_sampling import choose, draw_error  # Triton, which not everybody has
 
     narrow = logits.to(dtype)
     params, uniform = arguments(logits, device)
@@ -122,7 +122,7 @@ def problem(logits: Tensor, device: str, dtype: torch.dtype) -> str | None:
 
 def problem_of_broken_rows(device: str) -> str | None:
     """What is wrong with rows that hold no distribution: each must be marked, and the others left alone."""
-    from hybrid_rl.rollout.triton_sampling import choose
+    from hybrid_rl.engines.triton_sampling import choose
 
     logits = torch.zeros(10, 3000)
     logits[0, -1] = torch.nan

@@ -30,7 +30,7 @@ def test_parts_tile_what_every_sequence_sees(plan) -> None:
 
 
 def test_a_captured_call_follows_tables_and_lengths_that_change() -> None:
-    from hybrid_rl.rollout.inplace.triton_decode import paged_decode  # Triton is there only with CUDA
+    from hybrid_rl.engines.inplace.triton_decode import paged_decode  # Triton is there only with CUDA
 
     case = Case("graph", lengths=(90, 33, 70, 5), spare_table=4)
     arguments = build(case, "cuda", torch.float32)
@@ -52,7 +52,7 @@ def test_a_captured_call_follows_tables_and_lengths_that_change() -> None:
 
 
 def test_offsets_beyond_two_to_the_31_elements() -> None:
-    from hybrid_rl.rollout.inplace.triton_decode import paged_decode
+    from hybrid_rl.engines.inplace.triton_decode import paged_decode
 
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GiB of free device memory")

@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
-from hybrid_rl.rollout import FinishedSample, RolloutRequest
-from hybrid_rl.rollout.base import KV_CACHE, TAGS
+from hybrid_rl.engines import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import KV_CACHE, TAGS
 from tests.gpu.device import cuda_only, rig_of
+from tests.unit.engines.engines import Rig, forward_logprobs, inplace, mixed_requests, request
 from tests.unit.models.families import SUPPORTED
-from tests.unit.rollout.engines import Rig, forward_logprobs, inplace, mixed_requests, request
 
 GREEDY = [request(i, 3 + 5 * i, 14, temperature=0.0) for i in range(3)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.device import cuda_only, rig_of
-from tests.unit.rollout.engines import Rig, mixed_requests, request, same_samples
+from tests.unit.engines.engines import Rig, mixed_requests, request, same_samples
 
 pytestmark = cuda_only
 

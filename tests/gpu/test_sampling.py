@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.sampling import SamplingTensors, sample
 from hybrid_rl.native import keyed_uniform
-from hybrid_rl.rollout import SamplingParams
-from hybrid_rl.rollout.sampling import SamplingTensors, sample
 from tests.gpu import sampling_cases
 from tests.gpu.device import DEVICE, cuda_only
 
@@ -72,7 +72,7 @@ def test_the_kernels_draw_where_the_uniform_numbers_fall() -> None:
 
 @cuda_only
 def test_a_captured_draw_follows_its_numbers() -> None:
-    from hybrid_rl.rollout.triton_sampling import choose  # Triton is there only with CUDA
+    from hybrid_rl.engines.triton_sampling import choose  # Triton is there only with CUDA
 
     logits = torch.zeros(4, 5000, device=DEVICE)
     temperature = torch.ones(4, device=DEVICE)

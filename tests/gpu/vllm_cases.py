@@ -16,11 +16,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.errors import EngineStateError
-from hybrid_rl.resharding.handoff.base import HandoffReport
-from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.verify import Verifier
-from hybrid_rl.rollout.base import (
+from hybrid_rl.engines.base import (
     KV_CACHE,
     TAGS,
     WEIGHTS,
@@ -30,6 +26,10 @@ from hybrid_rl.rollout.base import (
     SamplingParams,
     generate,
 )
+from hybrid_rl.errors import EngineStateError
+from hybrid_rl.resharding.handoff.base import HandoffReport
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.resharding.verify import Verifier
 from tests.gpu.device import DEVICE, cuda_only
 
 # Logits of this model reach 2^2 to 2^3, of which bfloat16 keeps steps of 2^-6; both sides round some ten times on the
@@ -86,7 +86,7 @@ def logprobs(module: Any, tokens: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The engine is the only one of its file: it takes its time to start."""
-    from hybrid_rl.rollout.vllm.engine import VLLMEngine  # imports vLLM
+    from hybrid_rl.engines.vllm.engine import VLLMEngine  # imports vLLM
 
     torch.manual_seed(0)
     config = Qwen2Config(

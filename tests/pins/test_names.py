@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.rollout.vllm import versions as vllm_versions
+from hybrid_rl.engines.vllm import versions as vllm_versions
 from hybrid_rl.workers import fsdp_versions
 from tests.pins import names
 

@@ -33,7 +33,7 @@ import os, signal, sys, json
 import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
-from hybrid_rl.rollout.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.workers import HybridWorker
 from tests.tiny import build_model, build_tokenizer, spread, sums
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 MODULES = (
     "hybrid_rl.models.triton_logprobs",
-    "hybrid_rl.rollout.inplace.triton_decode",
-    "hybrid_rl.rollout.triton_sampling",
+    "hybrid_rl.engines.inplace.triton_decode",
+    "hybrid_rl.engines.triton_sampling",
 )
 
 

@@ -16,9 +16,9 @@ import weakref
 import torch
 import transformers
 
-from hybrid_rl.rollout.apart import import_apart
+from hybrid_rl.engines.apart import import_apart
 
-ENGINE = "hybrid_rl.rollout.vllm.engine"
+ENGINE = "hybrid_rl.engines.vllm.engine"
 
 
 class Importer:
@@ -33,10 +33,10 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
     from vllm import EngineArgs
 
     from hybrid_rl.config.schema import VLLMConfig
-    from hybrid_rl.rollout.vllm.arguments import engine_arguments
-    from hybrid_rl.rollout.vllm.build import give_cache, variables
-    from hybrid_rl.rollout.vllm.config_folder import config_folder
-    from hybrid_rl.rollout.vllm.environment import process_kept
+    from hybrid_rl.engines.vllm.arguments import engine_arguments
+    from hybrid_rl.engines.vllm.build import give_cache, variables
+    from hybrid_rl.engines.vllm.config_folder import config_folder
+    from hybrid_rl.engines.vllm.environment import process_kept
     from tests.vllm.rigs import tiny
 
     module, cpu = tiny(), torch.device("cpu")

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.rollout.base import TAGS
-from hybrid_rl.rollout.threaded import ThreadedEngine
-from hybrid_rl.rollout.vllm.engine import VLLMEngine
+from hybrid_rl.engines.base import TAGS
+from hybrid_rl.engines.threaded import ThreadedEngine
+from hybrid_rl.engines.vllm.engine import VLLMEngine
+from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build
-from tests.unit.rollout.engines import Rig, decode
 
 MAX_NUM_SEQS, BLOCK_SIZE = 64, 32  # the smallest blocks of vLLM's attention on CPUs; its heads have 32 dims at least
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from vllm.config import ParallelConfig
 
+from hybrid_rl.engines import generate
+from hybrid_rl.engines.base import TAGS
+from hybrid_rl.engines.vllm import build as build_module
+from hybrid_rl.engines.vllm.arguments import engine_arguments, kv_cache_bytes
+from hybrid_rl.engines.vllm.build import reason
+from hybrid_rl.engines.vllm.environment import process_kept
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.rollout import generate
-from hybrid_rl.rollout.base import TAGS
-from hybrid_rl.rollout.vllm import build as build_module
-from hybrid_rl.rollout.vllm.arguments import engine_arguments, kv_cache_bytes
-from hybrid_rl.rollout.vllm.build import reason
-from hybrid_rl.rollout.vllm.environment import process_kept
-from tests.unit.rollout.engines import finish, forward_logprobs, request, same_samples
+from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
 from tests.vllm.rigs import CONFIG, VLLMRig, make_engine, tiny
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ followed; and it refuses to start with a cache that cannot hold the longest sequ
 
 import pytest
 
-from tests.unit.rollout.engines import request
-from tests.unit.rollout.test_contract import *  # noqa: F403
-from tests.unit.rollout.test_contract_samples import *  # noqa: F403
+from tests.unit.engines.engines import request
+from tests.unit.engines.test_contract import *  # noqa: F403
+from tests.unit.engines.test_contract_samples import *  # noqa: F403
 from tests.vllm.rigs import VLLMRig
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from vllm.distributed import parallel_state
 
-from hybrid_rl.rollout.vllm.build import own_group, release_groups, variables
-from hybrid_rl.rollout.vllm.environment import (
+from hybrid_rl.engines.vllm.build import own_group, release_groups, variables
+from hybrid_rl.engines.vllm.environment import (
     EngineRandom,
     Guest,
     RandomState,
@@ -24,10 +24,10 @@ from hybrid_rl.rollout.vllm.environment import (
     environment_kept,
     process_kept,
 )
-from hybrid_rl.rollout.vllm.meta import stand_in_model
-from hybrid_rl.rollout.vllm.switches import INDUCTOR, compile_alone
+from hybrid_rl.engines.vllm.meta import stand_in_model
+from hybrid_rl.engines.vllm.switches import INDUCTOR, compile_alone
+from tests.unit.engines.test_threaded import Streams
 from tests.unit.models.families import BASE
-from tests.unit.rollout.test_threaded import Streams
 
 
 def draw():

@@ -13,13 +13,13 @@ def share(rank, num_ranks):
     import torch.distributed as dist
 
     from hybrid_rl.controller.ranks import BlockGather
+    from hybrid_rl.engines.base import KV_CACHE, TAGS
+    from hybrid_rl.engines.client import EngineClient
+    from hybrid_rl.engines.lockstep import SharedEngine
+    from hybrid_rl.engines.threaded import ThreadedEngine
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from hybrid_rl.rollout.base import KV_CACHE, TAGS
-    from hybrid_rl.rollout.client import EngineClient
-    from hybrid_rl.rollout.lockstep import SharedEngine
-    from hybrid_rl.rollout.threaded import ThreadedEngine
-    from tests.unit.rollout.engines import finish, forward_logprobs, request
+    from tests.unit.engines.engines import finish, forward_logprobs, request
     from tests.vllm.rigs import CONFIG, make_engine, tiny
 
     module = tiny()

@@ -14,16 +14,16 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
+from hybrid_rl.engines.vllm import engine as engine_module
+from hybrid_rl.engines.vllm.weights import WeightWriter
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.rollout.base import KV_CACHE, TAGS, WEIGHTS
-from hybrid_rl.rollout.vllm import engine as engine_module
-from hybrid_rl.rollout.vllm.weights import WeightWriter
 from hybrid_rl.workers import HybridWorker, WorkerSetup
 from hybrid_rl.workers.hybrid import PUBLISHING
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS
 from tests.tiny import build_model
-from tests.unit.rollout.engines import finish, forward_logprobs, request
+from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.workers.conftest import Bench
 from tests.vllm.ledger import KV_BYTES, Ledger, LedgerLLM
 

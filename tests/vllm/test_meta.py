@@ -19,11 +19,11 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from hybrid_rl.engines.vllm import meta
+from hybrid_rl.engines.vllm.loader import check_reloadable, trace_model
+from hybrid_rl.engines.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
-from hybrid_rl.rollout.vllm import meta
-from hybrid_rl.rollout.vllm.loader import check_reloadable, trace_model
-from hybrid_rl.rollout.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from tests.vllm.live import write_by
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

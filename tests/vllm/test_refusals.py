@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 import torch
 
+from hybrid_rl.engines.vllm import build as build_module
+from hybrid_rl.engines.vllm.build import explain_step
+from hybrid_rl.engines.vllm.environment import process_kept
 from hybrid_rl.errors import ConfigError, EngineStateError, ModelError
-from hybrid_rl.rollout.vllm import build as build_module
-from hybrid_rl.rollout.vllm.build import explain_step
-from hybrid_rl.rollout.vllm.environment import process_kept
 from tests.vllm.rigs import CONFIG
 
 UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check the logs for more details."

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybrid_rl.data import PromptRow
+from hybrid_rl.engines import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rewards import RewardRunner
-from hybrid_rl.rollout import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.unit.rollout.scripted import STATE, Workers, decode

@@ -9,14 +9,14 @@ import torch
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.data import PromptRow
+from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout import SamplingParams
-from hybrid_rl.rollout.client import EngineClient
 from hybrid_rl.rollout.collector import Collector, generations_of, length_metrics, replay, reward_metrics
 from hybrid_rl.rollout.scored import ScoredRollout
-from tests.unit.rollout.engines import decode as letters
-from tests.unit.rollout.engines import inplace, prompt
+from tests.unit.engines.engines import decode as letters
+from tests.unit.engines.engines import inplace, prompt
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode
 
 NAN = math.nan

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.data import PromptEncoder, PromptRow, load_source
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import DataError, ModelError
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.demonstrations import (
     DEMONSTRATION,

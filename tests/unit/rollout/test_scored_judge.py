@@ -6,14 +6,14 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.data import PromptRow
+from hybrid_rl.engines import FinishedSample, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import TAGS
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
-from hybrid_rl.rollout import FinishedSample, RolloutRequest, SamplingParams, generate
-from hybrid_rl.rollout.base import TAGS
-from hybrid_rl.rollout.client import EngineClient
-from hybrid_rl.rollout.inplace import InPlaceEngine
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of

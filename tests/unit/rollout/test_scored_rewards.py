@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.late import LateScores, merge_late
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode

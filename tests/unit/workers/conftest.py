@@ -12,9 +12,9 @@ from hybrid_rl.config import load_config, resolve
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
 from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup
 from hybrid_rl.data import PromptRow
+from hybrid_rl.engines import SamplingParams
 from hybrid_rl.metrics import joined, largest
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout import SamplingParams
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.workers import HybridWorker, RewardSetup, WorkerSetup
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread

@@ -1,0 +1,253 @@
+"""An engine for every architecture that transformers can generate with: the model's own forward, its own cache, our
+sampler.
+
+Sequences decode together where they are equally long, which asks nothing of an architecture: the samples of a group
+always are, and their prompt is computed once. A running sequence keeps its memory until it is done; memory is counted
+before it is admitted, so nothing is ever pushed out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import nn
+
+from hybrid_rl.config import HFConfig
+from hybrid_rl.engines.base import (
+    KV_CACHE,
+    WEIGHTS,
+    EngineState,
+    EngineStats,
+    FinishedSample,
+    RolloutRequest,
+)
+from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.hf.cohort import Cohort, Prompts
+from hybrid_rl.engines.inplace.engine import FREE_MEMORY_SHARE
+from hybrid_rl.engines.inplace.runner import Sampled
+from hybrid_rl.engines.inplace.scheduler import Sequence
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.cache import CacheSize, check_cache
+
+
+class HFEngine(EmbeddedEngine):
+    """A RolloutEngine over a `CausalLM` of this process.
+
+    max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
+    requests with stop strings need it. memory_share: of the free memory that is this engine's to use. Raises ModelError
+    for a model whose cache is none of transformers', or does not give what the model gives without one.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: HFConfig,
+        *,
+        max_length: int,
+        decode: Callable[[Rows[int]], str] | None = None,
+        memory_share: float = 1.0,
+    ) -> None:
+        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
+        self._config = config
+        # The only ones that `enable_gradient_checkpointing` puts into training mode.
+        self._parts = [part for part in model.module.modules() if hasattr(part, "gradient_checkpointing")]
+        with _generating(self._parts):
+            check_cache(model)
+            self._size = CacheSize.of(model)
+        wanted = config.max_num_seqs * self._size.num_bytes(max_length)
+        self._capacity = config.kv_cache_memory_bytes or max(
+            self._size.num_bytes(max_length), min(wanted, int(FREE_MEMORY_SHARE * memory_share * _free_bytes(model)))
+        )
+        self._waiting: deque[Sequence] = deque()
+        self._cohorts: list[Cohort] = []
+        self._cache_is_awake = False
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
+        """See RolloutEngine."""
+        self.check(requests, version)
+        self._ids.update(request.id for request in requests)
+        self._waiting.extend(Sequence(request) for request in requests)
+        return [request.id for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """See GuardedEngine."""
+        return sum(len(cohort.sequences) for cohort in self._cohorts)
+
+    @property
+    def num_waiting(self) -> int:
+        """See GuardedEngine."""
+        return len(self._waiting)
+
+    # ---------------------------------------------------------------------------------------------------- step
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedSample]:
+        """See RolloutEngine."""
+        self.require_ready(self.policy_version)
+        leaving = self._take_aborted()
+        try:
+            sampled = [] if self._paused == "keep" else self._run()
+        except BaseException:
+            # A pass that was broken off has written into some of the caches.
+            self._requeue_running()
+            self._waiting.extend(leaving)
+            self._aborted.update(sequence.request.id for sequence in leaving)
+            raise
+        finished = [self._finish(sequence, "abort") for sequence in leaving]
+        self._num_steps += bool(sampled)
+        for part in sampled:
+            finished += self._postprocess(part)
+        return finished
+
+    def _run(self) -> list[Sampled]:
+        """A token of everything that runs, and of what can be admitted beside it."""
+        with _generating(self._parts):
+            sampled = [cohort.decode() for cohort in self._cohorts]
+            budget = self._config.max_num_batched_tokens
+            while prompts := self._admitted(budget, is_first=budget == self._config.max_num_batched_tokens):
+                try:
+                    cohort, first = Cohort.start(self._model, prompts)
+                except BaseException:
+                    self._waiting.extendleft(reversed(prompts.all_sequences))
+                    raise
+                self._cohorts.append(cohort)
+                sampled.append(first)
+                budget -= prompts.num_tokens
+                self._num_prompt_tokens += prompts.num_tokens
+                self._num_shared_tokens += prompts.length * len(cohort.sequences) - prompts.num_tokens
+        return sampled
+
+    def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:
+        """The first that waits with all that wait and are as long, as far as places, memory and budget go; None where
+        it must go on waiting itself. is_first: it need not fit the budget."""
+        places = self._config.max_num_seqs - self.num_running
+        free = self._capacity - self._held_bytes()
+        prompts: Prompts | None = None
+        staying: list[Sequence] = []
+        while self._waiting and places > 0:
+            sequence = self._waiting.popleft()
+            prompts = prompts or Prompts(sequence.num_tokens)
+            num_new = prompts.num_new_tokens(sequence)
+            fits = self._reserved_bytes(sequence) <= free and (
+                num_new <= budget or (is_first and not prompts.num_tokens)
+            )
+            # Who has tokens already was admitted before, and has lost its cache.
+            may_start = self._paused is None or bool(sequence.tokens)
+            if sequence.num_tokens == prompts.length and fits and may_start:
+                prompts.add(sequence)
+                places -= 1
+                free -= self._reserved_bytes(sequence)
+                budget -= num_new
+            else:
+                staying.append(sequence)
+                if not prompts.num_tokens:
+                    break
+        self._waiting.extendleft(reversed(staying))
+        return prompts if prompts is not None and prompts.num_tokens else None
+
+    def _reserved_bytes(self, sequence: Sequence) -> int:
+        """What a sequence may come to take; nothing is ever pushed out."""
+        request = sequence.request
+        return self._size.num_bytes(len(request.prompt_ids) + request.params.max_tokens)
+
+    def _held_bytes(self) -> int:
+        return sum(self._reserved_bytes(sequence) for cohort in self._cohorts for sequence in cohort.sequences)
+
+    def _take_aborted(self) -> list[Sequence]:
+        if not self._aborted:
+            return []
+        aborted, self._aborted = self._aborted, set()
+        running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
+        leaving = [sequence for sequence in (*running, *self._waiting) if sequence.request.id in aborted]
+        self._drop(leaving)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id not in aborted)
+        return leaving
+
+    def _drop(self, leaving: Rows[Sequence]) -> None:
+        for cohort in self._cohorts:
+            cohort.drop(leaving)
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.sequences]
+
+    def _postprocess(self, sampled: Sampled) -> list[FinishedSample]:
+        finished, leaving = [], []
+        for sequence, token, logprob in zip(sampled.sequences, sampled.tokens, sampled.logprobs, strict=True):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self.policy_version)
+            self._num_generated_tokens += 1
+            reason = self._finish_reason(sequence.request, sequence.tokens)
+            if reason is not None:
+                leaving.append(sequence)
+                finished.append(self._finish(sequence, reason))
+        if leaving:
+            self._drop(leaving)
+        return finished
+
+    # --------------------------------------------------------------------------------------- weights and memory
+
+    def _forget(self) -> None:
+        self._requeue_running()
+
+    def _requeue_running(self) -> None:
+        """Everything that runs waits again, in order, to be computed again; its cache is lost."""
+        running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
+        self._waiting.extendleft(reversed(running))
+        self._cohorts = []
+
+    def sleep(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine. The weights are the actor's: its own resident decides about their memory."""
+        tags = self.require_sleep(tags)
+        self._requeue_running()
+        self._cache_is_awake = False
+        self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
+
+    def wake(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine. Caches grow with their sequences: nothing is allocated yet."""
+        tags = self.require_wake(tags)
+        self._cache_is_awake |= KV_CACHE in tags
+        self.state = EngineState.READY if self._cache_is_awake else EngineState.WEIGHTS
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """See RolloutEngine. Without limit where the model keeps nothing that grows with its sequences."""
+        size = self._size
+        return max(0, self._capacity - size.fixed_bytes) // size.token_bytes if size.token_bytes else sys.maxsize
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See RolloutEngine; what caches may come to take."""
+        return self._capacity
+
+    def stats(self) -> EngineStats:
+        """See RolloutEngine. Nothing is kept of prompts that are done, and nobody is pushed out."""
+        kv_cache_bytes = self._capacity if self._cache_is_awake else 0
+        return self._stats(kv_cache_bytes, self._held_bytes() / self._capacity)
+
+
+@contextmanager
+def _generating(parts: Rows[nn.Module]) -> Iterator[None]:
+    """These parts out of training mode, in which transformers gives no cache if activations are recomputed."""
+    training = [part for part in parts if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def _free_bytes(model: CausalLM) -> int:
+    if model.device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(model.device)[0]
+        return free
+    return int(psutil.virtual_memory().available)

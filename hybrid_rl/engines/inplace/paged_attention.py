@@ -1,0 +1,278 @@
+"""Attention of new tokens against a paged cache: a decode step, chunks of prompts, or both in one pass.
+
+On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
+varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
+gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in where none of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid_rl import native
+from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
+from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages
+from hybrid_rl.engines.inplace.upload import Tables
+from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
+from hybrid_rl.models.varlen import Kernel, Runs
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Which tokens of a pass belong to which sequence, and where their caches lie.
+
+    block_table: int32 [B, M] on the host, blocks of each sequence in order; num_queries: new tokens of each sequence,
+    at least 1, one sequence after the other in the pass; context_lengths: tokens of each, the new ones included.
+    """
+
+    block_table: Tensor
+    num_queries: Sequence[int]
+    context_lengths: Sequence[int]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(count == 1 for count in self.num_queries)
+
+
+def paged_attention(
+    cache: PagedCache,
+    batch: PagedBatch,
+    kernel: Kernel | None = None,
+    *,
+    pages: PagedKernel | None = None,
+    tables: Tables | None = None,
+) -> AttentionContext:
+    """The attention context of one pass, in the fastest form that runs here.
+
+    kernel: varlen attention, if the model has it; pages: varlen attention that reads the cache where it lies. tables:
+    where the form adds what it needs on the device, to be sent before the pass; None = it is sent here.
+    """
+    operator = _operator(cache)
+    if operator is not None:
+        return _CompiledForm(cache, batch, operator)
+    sent = tables if tables is not None else Tables(cache.device)
+    form: AttentionContext
+    if pages is not None:
+        form = _PagedForm(cache, batch, pages, sent)
+    elif batch.is_decode and decodes_in_triton(cache):
+        sent.add("block_table", batch.block_table.numpy(), np.int32)
+        sent.add("context_length", batch.context_lengths, np.int32)
+        form = TritonDecode(cache, sent)
+    else:
+        form = _TorchForm(cache, batch, sent) if kernel is None else _VarlenForm(cache, batch, kernel, sent)
+    if tables is None:
+        sent.send()
+    return form
+
+
+def decodes_in_triton(cache: PagedCache) -> bool:
+    """Whether the Triton kernel takes this cache."""
+    return cache.device.type == "cuda" and all(
+        layer.dtype in (torch.float32, torch.bfloat16) and max(layer.key_dim, layer.value_dim) <= 256
+        for layer in cache.layers.values()
+    )
+
+
+def _operator(cache: PagedCache) -> Callable[..., Tensor] | None:
+    """The compiled operator, where it can run on this cache."""
+    dtypes = {layer.dtype for layer in cache.layers.values()}
+    fits = cache.block_size % LANES == 0 and dtypes <= {torch.float32, torch.bfloat16}
+    return native.operator("paged_attention") if fits and cache.device.type == "cpu" else None
+
+
+class _CompiledForm:
+    """csrc/paged_attention.cpp."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, operator: Callable[..., Tensor]) -> None:
+        self._cache = cache
+        self._operator = operator
+        starts = np.zeros(len(batch.num_queries) + 1, dtype=np.int64)
+        np.cumsum(batch.num_queries, out=starts[1:])
+        self._where = (batch.block_table, torch.from_numpy(starts), torch.tensor(batch.context_lengths))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        return self._operator(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            *self._cache.memory(layer),
+            *self._where,
+            query.shape[-1] ** -0.5 if options.scale is None else options.scale,
+            options.window or 0,
+            options.softcap or 0.0,
+        )
+
+
+class TritonDecode:
+    """One new token per sequence, on CUDA. Nothing of its tables is known to the host, so that it can be captured. Each
+    pass and each capture needs its own: the first layer of a kind plans how contexts are cut for those after it.
+
+    tables: block_table, int32 [B, M], and context_length, int32 [B], the new token included; 0 = a row that is not
+    there.
+    """
+
+    def __init__(self, cache: PagedCache, tables: Mapping[str, Tensor] | Tables) -> None:
+        self._cache = cache
+        self._tables = tables
+        self._kernels = triton_kernels()
+        self._plans: dict[tuple[int, int | None], Any] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        lengths = self._tables["context_length"]
+        place = (*self._cache.views(layer), self._tables["block_table"], lengths)
+        self._kernels.paged_store(key, value, *place)
+        kind = (key.shape[1], options.window)
+        if kind not in self._plans:
+            self._plans[kind] = self._kernels.plan_parts(lengths, num_key_heads=kind[0], window=kind[1])
+        return self._kernels.paged_decode(
+            query,
+            *place,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            plan=self._plans[kind],
+        )
+
+
+def triton_kernels() -> Any:
+    """The module of the decode kernels; it imports Triton, which a CPU may lack."""
+    from hybrid_rl.engines.inplace import triton_decode
+
+    return triton_decode
+
+
+class _Writer:
+    """Stores the new tokens of a pass."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
+        self._tables = tables
+        counts = np.asarray(batch.num_queries)
+        lengths = np.asarray(batch.context_lengths)
+        self.starts = np.cumsum(counts) - counts
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        self.position = np.arange(len(sequence)) - np.repeat(self.starts - (lengths - counts), counts)
+        tables.add("write_block", batch.block_table.numpy()[sequence, self.position // cache.block_size])
+        tables.add("write_offset", self.position % cache.block_size)
+
+    def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+        block, offset = self._tables["write_block"], self._tables["write_offset"]
+        keys[block, offset] = key
+        values[block, offset] = value
+
+
+class _PagedForm:
+    """Sequences of any number of new tokens through a varlen kernel that reads the cache where it lies."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: PagedKernel, tables: Tables) -> None:
+        self._cache = cache
+        self._kernel = kernel
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        self._longest = max(batch.num_queries), max(batch.context_lengths)
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
+        for name, lengths in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
+            tables.add(name, np.concatenate(([0], np.cumsum(lengths))), np.int32)
+        tables.add("context_length", batch.context_lengths, np.int32)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        keys, values = self._cache.views(layer)
+        self._writer.write(keys, values, key, value)
+        table, queries, offsets, lengths = (
+            self._tables[name] for name in ("block_table", "queries", "keys", "context_length")
+        )
+        pages = Pages(table, queries, offsets, lengths, *self._longest)
+        return self._kernel.forward(query, keys, values, pages, options)
+
+
+class _VarlenForm:
+    """Chunks through the trainer's varlen kernel, over the keys of each sequence gathered into a row."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: Kernel, tables: Tables) -> None:
+        self._cache = cache
+        self._kernel = kernel
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        lengths = np.asarray(batch.context_lengths)
+        starts = np.cumsum(lengths) - lengths
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        position = np.arange(len(sequence)) - np.repeat(starts, lengths)
+        tables.add("read_block", batch.block_table.numpy()[sequence, position // cache.block_size])
+        tables.add("read_offset", position % cache.block_size)
+        self._longest = max(batch.num_queries), max(batch.context_lengths)
+        for name, counts in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
+            tables.add(name, np.concatenate(([0], np.cumsum(counts))), np.int32)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        keys, values = self._cache.views(layer)
+        self._writer.write(keys, values, key, value)
+        block, offset = self._tables["read_block"], self._tables["read_offset"]
+        context, weighed = (memory[block, offset] for memory in (keys, values))
+        runs = Runs(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
+        return self._kernel.forward(query, context, weighed, runs, options)[0]
+
+
+class _TorchForm:
+    """The same in PyTorch: gathers the keys and values of every sequence."""
+
+    def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
+        self._cache = cache
+        self._batch = batch
+        self._tables = tables
+        self._writer = _Writer(cache, batch, tables)
+        tables.add("position", self._writer.position)
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
+        self._visible: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext. The new keys and values are stored in the cache."""
+        keys, values = self._cache.views(layer)
+        self._writer.write(keys, values, key, value)
+        if self._batch.is_decode:
+            return self._decode(query, keys, values, options)
+        parts = []
+        for row, (count, length) in enumerate(zip(self._batch.num_queries, self._batch.context_lengths, strict=True)):
+            num_blocks = -(-length // self._cache.block_size)
+            blocks = self._tables["block_table"][row : row + 1, :num_blocks].long()
+            place = torch.arange(length, device=query.device)
+            visible = _visible(place, place[length - count :], options.window)
+            start = self._writer.starts[row]
+            own = query[start : start + count].transpose(0, 1)[None]
+            context, weighed = (_gather(memory, blocks)[:, :, :length] for memory in (keys, values))
+            parts.append(masked_attention(own, context, weighed, visible, options)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+        num_blocks = -(-max(self._batch.context_lengths) // self._cache.block_size)
+        blocks = self._tables["block_table"][:, :num_blocks].long()
+        if options.window not in self._visible:
+            place = torch.arange(num_blocks * self._cache.block_size, device=query.device)
+            visible = _visible(place, self._tables["position"], options.window)
+            self._visible[options.window] = visible[:, None, None, :]
+        num_sequences, num_heads, dim = query.shape
+        # The query heads that share a key head become its rows: grouped attention without repeating keys.
+        grouped = query.reshape(num_sequences, keys.shape[2], num_heads // keys.shape[2], dim)
+        context, weighed = (_gather(memory, blocks) for memory in (keys, values))
+        out = masked_attention(grouped, context, weighed, self._visible[options.window], options)
+        return out.reshape(num_sequences, num_heads, -1)
+
+
+def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
+    """[block, token, head, dim] at int64 blocks [B, n]: [B, head, n * token, dim]."""
+    return memory[blocks].flatten(1, 2).transpose(1, 2)
+
+
+def _visible(place: Tensor, position: Tensor, window: int | None) -> Tensor:
+    """Which places [L] a token at each position [Q] sees: bool [Q, L]."""
+    visible = place <= position[:, None]
+    return visible if window is None else visible & (position[:, None] - place < window)

@@ -1,0 +1,150 @@
+"""Varlen attention that reads keys and values in the blocks where they lie, from a library if one is installed.
+
+| library | what is called | needs |
+|---|---|---|
+| vLLM | `vllm.vllm_flash_attn.flash_attn_varlen_func`, FlashAttention 3 on Hopper, else 2 | blocks of 16 tokens |
+| flash-attn | `flash_attn.flash_attn_varlen_func` | blocks of 256 tokens |
+
+Both take bfloat16 and float16, heads of up to 256 elements, a multiple of 8, windows and soft-capping.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.inplace.kv_cache import PagedCache
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.models import AttentionOptions
+
+LARGEST_HEAD = 256
+VLLM_BLOCK = 16
+FLASH_ATTN_BLOCK = 256
+_logger = logging.getLogger("hybrid_rl")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The sequences of a pass. block_table: int32 [B, M]; query_offsets, key_offsets: int32 [B + 1], new tokens and all
+    tokens before each sequence; lengths: int32 [B], all tokens of each; max_queries, max_keys: of the longest."""
+
+    block_table: Tensor
+    query_offsets: Tensor
+    key_offsets: Tensor
+    lengths: Tensor
+    max_queries: int
+    max_keys: int
+
+
+class PagedKernel(Protocol):
+    """Causal attention of the last tokens of each sequence over all of its tokens."""
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
+        """query: [T, H, D], one sequence after the other; keys, values: [blocks, block_size, H_kv, D]. Returns
+        [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class VLLMPages:
+    """vLLM's build of FlashAttention. functions: its module vllm.vllm_flash_attn; version: 2 or 3."""
+
+    functions: Any
+    version: int
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
+        """See PagedKernel."""
+        out: Tensor = self.functions.flash_attn_varlen_func(
+            q=query,
+            k=keys,
+            v=values,
+            max_seqlen_q=pages.max_queries,
+            cu_seqlens_q=pages.query_offsets,
+            max_seqlen_k=pages.max_keys,
+            seqused_k=pages.lengths,
+            block_table=pages.block_table,
+            fa_version=self.version,
+            **_settings(query, options),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class FlashAttnPages:
+    """The flash-attn package. functions: its module flash_attn."""
+
+    functions: Any
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
+        """See PagedKernel."""
+        out: Tensor = self.functions.flash_attn_varlen_func(
+            q=query,
+            k=keys,
+            v=values,
+            cu_seqlens_q=pages.query_offsets,
+            cu_seqlens_k=pages.key_offsets,
+            max_seqlen_q=pages.max_queries,
+            max_seqlen_k=pages.max_keys,
+            block_table=pages.block_table,
+            **_settings(query, options),
+        )
+        return out
+
+
+def _settings(query: Tensor, options: AttentionOptions) -> dict[str, Any]:
+    return {
+        "softmax_scale": query.shape[-1] ** -0.5 if options.scale is None else options.scale,
+        "causal": True,
+        "window_size": [-1, -1] if options.window is None else [options.window - 1, 0],
+        "softcap": options.softcap or 0.0,
+    }
+
+
+def paged_kernel(cache: PagedCache, attention: str) -> PagedKernel | None:
+    """The kernel that reads this cache; None if there is none, or the user chose another attention.
+
+    attention: what model.attention came to. sdpa is a choice against kernels of libraries, and so stays without.
+    """
+    if attention not in ("varlen", "flash_attn") or obstacles(cache, VLLM_BLOCK):
+        return None
+    if attention == "flash_attn" and not obstacles(cache, FLASH_ATTN_BLOCK):
+        return FlashAttnPages(import_module("flash_attn"))
+    return _vllm_pages()
+
+
+def obstacles(cache: PagedCache, block_size: int) -> list[str]:
+    """Why no such kernel can read a cache in blocks of a multiple of `block_size` tokens."""
+    found = []
+    if cache.device.type != "cuda":
+        found.append(f"it needs a CUDA device, and the cache is on {cache.device}")
+    if cache.block_size % block_size:
+        found.append(f"blocks must be a multiple of {block_size} tokens, and have {cache.block_size}")
+    for layer in cache.layers.values():
+        if layer.dtype not in (torch.bfloat16, torch.float16):
+            found.append(f"it computes in bfloat16 and float16, and the cache holds {layer.dtype}")
+        if layer.key_dim != layer.value_dim or layer.key_dim % 8 or layer.key_dim > LARGEST_HEAD:
+            found.append(f"heads of {layer.key_dim} and {layer.value_dim} elements must be equal and a multiple of 8")
+    return found
+
+
+def _vllm_pages() -> PagedKernel | None:
+    """vLLM's kernel if vLLM is installed with one that runs here; the log says so if it is and has none."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    try:
+        functions: Any = import_apart("hybrid_rl.engines.vllm.flash").functions()
+    except (ConfigError, ImportError, metadata.PackageNotFoundError) as error:
+        _logger.warning("prompts are computed over gathered keys: vLLM's attention cannot be imported (%s)", error)
+        return None
+    for version in (3, 2):
+        if functions.is_fa_version_supported(version):
+            return VLLMPages(functions, version)
+    _logger.warning("prompts are computed over gathered keys: vLLM's attention does not run on this device")
+    return None

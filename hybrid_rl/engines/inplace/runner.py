@@ -1,0 +1,219 @@
+"""One pass of the model: chunks in, next tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid_rl.engines.inplace.cuda_graphs import DecodeGraphs, DecodePass
+from hybrid_rl.engines.inplace.kv_cache import PagedCache
+from hybrid_rl.engines.inplace.paged_attention import PagedBatch, decodes_in_triton, paged_attention
+from hybrid_rl.engines.inplace.paged_kernel import paged_kernel
+from hybrid_rl.engines.inplace.scheduler import Chunk, Sequence
+from hybrid_rl.engines.inplace.seats import SeatSampling, SeatTable
+from hybrid_rl.engines.inplace.upload import Tables, reads_host_memory
+from hybrid_rl.engines.sampling import check_finite, choose, chosen_on_host, in_one, penalise, sample
+from hybrid_rl.models import AttentionContext, CausalLM
+
+# Multiplications of a pass in the model's largest matrix below which a second thread costs more than it brings.
+SMALLEST_PARALLEL_PRODUCT = 1 << 22
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sequences that got a token in a pass, the tokens, and ln p of each."""
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Runner:
+    """Runs passes over the cache of one model.
+
+    cuda_graphs: replay decode passes if the device can. What decodes is then replayed in a mixed pass too, before the
+    chunks of prompts run eagerly. No key is read before it is written: what ran before reads only what earlier passes
+    wrote, and its own; what is new, or has more than a token to go, may read all that this pass writes.
+    """
+
+    def __init__(self, model: CausalLM, cache: PagedCache, seats: SeatTable, *, cuda_graphs: bool) -> None:
+        self._model = model
+        self._cache = cache
+        self._seats = seats
+        captures = cuda_graphs and decodes_in_triton(cache)
+        self._graphs = DecodeGraphs(model, cache, seats.num_seats) if captures else None
+        self._is_prepared = False
+        self._pages = paged_kernel(cache, model.attention.name)
+        # The head runs on few rows only, and the embedding is no product.
+        module = model.module
+        ends = {id(end.weight) for end in (module.get_input_embeddings(), module.get_output_embeddings())}
+        matrices = [p.numel() for p in module.parameters() if p.dim() == 2 and id(p) not in ends]
+        self._largest_matrix = max(matrices, default=SMALLEST_PARALLEL_PRODUCT)
+
+    def drop_graphs(self, reason: str) -> None:
+        """To be called before the memory of the cache goes away."""
+        if self._graphs is not None:
+            self._graphs.drop(reason)
+
+    def expect_moves(self) -> None:
+        """Weights or cache may lie elsewhere from now on, or sequences may be longer: look before the next pass."""
+        self._is_prepared = False
+
+    def run(self, chunks: list[Chunk]) -> Sampled:
+        """Compute the chunks; sample for every sequence whose last chunk it was and for its followers.
+
+        Raises ModelError where logits are not finite.
+        """
+        with self._fewer_threads(sum(chunk.count for chunk in chunks)):
+            return self._run(chunks)
+
+    @contextmanager
+    def _fewer_threads(self, num_tokens: int) -> Iterator[None]:
+        """One thread for a small pass on a CPU: most decode passes of small models are."""
+        before = torch.get_num_threads()
+        small = num_tokens * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
+        if before == 1 or not small or self._model.device.type != "cpu":
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _run(self, chunks: list[Chunk]) -> Sampled:
+        decoding: list[Chunk] = []
+        if self._graphs is not None:
+            if not self._is_prepared:
+                self._graphs.prepare(self._seats.blocks.shape[1])
+                self._is_prepared = True
+            decoding = [chunk for chunk in chunks if chunk.continues]
+            chunks = [chunk for chunk in chunks if not chunk.continues]
+        sequences = [chunk.sequence for chunk in decoding]
+        parts = [self._replay(sequences)] if decoding else []
+        if chunks:
+            sampled = [chunk.sampled for chunk in chunks]
+            sequences += [sequence for some in sampled for sequence in some]
+            parts += self._eager(chunks, sampled)
+            self._copy_tails(chunks)
+        if not sequences:
+            return Sampled([], [], [])
+        tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
+        check_finite(logprobs)
+        self._seats.advance(_seats_of(sequences), tokens)
+        return Sampled(sequences, tokens.tolist(), logprobs)
+
+    def _replay(self, sequences: list[Sequence]) -> Tensor:
+        """One token of every sequence by a graph; see `choose` for what comes back."""
+        assert self._graphs is not None
+        seats = _seats_of(sequences)
+        sampling = self._seats.sampling(seats)
+        lengths = self._seats.length[seats]
+        step = DecodePass(
+            self._seats.last[seats],
+            lengths - 1,
+            sampling.columns["temperature"],
+            sampling.uniform(),
+            self._table(seats, int(lengths.max())),
+        )
+        hidden, chosen = self._graphs.run(step)
+        if sampling.is_plain:
+            return chosen
+        # The graph has drawn from the whole distribution, which is not what was asked for.
+        tables = Tables(self._model.device)
+        self._add_sampling(tables, sequences, sampling)
+        tables.send()
+        return self._choose(hidden, tables, sampling)
+
+    def _eager(self, chunks: list[Chunk], sampled: list[list[Sequence]]) -> list[Tensor]:
+        """Compute chunks; what was chosen for those who get a token after each of them, if there are any."""
+        tables = Tables(self._model.device)
+        sequences = [sequence for some in sampled for sequence in some]
+        ends = np.cumsum([chunk.count for chunk in chunks]) - 1
+        index = np.repeat(ends, [len(some) for some in sampled])
+        picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
+        if picks:
+            tables.add("index", index)
+        sampling = self._seats.sampling(_seats_of(sequences))
+        if sequences:
+            self._add_sampling(tables, sequences, sampling)
+        attention = self._add_pass(tables, chunks)
+        tables.send()
+        hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
+        if not sequences:
+            return []
+        return [self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling)]
+
+    def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
+        """Add what the layers need of the chunks, one after the other."""
+        seats = _seats_of([chunk.sequence for chunk in chunks])
+        counts = [chunk.count for chunk in chunks]
+        lengths = [chunk.start + chunk.count for chunk in chunks]
+        if all(chunk.is_decode for chunk in chunks):
+            token_ids, positions = self._seats.last[seats], self._seats.length[seats] - 1
+        else:
+            parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+            token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
+            positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks])
+        tables.add("token_ids", token_ids)
+        tables.add("positions", positions)
+        table = np.ascontiguousarray(self._table(seats, max(lengths)))
+        batch = PagedBatch(torch.from_numpy(table), counts, lengths)
+        kernel = self._model.attention.kernel
+        return paged_attention(self._cache, batch, kernel, pages=self._pages, tables=tables)
+
+    def _table(self, seats: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
+        return self._seats.blocks[seats, : -(-longest // self._cache.block_size)]
+
+    def _add_sampling(self, tables: Tables, sequences: list[Sequence], sampling: SeatSampling) -> None:
+        sampling.add_to(tables)
+        if sampling.penalises:
+            tables.add("history", _histories(sequences))
+        if reads_host_memory(self._model.device):
+            tables.add("generated", sampling.generated)
+        else:
+            tables.add("uniform", sampling.uniform(), np.float64)
+
+    def _choose(self, hidden: Tensor, tables: Tables, sampling: SeatSampling) -> Tensor:
+        """int32 [B, 2], see `choose` of sampling.py, for hidden states [B, H]."""
+        params = sampling.tensors(tables)
+        logits = self._model.logits(hidden)
+        if params.penalises:
+            logits = penalise(logits, params.repetition_penalty, tables["history"])
+        if reads_host_memory(hidden.device):
+            return in_one(*sample(logits, params, tables["generated"]))
+        return choose(logits, params, tables["uniform"])
+
+    def _copy_tails(self, chunks: list[Chunk]) -> None:
+        """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
+        source: list[int] = []
+        destination: list[int] = []
+        for chunk in chunks:
+            full, rest = divmod(chunk.start + chunk.count, self._cache.block_size)
+            if rest:
+                source += [chunk.sequence.blocks[full]] * len(chunk.followers)
+                destination += [follower.blocks[full] for follower in chunk.followers]
+        if source:
+            tables = Tables(self._model.device)
+            tables.add("source", source)
+            tables.add("destination", destination)
+            tables.send()
+            self._cache.copy_blocks(tables["source"], tables["destination"])
+
+
+def _seats_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    return np.array([sequence.seat for sequence in sequences], np.int64)
+
+
+def _histories(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    """Tokens of prompt and completion, [B, longest], -1 behind the end."""
+    rows = np.full((len(sequences), max(sequence.num_tokens for sequence in sequences)), -1)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: sequence.num_tokens] = sequence.context(0, sequence.num_tokens)
+    return rows

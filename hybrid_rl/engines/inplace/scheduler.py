@@ -1,0 +1,261 @@
+"""What runs in the next pass: sequences that decode, chunks of prompts, and who must make room."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from hybrid_rl.engines.base import FinishedSample, FinishReason, RolloutRequest
+from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
+from hybrid_rl.engines.inplace.seats import SeatTable
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way. num_cached: tokens whose keys and values are in the cache after the pass that is planned;
+    node, num_remembered: how many of its blocks other prompts can find."""
+
+    request: RolloutRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    seat: int = -1
+    node: int = ROOT
+    num_remembered: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of what was generated so far."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    def context(self, start: int, end: int) -> Rows[int]:
+        """Tokens start .. end of prompt and completion."""
+        prompt = self.request.prompt_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (*prompt[start:], *self.tokens[max(start - len(prompt), 0) : end - len(prompt)])
+
+    def is_sibling(self, other: Sequence) -> bool:
+        """Whether both are at the start of the same prompt, in the same group."""
+        return (
+            self.request.group is not None
+            and self.request.group == other.request.group
+            and not self.tokens
+            and not other.tokens
+            and self.request.prompt_ids == other.request.prompt_ids
+        )
+
+    def finished(self, reason: FinishReason) -> FinishedSample:
+        """The event for the caller."""
+        return FinishedSample(self.request.id, self.tokens, self.logprobs, self.versions, reason)
+
+
+@dataclass
+class Chunk:
+    """Tokens start .. start + count of a sequence, to be computed in a pass. Where they are its last ones, the sequence
+    and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
+    not in the pass before; what it found in the cache may be written by this very pass."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    followers: list[Sequence] = field(default_factory=list)
+    is_new: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.start + self.count == self.sequence.num_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is the newest token of a sequence and nothing else."""
+        return self.count == 1 and bool(self.sequence.tokens) and self.is_last
+
+    @property
+    def continues(self) -> bool:
+        """Whether it decodes and reads nothing but its own key that this pass writes."""
+        return self.is_decode and not self.is_new
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Who gets a token after this chunk."""
+        return [self.sequence, *self.followers] if self.is_last else []
+
+
+class Scheduler:
+    """First come, first served. Sequences that run get their next block before anybody is admitted; where none is left,
+    the one that came last gives its blocks back and waits, to be computed again later."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        seats: SeatTable,
+        *,
+        max_num_batched_tokens: int,
+        remember_prefixes: bool,
+    ) -> None:
+        self.pool = pool
+        self.seats = seats
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.remember_prefixes = remember_prefixes
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_tokens = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.pool.block_size)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences."""
+        self.waiting.extend(sequences)
+
+    def schedule(self, *, admit: bool) -> list[Chunk]:
+        """The next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens up to
+        max_num_batched_tokens. Empty where nothing can run. admit: whether anybody new may start."""
+        preemptions = self.num_preemptions
+        chunks, budget = self._continue_running(self.max_num_batched_tokens)
+        if preemptions == self.num_preemptions:
+            for chunk in chunks if admit else ():
+                if not chunk.sequence.tokens and chunk.is_last:
+                    self._fork(chunk)
+            # Who has tokens already was admitted before, and had to make room.
+            while self.waiting and (admit or self.waiting[0].tokens) and self.seats.num_free and budget > 0:
+                admitted = self._admit(budget)
+                if admitted is None:
+                    break
+                chunks.append(admitted)
+                budget -= admitted.count
+                if admitted.is_last:
+                    self._fork(admitted)
+        return chunks
+
+    def _continue_running(self, budget: int) -> tuple[list[Chunk], int]:
+        """Chunks of what runs already, and what is left of the budget of prompt tokens."""
+        chunks = []
+        size = self.pool.block_size
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            count = sequence.num_tokens - sequence.num_cached
+            if count > 1:
+                count = min(count, budget)
+                if count == 0:
+                    index += 1
+                    continue
+            if sequence.num_cached + count > len(sequence.blocks) * size and not self._extend(sequence, count):
+                break  # it gave its own blocks back, and was the last that ran
+            if sequence.num_tokens - sequence.num_cached > 1:
+                budget -= count
+            chunks.append(Chunk(sequence, sequence.num_cached, count))
+            sequence.num_cached += count
+            self._remember(sequence)
+            index += 1
+        return chunks, budget
+
+    def _extend(self, sequence: Sequence, count: int) -> bool:
+        """Blocks for `count` more tokens, if need be from those who came later; False where it had to go itself."""
+        needed = self.blocks_for(sequence.num_cached + count) - len(sequence.blocks)
+        while needed > self.pool.num_free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._give(sequence, self.pool.take(needed))
+        return True
+
+    def _give(self, sequence: Sequence, blocks: Rows[int]) -> None:
+        held = len(sequence.blocks)
+        sequence.blocks.extend(blocks)
+        self.seats.blocks[sequence.seat, held : held + len(blocks)] = blocks
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int) -> Chunk | None:
+        """The first that waits, as far as budget and blocks allow; None where it must go on waiting."""
+        sequence = self.waiting[0]
+        length = sequence.num_tokens
+        shared: list[int] = []
+        node = ROOT
+        if self.remember_prefixes:
+            # The last token is always computed: its hidden state gives the next one.
+            limit = (length - 1) // self.pool.block_size
+            shared, node = self.pool.find(sequence.context(0, length), limit)
+            self.pool.share(shared)
+        num_cached = len(shared) * self.pool.block_size
+        count = min(length - num_cached, budget)
+        needed = self.blocks_for(num_cached + count) - len(shared)
+        # Whoever runs needs another block soon; without this margin the newcomer would push itself out again.
+        if needed + len(self.running) > self.pool.num_free:
+            self.pool.release(shared)
+            return None
+        self.waiting.popleft()
+        self.num_prefix_tokens += num_cached
+        sequence.node, sequence.num_remembered = node, len(shared)
+        sequence.num_cached = num_cached + count
+        self._start(sequence, [*shared, *self.pool.take(needed)])
+        self._remember(sequence)
+        return Chunk(sequence, num_cached, count, is_new=True)
+
+    def _fork(self, chunk: Chunk) -> None:
+        """Let those that wait for the same prompt share its blocks. The last one, where it is not full, is written by
+        each of them: the engine copies it after the pass."""
+        leader = chunk.sequence
+        full, rest = divmod(leader.num_cached, self.pool.block_size)
+        own = 1 if rest else 0
+        while self.waiting and self.seats.num_free and self.waiting[0].is_sibling(leader):
+            if own + len(self.running) > self.pool.num_free:
+                break
+            follower = self.waiting.popleft()
+            shared = leader.blocks[:full]
+            self.pool.share(shared)
+            follower.num_cached = leader.num_cached
+            follower.node, follower.num_remembered = leader.node, leader.num_remembered
+            self._start(follower, [*shared, *self.pool.take(own)])
+            chunk.followers.append(follower)
+
+    def _start(self, sequence: Sequence, blocks: list[int]) -> None:
+        request = sequence.request
+        sequence.seat = self.seats.take(
+            request.params,
+            length=sequence.num_tokens,
+            generated=len(sequence.tokens),
+            last=sequence.tokens[-1] if sequence.tokens else request.prompt_ids[-1],
+        )
+        sequence.blocks = []
+        self._give(sequence, blocks)
+        self.running.append(sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Blocks that this pass fills can be found from now on, also by who is in the same pass: a pass writes all its
+        keys before it reads any."""
+        size = self.pool.block_size
+        while self.remember_prefixes and (sequence.num_remembered + 1) * size <= sequence.num_cached:
+            index = sequence.num_remembered
+            tokens = tuple(sequence.context(index * size, (index + 1) * size))
+            sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[index])
+            sequence.num_remembered += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """A running sequence leaves: its blocks and its seat are free."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        self.seats.release(sequence.seat)
+        sequence.blocks = []
+        sequence.seat, sequence.num_cached, sequence.node, sequence.num_remembered = -1, 0, ROOT, 0
+
+    def requeue_running(self) -> None:
+        """Put everything that runs back to the head of the queue, in order; its cache is lost."""
+        for sequence in list(reversed(self.running)):
+            self.remove(sequence)
+            self.waiting.appendleft(sequence)
+        self.pool.forget()

@@ -1,0 +1,125 @@
+"""From our configuration to vLLM's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from vllm import EngineArgs
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.errors import ConfigError
+
+WORKER = "hybrid_rl.engines.vllm.cpu_worker.RunWorker"
+FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
+
+# Arguments that are not the user's to give: why, or what to set instead.
+RESERVED: Mapping[str, str] = {
+    "model": "it is the trainer's own",
+    "tokenizer": "the engine takes and gives token ids",
+    "skip_tokenizer_init": "the engine takes and gives token ids",
+    "dtype": "set model.dtype",
+    "seed": "it follows from seed",
+    "trust_remote_code": "set model.trust_remote_code",
+    "max_model_len": "it follows from max_prompt_length and max_completion_length",
+    "gpu_memory_utilization": "set kv_cache_memory_bytes",
+    "num_gpu_blocks_override": "set kv_cache_memory_bytes",
+    "distributed_executor_backend": "the engine lives in the trainer's processes",
+    "pipeline_parallel_size": "the engine is parallel over tensors, and over replicas",
+    "data_parallel_size": "it is num_ranks / tensor_parallel_size",
+    "load_format": "the trainer hands its weights over",
+    "model_loader_extra_config": "the trainer hands its weights over",
+    "enable_sleep_mode": "the engine sleeps where its platform can",
+    "worker_cls": "it follows from the platform",
+    "logprobs_mode": "logprobs are those of the distribution that was sampled from",
+    "disable_log_stats": "the engine counts for itself",
+    "generation_config": "samples are drawn as the keys of rollout and eval say",
+    "speculative_config": "drafted tokens are not supported",
+    "quantization": "engines compute in model.dtype; plain_weights says how CPUs hold weights",
+    "enable_lora": "LoRA is not supported yet",
+    "worker_extension_cls": "the worker is the library's own",
+}
+
+
+def engine_arguments(
+    config: VLLMConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_length: int,
+    seed: int,
+    trust_remote_code: bool,
+    can_sleep: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Keyword arguments of EngineArgs, without the size of the cache. folder: where config.json lies.
+
+    Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
+    """
+    names = {item.name for item in dataclasses.fields(EngineArgs)}
+    for name in config.engine_args:
+        if name in RESERVED:
+            raise ConfigError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"rollout.vllm.{name} is no argument of the vLLM that is installed{hint}")
+    # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
+    defaults = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
+    ours = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "max_model_len": max_length,
+        # Nothing is sized by it where the cache has its size; vLLM merely wants so much to be free.
+        "gpu_memory_utilization": 0.01,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": device.type == "cpu" if config.enforce_eager is None else config.enforce_eager,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+    }
+    if can_sleep:
+        ours["enable_sleep_mode"] = True
+    if device.type == "cpu":
+        ours["worker_cls"] = WORKER
+    return {**defaults, **config.engine_args, **ours}
+
+
+def kv_cache_bytes(
+    config: VLLMConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
+) -> int:
+    """What the cache is given: as configured, or room for max_num_seqs full sequences, at most a share of what is free
+    now, and for one sequence in any case. Raises ConfigError where what is configured does not hold one."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    parts = 1 if model.use_mla else 2  # one latent, or keys and values
+    heads = model.get_num_kv_heads(parallel)
+    token_bytes = parts * model.get_num_layers(parallel) * heads * model.get_head_size() * model.dtype.itemsize
+    block = cache.block_size or 16
+    sequence_bytes = -(-max_length // block) * block * token_bytes
+    own = block * token_bytes  # vLLM keeps a block for itself
+    given = config.kv_cache_memory_bytes
+    if given is not None:
+        if given < sequence_bytes + own:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={given} cannot hold one sequence of {max_length} tokens, which takes "
+                f"{sequence_bytes + own}; raise it, leave it out, or lower max_completion_length"
+            )
+        return given
+    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    share = int(FREE_MEMORY_SHARE * memory_share * free)
+    return max(sequence_bytes + own, min(config.max_num_seqs * sequence_bytes + own, share))

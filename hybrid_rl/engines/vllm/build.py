@@ -1,0 +1,226 @@
+"""An LLMEngine of this process: how it is built, and how it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from vllm import EngineArgs, envs
+from vllm.config import CacheConfig
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.controller.session import temporary_folder
+from hybrid_rl.engines.vllm.arguments import kv_cache_bytes
+from hybrid_rl.engines.vllm.environment import process_kept
+from hybrid_rl.engines.vllm.switches import COMPILER_VARIABLES, compile_alone
+from hybrid_rl.engines.vllm.versions import has
+from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, ModelError
+
+# Packages that vLLM's code of models may import, and that `make vllm` leaves out.
+INSPECTED = ("torchvision", "torchaudio")
+RUN = "HYBRID_RL_VLLM_RUN"  # the environment variable with the name of the run, for our worker
+
+_folders = contextlib.ExitStack()
+# Engines of this process: vLLM's groups are the process's, so there is one at most.
+LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def require_none_live() -> None:
+    """Raise ConfigError while a vLLM engine of this process has not been closed."""
+    if LIVE:
+        gc.collect()
+    if LIVE:
+        raise ConfigError(
+            "another Trainer of this process has a vLLM engine, and vLLM can live once in a process; close() that one "
+            "first"
+        )
+
+
+def check_platform(device: torch.device) -> None:
+    """Raise ConfigError unless this vLLM computes where the model lies: one build of vLLM is for one kind of device."""
+    if current_platform.device_type != device.type:
+        raise ConfigError(
+            f"rollout.engine=vllm: this vLLM computes on {current_platform.device_type}, and the model is on "
+            f"{device.type}; load the model there (device=auto, or module.to(...)), or install vLLM for {device.type}"
+        )
+
+
+def own_group(device: torch.device) -> None:
+    """Start torch.distributed for a single rank."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    with process_kept():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def run_name() -> str:
+    """A name that all ranks know and no other run has."""
+    names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def own_sockets() -> dict[str, str]:
+    """Where vLLM puts the sockets by which ranks of a replica tell each other, which it leaves behind: into a folder
+    that goes with the engine, or, of a process that was killed, with the next one."""
+    return {"VLLM_RPC_BASE_PATH": str(_folders.enter_context(temporary_folder("hrl-vllm-")))}
+
+
+def variables(device: torch.device, run: str) -> dict[str, str]:
+    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores. run: see
+    `run_name`; it must be no part of vLLM's configuration, by which what has been compiled is found again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(torch.cuda.current_device() if device.type == "cuda" else 0),
+        "LOCAL_WORLD_SIZE": "1",
+        RUN: run,
+        **COMPILER_VARIABLES,
+        **allocator_variables(os.environ),
+    }
+
+
+def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools,
+    which cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given:
+    the environment; of its two names PyTorch prefers the newer."""
+    newer = given.get("PYTORCH_ALLOC_CONF")
+    return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
+
+
+def build(
+    arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
+) -> tuple[LLMEngine, int]:
+    """The engine, and the bytes of its cache. Raises ConfigError or ModelError with vLLM's own words for what it
+    refuses."""
+    check_platform(device)
+    compile_alone()
+    try:
+        vllm_config = EngineArgs(**arguments).create_engine_config()
+        num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
+        give_cache(vllm_config.cache_config, num_bytes)
+        return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
+    except (HybridRLError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except (
+        RuntimeError,
+        ValueError,
+        NotImplementedError,
+        LookupError,
+        AssertionError,
+        AttributeError,
+        TypeError,
+        ImportError,
+    ) as error:
+        raise refusal(error) from error
+
+
+def refusal(error: Exception) -> ConfigError | ModelError:
+    """What to raise for an error of vLLM while it builds an engine: its own words, and what to do."""
+    others = "or set rollout.engine=inplace (or hf)"
+    if isinstance(error, ImportError):
+        package = f"pip install {error.name}, " if error.name else ""
+        return ModelError(f"vLLM lacks a package for this model: {error}; {package}{others}")
+    words = reason(error)
+    if "failed to be inspected" in words:  # in a process of its own, whose error is in vLLM's log alone
+        missing = [name for name in INSPECTED if importlib.util.find_spec(name) is None]
+        lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
+        what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
+        return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {what}, {others}")
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {words}; change them, {others}")
+    return ModelError(
+        f"vLLM fails on this model ({type(error).__name__}: {words}): its code for the architecture expects another "
+        f"config.json or other weights; {others.removeprefix('or ')}, or try another version of vLLM"
+    )
+
+
+def explain_step(error: BaseException, *, is_first: bool) -> None:
+    """Raise EngineStateError for an error of a step of vLLM's that says nothing of what led to it, and ModelError for
+    one of the first step: vLLM's code does not run this model."""
+    words = str(error).strip().splitlines()[:1]
+    told = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+    if "does not use offset" in str(error):  # vLLM takes back the noise of a pass whose prompt was not yet whole
+        raise EngineStateError(
+            "vLLM cannot compute a prompt in chunks on a CPU with per_request_seeds=true "
+            f"({words[0]}); set per_request_seeds=false, or raise "
+            "max_num_batched_tokens above the tokens of all prompts of a pass "
+            "(max_num_seqs times the longest)"
+        ) from error
+    is_of_code = isinstance(error, (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError))
+    if is_first and is_of_code and not isinstance(error, (HybridRLError, torch.OutOfMemoryError)):
+        raise ModelError(
+            f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
+            "another version of vLLM"
+        ) from error
+
+
+class SizedCache(CacheConfig):
+    """A CacheConfig whose bytes are no part of the hash by which vLLM finds what it has compiled: they depend on what
+    is free at the start, and what is compiled does not depend on them. vLLM 0.25.1 has them in."""
+
+    def compute_hash(self) -> str:
+        """See CacheConfig."""
+        own: Any = self  # a dataclass by a decorator that type checkers do not see through
+        num_bytes, own.kv_cache_memory_bytes = own.kv_cache_memory_bytes, None
+        try:
+            return super().compute_hash()
+        finally:
+            own.kv_cache_memory_bytes = num_bytes
+
+
+def give_cache(config: CacheConfig, num_bytes: int) -> None:
+    """Say how large the cache is to be."""
+    config.__class__ = SizedCache
+    config.kv_cache_memory_bytes = num_bytes
+
+
+def reason(error: Exception) -> str:
+    """What vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in found)
+
+
+def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
+    """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
+    core = llm.engine_core.engine_core
+    if has("shuts_down_when_collected", llm):
+        llm.engine_core._finalizer.detach()
+    llm.renderer.shutdown()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    envs.disable_envs_cache()
+    release_groups(with_all=with_all_groups)
+
+
+def release_groups(*, with_all: bool) -> None:
+    """Take vLLM's process groups down. with_all: and torch.distributed, which is the trainer's where it has ranks."""
+    try:
+        parallel_state.destroy_model_parallel()
+        # vLLM would take its group of all ranks for the next engine too, whatever became of torch.distributed; its own
+        # call that drops it ends torch.distributed.
+        world = parallel_state._WORLD
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+        if world is not None:
+            world.destroy()
+    finally:
+        _folders.close()
+        if with_all and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,399 @@
+"""vLLM inside the trainer's process, as a RolloutEngine.
+
+One step of ours is one step of vLLM. What waits, waits here: vLLM is given as many requests as may run, so that a
+pause, an abort or a new version need not look into its queues.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.engines.base import (
+    KV_CACHE,
+    TAGS,
+    WEIGHTS,
+    EngineState,
+    EngineStats,
+    FinishedSample,
+    FinishReason,
+    RolloutRequest,
+)
+from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.sampling import check_finite
+from hybrid_rl.engines.vllm.arguments import engine_arguments
+from hybrid_rl.engines.vllm.build import (
+    LIVE,
+    build,
+    explain_step,
+    own_group,
+    own_sockets,
+    release_groups,
+    require_none_live,
+    run_name,
+    tear_down,
+    variables,
+)
+from hybrid_rl.engines.vllm.config_folder import config_folder
+from hybrid_rl.engines.vllm.derived import log_derived
+from hybrid_rl.engines.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
+from hybrid_rl.engines.vllm.loader import LoadedWeights
+from hybrid_rl.engines.vllm.memory import EngineMemory, can_sleep_on
+from hybrid_rl.engines.vllm.requests import Generation, check_sampling, sampled_logprobs, vllm_params
+from hybrid_rl.engines.vllm.weights import WeightWriter
+from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.layout import WeightLayout, named_weights
+
+
+class VLLMEngine(GuardedEngine):
+    """A RolloutEngine over one vLLM replica of this process.
+
+    With tensor parallelism this is one rank of a replica: all of its ranks make the same calls in the same order (see
+    SharedEngine). torch.distributed is set up by whoever has several ranks, before; a single rank gets a group of its
+    own for as long as the engine lives.
+
+    module: the trainer's model: its class, its config and the names of its weights are used, never its weights. dtype:
+    of the engine's weights. max_length: longest prompt and completion together. seed: equal on the ranks of a replica.
+    decode: token ids to text. memory_share: of the free memory that is this engine's to use. adopts: have the
+    trainer's weights in the engine's memory, for one rank of the engine's dtype; such memory cannot sleep. can_sleep:
+    whether memory is given back.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        config: VLLMConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        memory_share: float = 1.0,
+        adopts: bool = False,
+    ) -> None:
+        require_none_live()
+        super().__init__(
+            vocab_size=int(module.config.get_text_config().vocab_size),
+            max_length=max_length,
+            why="vLLM was built for the longest prompt and max_completion_length, which may be raised",
+            max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
+            decode=decode,
+        )
+        self._config = config
+        self._layout = WeightLayout.of(named_weights(module).items())
+        self._guest = Guest(seed)
+        self._owns_group = not dist.is_initialized()
+        self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
+        try:
+            if self._owns_group:
+                own_group(device)
+            self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
+            with (
+                process_kept(variables(device, run_name()) | own_sockets()),
+                on_stream(stream_of_thread(device)),
+                self._guest.active(),
+                classes_kept(module) as models,
+            ):
+                arguments = engine_arguments(
+                    config,
+                    config_folder(module),
+                    dtype=dtype,
+                    max_length=max_length,
+                    seed=seed % 2**32,
+                    trust_remote_code=trust_remote_code,
+                    can_sleep=can_sleep,
+                    device=device,
+                )
+                arguments |= self._writer.arguments()
+                self._llm, self._kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
+                models.append(self._writer.weights.model)
+                self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
+                self._memory = EngineMemory(self._llm, can_sleep=can_sleep, constants=self._writer.weights.constants)
+                self._memory.sleep(TAGS)
+        except BaseException:
+            release_groups(with_all=self._owns_group)
+            raise
+        log_derived(self._writer.weights)
+        # There a request without a seed has NumPy draw one; to bring its own costs nothing.
+        self._draws_seeds = device.type == "cuda" and self._llm.vllm_config.use_v2_model_runner
+        cache = self._llm.vllm_config.cache_config
+        self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
+        self._waiting: deque[Generation] = deque()
+        self._running: dict[int, Generation] = {}
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
+        self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
+        self._num_generated_tokens = self._num_steps = 0
+        LIVE.add(self)
+        try:
+            if adopts:
+                self._writer.adopt(module)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def require_ready(self, version: int) -> None:
+        """See RolloutEngine."""
+        self._require_working()
+        super().require_ready(version)
+
+    def _require_working(self) -> None:
+        if self._is_closed:
+            raise EngineStateError("the engine is closed; make a new one")
+        if self._failure is not None:
+            raise EngineStateError(
+                f"the engine failed ({type(self._failure).__name__}: {self._failure}); make a new one (of a Trainer: "
+                f"save(), and make a new Trainer with resume=)"
+            ) from self._failure
+
+    def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
+        """See RolloutEngine."""
+        super().check(requests, version)
+        for request in requests:
+            check_sampling(request)
+
+    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
+        """See RolloutEngine."""
+        self.check(requests, version)
+        if not self._ids:
+            # What is found in the cache, and the noise, must not depend on what was generated before: a resumed run
+            # repeats its rollout, whatever was evaluated between.
+            self._forget_prefixes()
+            if requests:
+                self._guest.random.restart(requests[0].params.seed)
+        self._ids.update(request.id for request in requests)
+        self._waiting.extend(map(Generation, requests))
+        return [request.id for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """Requests that vLLM has."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that vLLM has not been given yet."""
+        return len(self._waiting)
+
+    def _forget_prefixes(self) -> None:
+        """Drop the cache; running requests are computed again, with the weights of then."""
+        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
+            raise HandoffError("vLLM did not drop its prefix cache: old keys would meet new weights")
+
+    # ---------------------------------------------------------------------------------------------------- step
+
+    def step(self) -> list[FinishedSample]:
+        """See RolloutEngine. After an error of vLLM the engine cannot be used any more."""
+        self.require_ready(self.policy_version)
+        try:
+            finished = self._take_aborted()
+            if self._paused is None:
+                self._admit()
+            if not self._running or self._paused == "keep":
+                return finished
+            with self._guest.stepping():
+                outputs = self._llm.step()
+            finished += self._postprocess(outputs)
+        except BaseException as error:
+            self._failure = error
+            explain_step(error, is_first=self._num_steps == 0)
+            raise
+        self._num_steps += 1
+        return finished
+
+    def _take_aborted(self) -> list[FinishedSample]:
+        if not self._aborted:
+            return []
+        aborted, self._aborted = self._aborted, set()
+        leaving = [self._running.pop(identity) for identity in [*self._running] if identity in aborted]
+        self._llm.abort_request([str(generation.request.id) for generation in leaving])
+        leaving += [generation for generation in self._waiting if generation.request.id in aborted]
+        self._waiting = deque(generation for generation in self._waiting if generation.request.id not in aborted)
+        return [self._finish(generation, "abort") for generation in leaving]
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.max_num_seqs:
+            generation = self._waiting.popleft()
+            request = generation.request
+            params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
+            self._running[request.id] = generation
+            self._llm.add_request(str(request.id), generation.prompt, params)
+
+    def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
+        finished, stopped = [], []
+        for output in outputs:
+            generation, made = self._running[int(output.request_id)], output.outputs[0]
+            if not generation.tokens and made.token_ids:
+                cached = output.num_cached_tokens or 0
+                self._num_prompt_tokens += len(generation.request.prompt_ids) - cached
+                self._num_prefix_tokens += cached
+            logprobs = sampled_logprobs(made)
+            check_finite(logprobs)
+            reason = self._extend(generation, made.token_ids, logprobs)
+            if reason is not None:
+                del self._running[generation.request.id]
+                finished.append(self._finish(generation, reason))
+                if not output.finished:
+                    stopped.append(output.request_id)
+            elif output.finished:
+                raise EngineStateError(
+                    f"vLLM ended request {generation.request.id} after {len(generation.tokens)} of "
+                    f"{generation.request.params.max_tokens} tokens, by {made.finish_reason!r}"
+                )
+        self._llm.abort_request(stopped)
+        return finished
+
+    def _extend(
+        self, generation: Generation, token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> FinishReason | None:
+        """Append tokens up to the one that ends the completion; why it ends, if it does."""
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            generation.tokens.append(token)
+            generation.logprobs.append(logprob)
+            generation.versions.append(self.policy_version)
+            self._num_generated_tokens += 1
+            self.fingerprint = zlib.crc32(token.to_bytes(4, "little"), self.fingerprint)
+            if self._is_stopped(generation.request, generation.tokens):
+                return "stop"
+            if len(generation.tokens) >= generation.request.params.max_tokens:
+                return "length"
+        return None
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
+        self._ids.discard(generation.request.id)
+        self._num_finished += 1
+        return generation.finished(reason)
+
+    # --------------------------------------------------------------------------------------- weights and memory
+
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """See RolloutEngine. Collective over all ranks."""
+        start = time.perf_counter()
+        self._require_working()
+        self.require_update(version)
+        if source.weight_layout() != self._layout:
+            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        self.policy_version = -1
+        with self._guest.active():
+            delivered = self._writer.write(source, version, self._llm.vllm_config.model_config)
+            self._forget_prefixes()
+        self.policy_version = version
+        return HandoffReport(
+            version,
+            delivered.num_bytes,
+            len(self._layout.tensors),
+            time.perf_counter() - start,
+            link_bytes=delivered.link_bytes,
+            num_pieces=delivered.num_pieces,
+            num_buckets=delivered.num_buckets,
+            staging_bytes=delivered.staging_bytes,
+            minimum_bytes=delivered.minimum_bytes,
+        )
+
+    def weight_layout(self) -> WeightLayout:
+        """See RolloutEngine. The names are the trainer's."""
+        return self._layout
+
+    def sleep(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them. Weights that
+        sleep are lost: there is no version until they are published again. An engine that failed drops its requests."""
+        if self._failure is not None:
+            self._llm.abort_request([*map(str, self._running)])
+            self._running, self._waiting = {}, deque()
+            self._ids.clear()
+        tags = self.require_sleep(tags)
+        with self._guest.active():
+            if KV_CACHE not in self._memory.asleep and self._failure is None:
+                self._forget_prefixes()
+            if self._memory.sleep(tags):
+                self.policy_version = -1
+        self._settle()
+
+    def wake(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine."""
+        tags = self.require_wake(tags)
+        with self._guest.active():
+            self._memory.wake(tags)
+        self._settle()
+
+    def _settle(self) -> None:
+        if WEIGHTS in self._memory.asleep:
+            self.state = EngineState.ASLEEP
+        else:
+            self.state = EngineState.WEIGHTS if KV_CACHE in self._memory.asleep else EngineState.READY
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """vLLM's own tensors, and where each of their elements comes from."""
+        return self._writer.weights
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most that one launch of a handoff writes."""
+        return self._writer.bucket_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights while they are awake."""
+        return sum(tensor.nbytes for tensor in self._writer.weights.destinations)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """See RolloutEngine."""
+        return self._kv_cache_tokens
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return self._kv_cache_bytes
+
+    def stats(self) -> EngineStats:
+        """See RolloutEngine. What vLLM does not tell is 0: tokens shared within a group (they count as found in the
+        cache) and preemptions."""
+        return EngineStats(
+            state=self.state,
+            policy_version=self.policy_version,
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_shared_prompt_tokens=0,
+            num_prefix_tokens=self._num_prefix_tokens,
+            num_preemptions=0,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
+            kv_cache_bytes=0 if KV_CACHE in self._memory.asleep else self._kv_cache_bytes,
+            kv_cache_used_share=self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage,
+        )
+
+    def close(self) -> None:
+        """See RolloutEngine. The trainer's process groups stay; nothing happens the second time."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # vLLM gives its pools of memory back, in which no tensor of ours may lie any more.
+        self._writer.close()
+        del self._writer, self._memory
+        gc.collect()
+        with process_kept(), on_stream(self._guest.stream):
+            tear_down(self._llm, with_all_groups=self._owns_group)
+        del self._llm
+        LIVE.discard(self)
+        gc.collect()

@@ -1,0 +1,14 @@
+"""vLLM's build of FlashAttention, for engines that are not vLLM."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hybrid_rl.engines.vllm.environment import process_kept
+
+
+def functions() -> Any:
+    """The module vllm.vllm_flash_attn. Raises ImportError if vLLM was built without these kernels, as for CPUs."""
+    with process_kept():
+        return importlib.import_module("vllm.vllm_flash_attn")

@@ -1,0 +1,75 @@
+"""vLLM's memory, by tag."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.engines.vllm.versions import has
+
+logger = logging.getLogger(__name__)
+
+
+def can_sleep_on(device: torch.device) -> bool:
+    """Whether vLLM can give memory of this device back."""
+    return device.type == "cuda"
+
+
+class EngineMemory:
+    """Puts an LLMEngine's weights and cache to sleep, and wakes them. Requests that it holds stay, and are computed
+    again.
+
+    Sleeping weights are lost, and nothing of them is copied; vLLM keeps the model's buffers in host memory meanwhile.
+    constants: tensors among the weights that are neither parameters nor buffers, and that a handoff does not write;
+    they are kept here. can_sleep: whether its platform can give memory back; where it cannot, nothing is moved and the
+    log says so once.
+    """
+
+    def __init__(self, llm: Any, *, can_sleep: bool, constants: Sequence[Tensor] = ()) -> None:
+        self._llm, self._can_sleep = llm, can_sleep
+        self._constants = [(tensor, tensor.cpu().clone()) for tensor in constants] if can_sleep else []
+        self.asleep: set[str] = set()
+        self._has_told = False
+
+    def sleep(self, tags: frozenset[str]) -> bool:
+        """Give the memory of these tags back; whether weights were lost. The cache sleeps whenever the weights do:
+        nothing can be cached then."""
+        wanted = (tags | {KV_CACHE}) - self.asleep
+        if not wanted:
+            return False
+        if self._can_sleep:
+            self._sleep(wanted)
+        elif not self._has_told:
+            logger.warning(
+                "vLLM cannot sleep on CPUs: its weights and its KV cache stay in memory while the trainer works"
+            )
+            self._has_told = True
+        self.asleep |= wanted
+        return self._can_sleep and WEIGHTS in wanted
+
+    def _sleep(self, wanted: frozenset[str]) -> None:
+        if WEIGHTS in wanted:
+            if KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm):
+                self._llm.wake_up([KV_CACHE])
+            self._llm.sleep(level=2, mode="keep")
+        else:
+            # The weights stay what they are, which takes a copy to the host and back. No phase of a training step asks
+            # for it: there the cache sleeps with the weights, or is not awake yet.
+            self._llm.sleep(level=1, mode="keep")
+            self._llm.wake_up([WEIGHTS])
+
+    @torch.no_grad()
+    def wake(self, tags: frozenset[str]) -> None:
+        """Get the memory of these tags back; what the weights are then, is undefined if they were lost."""
+        wanted = tags & self.asleep
+        if self._can_sleep and wanted:
+            self._llm.wake_up([tag for tag in (WEIGHTS, KV_CACHE) if tag in wanted])
+            if WEIGHTS in wanted:
+                for tensor, value in self._constants:
+                    tensor.copy_(value)
+        self.asleep -= wanted

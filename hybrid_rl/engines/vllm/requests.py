@@ -1,0 +1,75 @@
+"""Requests on their way through vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+
+from hybrid_rl.engines.base import FinishedSample, FinishReason, RolloutRequest, SamplingParams
+from hybrid_rl.errors import DataError, EngineStateError
+
+COLDEST = 0.01  # vLLM samples at this temperature where one above 0 but below it is asked for
+
+
+@dataclass
+class Generation:
+    """A request and what has been generated for it."""
+
+    request: RolloutRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def finished(self, reason: FinishReason) -> FinishedSample:
+        """The event of its end."""
+        return FinishedSample(self.request.id, self.tokens, self.logprobs, self.versions, reason)
+
+    @property
+    def prompt(self) -> Any:
+        """What vLLM is given."""
+        return tokens_input(list(self.request.prompt_ids))
+
+
+def check_sampling(request: RolloutRequest) -> None:
+    """Raises DataError for what vLLM would do differently from what is asked for."""
+    temperature = request.params.temperature
+    if 0 < temperature < COLDEST:
+        raise DataError(
+            f"request {request.id}: vLLM samples no colder than at {COLDEST}, but temperature={temperature}; use 0 "
+            f"(greedy) or at least {COLDEST}"
+        )
+
+
+def sampled_logprobs(made: Any) -> list[float]:
+    """ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of these
+    tokens."""
+    flat = made.logprobs
+    if flat is None or [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
+        raise EngineStateError(f"vLLM gave the tokens {list(made.token_ids)} logprobs of others: {flat}")
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingParams:
+    """The same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the engine's.
+
+    Stop strings are looked for by us: vLLM has no tokenizer here.
+    """
+    return VLLMSamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+        seed=params.seed % 2**63 if has_own_seed else None,
+    )

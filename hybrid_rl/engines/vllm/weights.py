@@ -1,0 +1,95 @@
+"""How weights get into vLLM: written where its own loader would put them, element by element."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rl.engines.vllm.derived import reload_derived
+from hybrid_rl.engines.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
+from hybrid_rl.engines.vllm.quantization import quantization_of_platform
+from hybrid_rl.models.weights.views import CheckpointViews
+from hybrid_rl.resharding.adopt import adopted_views, check_adopted
+from hybrid_rl.resharding.handoff.base import Delivered, Source
+from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.resharding.plan import BUCKET_BYTES, Plan, make_plan
+
+
+class WeightWriter:
+    """Writes the trainer's weights into a live vLLM model.
+
+    views: of the trainer's checkpoint. rank: of this process among those that hold the weights. is_plain: keep weights
+    as they were loaded where the platform would pack them; what it packs is loaded anew by vLLM at every handoff.
+    """
+
+    def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._views, self._rank, self._is_plain, self.bucket_bytes = views, rank, is_plain, bucket_bytes
+        self._loading = Loading(views)
+        self._plans: dict[str, Plan] = {}
+        self._adopted: dict[str, Tensor] = {}
+
+    def arguments(self) -> Mapping[str, Any]:
+        """What vLLM has to be built with."""
+        quantization = quantization_of_platform() if self._is_plain else None
+        return {
+            "load_format": LOAD_FORMAT,
+            "model_loader_extra_config": {LOADING: self._loading},
+            **({"quantization": quantization} if quantization else {}),
+        }
+
+    @property
+    def weights(self) -> LoadedWeights:
+        """The model that vLLM built, and where its weights come from."""
+        return self._loading.weights
+
+    def close(self) -> None:
+        """Let go of every tensor of vLLM's. The writer cannot be used afterwards."""
+        self._loading.forget()
+        self._plans, self._adopted = {}, {}
+
+    @torch.no_grad()
+    def adopt(self, module: PreTrainedModel) -> None:
+        """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff writes no byte.
+
+        Raises HandoffError, before anything moves, where the two store weights differently.
+        """
+        tensors = named_weights(module)
+        views = adopted_views(self.weights.trace, self.weights.destinations)
+        for name, view in views.items():
+            view.copy_(tensors[name])
+            tensors[name].data = view
+        self._adopted = views
+
+    @torch.no_grad()
+    def write(self, source: Source, version: int, model_config: Any) -> Delivered:
+        """Write all weights of a policy version. Collective over the participants of the source.
+
+        Raises HandoffError on all of them where one fails; what has been written by then is undefined.
+        """
+        with source.opened(version):  # a rank that cannot even plan tells the others in here
+            self.weights.check_places()
+            if self._adopted:
+                check_adopted({name: source.full(name) for name in self._adopted}, self._adopted)
+                return Delivered(0, {}, 0, 0)
+            self.weights.trace.fill(self.weights.destinations)
+            delivered = source.deliver(self._plan(source), self.weights.destinations)
+            num_reloaded = reload_derived(self.weights, self._views, source.full, model_config)
+        links = dict(delivered.link_bytes)
+        if num_reloaded:
+            links["reloaded"] = num_reloaded
+        return dataclasses.replace(delivered, num_bytes=delivered.num_bytes + num_reloaded, link_bytes=links)
+
+    def _plan(self, source: Source) -> Plan:
+        layout = source.layout()
+        digest = layout.digest()
+        if digest not in self._plans:
+            # One source has one layout; another one's plan is of no more use.
+            rank = self._rank if len(layout.hosts) > 1 else 0  # a source of this process alone knows of no ranks
+            plan = make_plan(self.weights.trace, layout, rank, bucket_bytes=self.bucket_bytes)
+            self._plans = {digest: plan}
+        return self._plans[digest]

@@ -1,5 +1,0 @@
-"""The engine over a model's own forward and the caches of transformers."""
-
-from hybrid_rl.rollout.hf.engine import HFEngine
-
-__all__ = ["HFEngine"]

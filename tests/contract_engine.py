@@ -1,0 +1,339 @@
+"""A tiny engine that keeps, or on request breaks, every promise of the RolloutEngine contract.
+
+Weights and cache are its own and lie in regions: sleep really gives their memory back, and weights that were discarded
+really are gone. Faults can be injected into its calls (see `faults.py`), so that leases, handoff, probe and watchdog
+can be tested against an engine that misbehaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.engines.base import (
+    KV_CACHE,
+    WEIGHTS,
+    EngineState,
+    EngineStats,
+    FinishedSample,
+    FinishReason,
+    RolloutRequest,
+)
+from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.inplace.blocks import BlockPool
+from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
+from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.memory import Region
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from tests.engine_faults import Effect, Fault, Faults
+
+
+class ContractModel(nn.Module):
+    """The trainer's side: a language model that can be computed by hand.
+
+    With v the embeddings of the tokens, the logits behind token t are `head (v_t + decay * sum of v_j for j <= t)`:
+    they depend on every weight, on the buffer `decay`, and, in an engine, on all that the cache holds.
+    """
+
+    decay: Tensor
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, decay: float = 0.5) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size))
+        self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) / hidden_size**0.5)
+        self.register_buffer("decay", torch.tensor([decay]))
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        """int64 [B, T] to an object whose `logits` are float32 [B, T, V]."""
+        embedded = self.embedding[input_ids]
+        hidden = embedded + self.decay * embedded.cumsum(-2)
+        return SimpleNamespace(logits=hidden @ self.head.T)
+
+
+class ContractEngine(GuardedEngine):
+    """A RolloutEngine with the weights of a `ContractModel` of the same sizes; on the CPU, in fp32.
+
+    config: as for the in-place engine, without CUDA graphs. max_positions: longest prompt and completion together.
+    decode: token ids to text, for stop strings. discard_weights: sleeping weights are lost and have to be published
+    again, else they come back. faults: what is to go wrong.
+    """
+
+    def __init__(
+        self,
+        config: InPlaceConfig,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        max_positions: int,
+        decode: Callable[[Rows[int]], str] | None = None,
+        discard_weights: bool = False,
+        faults: Iterable[Fault] = (),
+    ) -> None:
+        super().__init__(
+            vocab_size=vocab_size,
+            max_length=max_positions,
+            why=f"the model has {max_positions} positions",
+            max_num_waiting=config.max_num_waiting,
+            decode=decode,
+        )
+        self._config = config
+        self._discard_weights = discard_weights
+        self.faults = Faults(faults)
+        self._first: dict[str, Tensor] | None = None  # what a stale engine comes back with
+
+        with torch.device("meta"):
+            template = named_weights(ContractModel(vocab_size, hidden_size))
+        self._layout = WeightLayout.of(template.items())
+        self._buffer_names = tuple(name for name, tensor in template.items() if not isinstance(tensor, nn.Parameter))
+        self.weights_region, self.kv_region = Region(WEIGHTS), Region(KV_CACHE)
+        self._weights = {
+            spec.name: self.weights_region.allocate(spec.shape, spec.dtype) for spec in self._layout.tensors
+        }
+        size = config.block_size
+        num_blocks = config.max_num_seqs * -(-max_positions // size)
+        if config.kv_cache_memory_bytes is not None:
+            num_blocks = max(1, config.kv_cache_memory_bytes // (size * hidden_size * torch.float32.itemsize))
+        self._kv = self.kv_region.allocate((num_blocks * size, hidden_size), torch.float32)
+        self.weights_region.sleep("discard")
+        self.kv_region.sleep("discard")
+
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks, size),
+            SeatTable(config.max_num_seqs, -(-max_positions // size)),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            remember_prefixes=config.enable_prefix_caching,
+        )
+        self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
+        self._num_generated_tokens = self._num_steps = 0
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
+        """See RolloutEngine."""
+        self.check(requests, version)
+        if not self._ids:
+            self._scheduler.pool.forget()
+        self._ids.update(request.id for request in requests)
+        self._scheduler.add(Sequence(request) for request in requests)
+        return [request.id for request in requests]
+
+    @property
+    def num_running(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """See GuardedEngine."""
+        return len(self._scheduler.waiting)
+
+    # ---------------------------------------------------------------------------------------------------- step
+
+    @torch.inference_mode()
+    def step(self) -> list[FinishedSample]:
+        """See RolloutEngine."""
+        self.require_ready(self.policy_version)
+        effect = self.faults.enter("step")
+        everyone = [*self._scheduler.running, *self._scheduler.waiting]
+        leaving = [sequence for sequence in everyone if sequence.request.id in self._aborted]
+        for sequence in leaving:
+            if sequence.seat >= 0:
+                self._scheduler.remove(sequence)
+            else:
+                self._scheduler.waiting.remove(sequence)
+        chunks = [] if self._paused == "keep" else self._scheduler.schedule(admit=self._paused is None)
+        try:
+            if effect == "raise":
+                self.faults.fail("step")
+            sampled = self._run(chunks)
+        except BaseException:
+            # Blocks count as written that were not: everybody is computed again, and who was leaving leaves later.
+            self._scheduler.requeue_running()
+            self._scheduler.add(leaving)
+            raise
+        self._aborted = set()
+        finished = [self._finish(sequence, "abort") for sequence in leaving]
+        for sequence, token, logprob in sampled:
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self.policy_version)
+            if reason := self._finish_reason(sequence):
+                self._scheduler.remove(sequence)
+                finished.append(self._finish(sequence, reason))
+        return finished
+
+    def _run(self, chunks: list[Chunk]) -> list[tuple[Sequence, int, float]]:
+        """A pass: write the keys of all chunks, then choose a token for every sequence whose last chunk it was."""
+        for chunk in chunks:
+            start, end = chunk.start, chunk.start + chunk.count
+            token_ids = torch.tensor(chunk.sequence.context(start, end))
+            self._kv[self._slots(chunk.sequence, start, end)] = self._weights["embedding"][token_ids]
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            # Full blocks are shared; the last, partly filled one is written by each sequence and so is copied.
+            own = end - end % self._config.block_size
+            for follower in chunk.followers:
+                self._kv[self._slots(follower, own, end)] = self._kv[self._slots(chunk.sequence, own, end)]
+        sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
+        tokens, logprobs = self._choose(sequences) if sequences else ([], [])
+        self._num_steps += bool(chunks)
+        for chunk in chunks:
+            self._num_prompt_tokens += 0 if chunk.is_decode else chunk.count
+            self._num_shared_tokens += (chunk.start + chunk.count) * len(chunk.followers)
+        self._num_generated_tokens += len(sequences)
+        return list(zip(sequences, tokens, logprobs, strict=True))
+
+    def _slots(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Where tokens start .. end of a sequence lie in the cache."""
+        size = self._config.block_size
+        return [sequence.blocks[i // size] * size + i % size for i in range(start, end)]
+
+    def _choose(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+        """The next token of each sequence, and ln p of it."""
+        device = torch.device("cpu")
+        params = SamplingTensors.of([sequence.request.params for sequence in sequences], device)
+        # Row by row: the bits of a product may depend on its shape, and a sample must not depend on its batch.
+        rows = []
+        for row, sequence in enumerate(sequences):
+            keys = self._kv[self._slots(sequence, 0, sequence.num_tokens)]
+            logits = self._weights["head"] @ (keys[-1] + self._weights["decay"] * keys.sum(0))
+            history = torch.tensor(sequence.context(0, sequence.num_tokens))
+            rows.append(penalise(logits[None], params.repetition_penalty[row : row + 1], history[None]))
+        positions = torch.tensor([len(sequence.tokens) for sequence in sequences])
+        tokens, logprobs = sample(torch.cat(rows), params, positions)
+        check_finite(logprobs.tolist())
+        return tokens.tolist(), logprobs.tolist()
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if self._is_stopped(sequence.request, sequence.tokens):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.request.params.max_tokens else None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
+        self._ids.discard(sequence.request.id)
+        self._num_finished += 1
+        return sequence.finished(reason)
+
+    # --------------------------------------------------------------------------------------- weights and memory
+
+    @torch.inference_mode()
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """See RolloutEngine. Copies. Raises HandoffError where the source has other tensors, or where a byte was not
+        written; the engine then holds no version until it is given weights."""
+        start = time.perf_counter()
+        self.require_update(version)
+        if source.weight_layout() != self._layout:
+            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        effect = self.faults.enter("update_weights")
+        num_bytes = self._layout.num_bytes
+        if effect != "ignore":
+            self._scheduler.requeue_running()
+            self.policy_version = -1
+            if effect != "stale_weights":
+                num_bytes = self._copy(source, effect)
+            if num_bytes != self._layout.num_bytes:
+                raise HandoffError(
+                    f"{num_bytes} of {self._layout.num_bytes} bytes of policy version {version} were written"
+                )
+            self.policy_version = version
+        if self._first is None:
+            self._first = {name: tensor.clone() for name, tensor in self._weights.items()}
+        return HandoffReport(version, num_bytes, len(self._weights), time.perf_counter() - start)
+
+    def _copy(self, source: Source, effect: Effect | None) -> int:
+        """Write the weights; returns the bytes written."""
+        num_bytes = 0
+        for number, (name, mine) in enumerate(self._weights.items(), start=1):
+            if effect == "raise" and 2 * number > len(self._weights):
+                self.faults.fail("update_weights")
+            left_out = 1 if effect == "skip_byte" and number == len(self._weights) else 0
+            end = mine.numel() * mine.itemsize - left_out
+            theirs = source.full(name).detach().contiguous()
+            mine.view(-1).view(torch.uint8)[:end] = theirs.view(-1).view(torch.uint8)[:end]
+            num_bytes += end
+        return num_bytes
+
+    def weight_layout(self) -> WeightLayout:
+        """See RolloutEngine."""
+        return self._layout
+
+    @torch.inference_mode()
+    def sleep(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them."""
+        tags = self.require_sleep(tags)
+        effect = self.faults.enter("sleep")
+        if effect == "raise":
+            self.faults.fail("sleep")
+        self._scheduler.requeue_running()
+        if not self.kv_region.is_asleep:
+            self.kv_region.sleep("discard")
+        if WEIGHTS in tags and not self.weights_region.is_asleep:
+            if effect == "drop_buffers":
+                for name in self._buffer_names:
+                    self._weights[name].zero_()
+            self.weights_region.sleep("discard" if self._discard_weights else "offload")
+            if self._discard_weights:
+                self.policy_version = -1
+        self._settle()
+
+    @torch.inference_mode()
+    def wake(self, tags: Iterable[str]) -> None:
+        """See RolloutEngine."""
+        tags = self.require_wake(tags)
+        effect = self.faults.enter("wake")
+        if effect == "raise":
+            self.faults.fail("wake")
+        if self.weights_region.is_asleep:
+            self.weights_region.wake()
+        if effect == "stale_weights" and self._first is not None:
+            for name, tensor in self._first.items():
+                self._weights[name].copy_(tensor)
+        if KV_CACHE in tags and self.kv_region.is_asleep:
+            self.kv_region.wake()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.weights_region.is_asleep:
+            self.state = EngineState.ASLEEP
+        else:
+            self.state = EngineState.WEIGHTS if self.kv_region.is_asleep else EngineState.READY
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """See RolloutEngine."""
+        return len(self._kv)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See RolloutEngine."""
+        return self.kv_region.num_bytes
+
+    def stats(self) -> EngineStats:
+        """See RolloutEngine."""
+        pool = self._scheduler.pool
+        return EngineStats(
+            state=self.state,
+            policy_version=self.policy_version,
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
+            num_finished=self._num_finished,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_shared_prompt_tokens=self._num_shared_tokens,
+            num_prefix_tokens=self._scheduler.num_prefix_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=self._num_steps,
+            kv_cache_bytes=0 if self.kv_region.is_asleep else self.kv_region.num_bytes,
+            kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
+        )

@@ -1,0 +1,129 @@
+"""Memory of keys and values: bytes by hand, what is read from where it was written, and seats."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder
+from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.models import AttentionOptions
+
+SHAPE = LayerShape(num_heads=2, key_dim=8, value_dim=6, dtype=torch.float64)
+WIDE = LayerShape(num_heads=3, key_dim=8, value_dim=17, dtype=torch.bfloat16)
+
+
+def cache(num_blocks=6, block_size=4):
+    made = PagedCache({0: SHAPE, 3: WIDE}, num_blocks, block_size, torch.device("cpu"))
+    made.allocate()
+    return made
+
+
+def test_bytes_by_hand():
+    """Values are padded to 16 and 32 dims."""
+    assert (SHAPE.padded_value_dim, WIDE.padded_value_dim) == (16, 32)
+    assert SHAPE.bytes_per_token == 2 * (8 + 16) * 8
+    assert WIDE.bytes_per_token == 3 * (8 + 32) * 2
+    made = cache()
+    assert made.num_bytes == 6 * 4 * (2 * 24 * 8 + 3 * 40 * 2)
+    assert made.num_bytes == sum(tensor.nbytes for layer in (0, 3) for tensor in made.memory(layer))
+    made.free()
+    assert (made.is_allocated, made.num_bytes) == (False, 6 * 4 * (2 * 24 * 8 + 3 * 40 * 2))
+
+
+def test_views_show_blocks_tokens_heads_dims_of_memory_that_starts_at_zero():
+    made = cache()
+    for layer, shape in made.layers.items():
+        keys, values = made.views(layer)
+        assert keys.shape == (6, 4, shape.num_heads, 8)
+        assert values.shape == (6, 4, shape.num_heads, shape.value_dim)
+        assert not keys.any() and not values.any()
+        assert keys.dtype == values.dtype == shape.dtype
+    keys, values = made.views(0)
+    keys[2, 3, 1, 5] = 7.0
+    values[4, 0, 1, 5] = 8.0
+    memory = made.memory(0)
+    assert memory[0][2, 1, 5, 3] == 7.0  # [block, head, dim, token]
+    assert memory[1][4, 1, 0, 5] == 8.0  # [block, head, token, dim]
+    assert (int(memory[0].count_nonzero()), int(memory[1].count_nonzero())) == (1, 1)
+
+
+def test_blocks_are_copied_whole_in_every_layer_from_what_was_there_before():
+    made = cache()
+    for layer in made.layers:
+        for tensor in made.memory(layer):
+            tensor.copy_(torch.randn(tensor.shape))
+    before = {layer: [tensor.clone() for tensor in made.memory(layer)] for layer in made.layers}
+    made.copy_blocks(torch.tensor([5, 5, 2]), torch.tensor([0, 2, 4]))  # 2 is read and written
+    for layer in made.layers:
+        for tensor, old in zip(made.memory(layer), before[layer], strict=True):
+            assert torch.equal(tensor, old[[5, 1, 5, 3, 2, 5]])
+
+
+def test_memory_that_was_freed_comes_back_as_zeros():
+    made = cache()
+    made.views(0)[0].fill_(1.0)
+    made.free()
+    made.allocate()
+    assert not made.memory(0)[0].any()
+
+
+def test_the_recorder_learns_shapes_and_answers_with_values():
+    recorder = ShapeRecorder()
+    value = torch.randn(1, 2, 6)
+    out = recorder.attend(4, torch.randn(1, 6, 8), torch.randn(1, 2, 8), value, AttentionOptions())
+    assert recorder.layers == {4: LayerShape(2, 8, 6, torch.float32)}
+    assert torch.equal(out, value[:, [0, 0, 0, 1, 1, 1]])
+
+
+# ---------------------------------------------------------------------------------------------------------- seats
+
+
+def test_a_seat_holds_its_sequence_until_it_is_released():
+    seats = SeatTable(3, 2)
+    taken = [seats.take(SamplingParams(9, seed=i, top_k=i), length=10 + i, generated=i, last=70 + i) for i in range(3)]
+    assert sorted(taken) == [0, 1, 2] and seats.num_free == 0
+    chosen = np.array([taken[2], taken[0]])
+    seats.advance(chosen, np.array([5, 6]))
+    assert seats.length[taken].tolist() == [11, 11, 13]
+    assert seats.generated[taken].tolist() == [1, 1, 3]
+    assert seats.last[taken].tolist() == [6, 71, 5]
+    seats.release(taken[1])
+    again = seats.take(SamplingParams(9, temperature=0.5, seed=-3), length=1, generated=0, last=2)
+    assert again == taken[1]
+    rows = seats.sampling(np.array([again, taken[2]]))
+    columns = {name: rows.columns[name].tolist() for name in ("seed", "top_k", "temperature")}
+    assert columns == {"seed": [-3, 2], "top_k": [0, 2], "temperature": [0.5, 1.0]}
+    assert rows.generated.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("params", "flags"),
+    [
+        ({}, (False, False, False)),
+        ({"top_k": 1}, (True, False, False)),
+        ({"top_p": 0.5}, (True, False, False)),
+        ({"min_p": 0.5}, (True, False, False)),
+        ({"temperature": 0.0}, (False, True, False)),
+        ({"repetition_penalty": 0.5}, (False, False, True)),
+    ],
+    ids=str,
+)
+def test_what_no_row_asks_for_is_switched_off(params, flags):
+    seats = SeatTable(4, 1)
+    plain = seats.take(SamplingParams(1), length=1, generated=0, last=0)
+    special = seats.take(SamplingParams(1, **params), length=1, generated=0, last=0)
+    for chosen, expected in (([plain], (False,) * 3), ([plain, special], flags)):
+        rows = seats.sampling(np.array(chosen))
+        assert (rows.truncates, rows.greedy, rows.penalises) == expected
+
+
+def test_wider_tables_keep_what_they_hold():
+    seats = SeatTable(2, 2)
+    seats.blocks[1] = [7, 8]
+    seats.widen(1)
+    assert seats.blocks.shape == (2, 2)
+    seats.widen(5)
+    assert seats.blocks.tolist() == [[0, 0, 0, 0, 0], [7, 8, 0, 0, 0]]

@@ -1,0 +1,199 @@
+"""What prompts have in common is computed once, is right, and is forgotten when it must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rl.engines import RolloutRequest
+from tests.unit.engines.engines import (
+    IN_PLACE,
+    TOKEN_BYTES,
+    forward_logprobs,
+    inplace,
+    inplace_compiled,
+    prompt,
+    request,
+    same_samples,
+)
+from tests.unit.models.families import VOCABULARY
+
+BLOCK = 16
+
+
+def after(common: int, length: int, identity: int, max_tokens: int = 4, **params) -> RolloutRequest:
+    """A prompt of `length` tokens, the first `common` of which are those of every other."""
+    own = tuple((11 * identity + 5 * i) % (VOCABULARY - 2) + 2 for i in range(length - common))
+    made = request(identity, 1, max_tokens, **params)
+    return replace(made, prompt_ids=(*prompt(common), *own))
+
+
+def alone(requests):
+    rig = inplace_compiled(max_num_seqs=1, enable_prefix_caching=False).ready()
+    return [rig.run([replace(one, group=None)])[0] for one in requests]
+
+
+def counters(rig):
+    stats = rig.engine.stats()
+    return stats.num_prompt_tokens, stats.num_prefix_tokens
+
+
+def test_two_prompts_submitted_together_share_what_fills_blocks():
+    rig = inplace_compiled().ready()
+    requests = [after(35, 40, 1), after(35, 38, 2), after(0, 20, 3), after(35, 36, 4)]
+    samples = rig.run(requests)
+    # 35 tokens are two full blocks; of the second and fourth prompt only the rest is computed, all in one pass.
+    assert counters(rig) == (40 + (38 - 32) + 20 + (36 - 32), 2 * 32)
+    assert rig.engine.stats().num_steps == 4
+    same_samples(samples, alone(requests))
+
+
+def test_a_later_prompt_finds_what_an_earlier_one_left():
+    rig = inplace_compiled().ready()
+    first, second, other = after(35, 40, 1, 3), after(35, 37, 2), after(0, 9, 3, 12)
+    rig.engine.submit([first, other], 1)
+    events = [event for _ in range(4) for event in rig.engine.step()]
+    assert [event.id for event in events] == [1]  # it left, and its blocks are free
+    rig.engine.submit([second], 1)
+    while rig.engine.num_unfinished:
+        events += rig.engine.step()
+    assert counters(rig) == (40 + 9 + 5, 32)
+    same_samples(sorted(events, key=lambda event: event.id), alone([first, second, other]))
+
+
+def test_groups_share_with_each_other_and_within():
+    rig = inplace_compiled().ready()
+    requests = [replace(after(32, 37, i // 3), id=i, group=i // 3, params=request(i).params) for i in range(6)]
+    samples = rig.run(requests)
+    assert counters(rig) == (37 + 5, 32)
+    assert rig.engine.stats().num_shared_prompt_tokens == 4 * 37
+    same_samples(samples, alone(requests))
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_block():
+    rig = inplace_compiled().ready()
+    requests = [request(i, 32, 3) for i in range(3)]
+    samples = rig.run(requests)  # no group: each finds the first of two blocks
+    assert counters(rig) == (32 + 2 * 16, 2 * 16)
+    same_samples(samples, alone(requests))
+
+
+def test_switched_off_nothing_is_found():
+    rig = inplace_compiled(enable_prefix_caching=False).ready()
+    requests = [request(i, 40, 3) for i in range(3)]
+    same_samples(rig.run(requests), alone(requests))
+    assert counters(rig) == (3 * 40, 0)
+
+
+def test_the_prefix_least_recently_used_is_evicted():
+    """Eight blocks: one of a request that stays, three prefixes of two, and one that holds none."""
+    rig = inplace_compiled(kv_cache_memory_bytes=8 * BLOCK * TOKEN_BYTES).ready()
+
+    def prefix(number, identity):
+        return replace(request(identity, 1, 1), prompt_ids=tuple(3 + (number + 2) * i % 90 for i in range(33)))
+
+    stay = request(99, 2, 14)  # keeps the engine busy, so that nothing is forgotten for that it is empty
+    rig.engine.submit([stay], 1)
+    for number in (0, 1, 2, 0):  # 0 is used again, so 1 is the oldest
+        rig.engine.submit([prefix(number, number)], 1)
+        rig.engine.step()
+    found = rig.engine.stats().num_prefix_tokens
+    assert found == 32
+    for number, expected in ((3, 0), (0, 32), (2, 32), (1, 0)):  # 3 takes three blocks, two of them from 1
+        rig.engine.submit([prefix(number, number)], 1)
+        before = rig.engine.stats().num_prefix_tokens
+        rig.engine.step()
+        assert rig.engine.stats().num_prefix_tokens - before == expected
+
+
+# -------------------------------------------------------------------------------------------------- forgotten
+
+
+def test_another_version_finds_nothing_of_the_old_one():
+    rig = inplace_compiled().ready()
+    requests = [after(32, 40, i, 9) for i in range(2)]
+    rig.engine.submit(requests, 1)
+    for _ in range(3):
+        rig.engine.step()
+    rig.engine.pause("keep")
+    rig.perturb()
+    rig.publish(2)
+    rig.engine.resume()
+    before = counters(rig)
+    late = after(32, 40, 5, 9)
+    rig.engine.submit([late], 2)
+    samples = {}
+    while rig.engine.num_unfinished:
+        samples.update((event.id, event) for event in rig.engine.step())
+    # The first is computed whole under the new weights, and the others find its blocks, not the old ones.
+    assert counters(rig) == (before[0] + 43 + 11 + 8, before[1] + 2 * 32)
+    for sent in (*requests, late):
+        sample = samples[sent.id]
+        new = torch.tensor(sample.versions) == 2
+        expected = forward_logprobs(rig.module, sent, sample)
+        torch.testing.assert_close(torch.tensor(sample.logprobs)[new], expected[new], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
+def test_the_bits_of_a_rollout_do_not_depend_on_what_ran_before(make):
+    rollout = [after(20, 25 + i, i, 7, group=i // 2) for i in range(4)] + [request(9, 33, 9, temperature=0.0)]
+    fresh = make().ready()
+    expected = fresh.run(rollout)
+    used = make().ready()
+    # Evaluations, of the same prompts among others, in other company; one of them broken off.
+    used.run(rollout[:1])
+    used.run([replace(one, id=one.id + 50) for one in reversed(rollout)] + [request(99, 21, 5)])
+    used.engine.submit(rollout[2:], 1)
+    used.engine.step()
+    used.engine.pause("abort")
+    used.engine.step()
+    used.engine.resume()
+    before = counters(used)
+    assert used.run(rollout) == expected  # to the bit, logprobs too
+    assert tuple(now - then for now, then in zip(counters(used), before, strict=True)) == counters(fresh)
+
+
+def test_after_a_night_nothing_is_found():
+    rig = inplace_compiled().ready()
+    rig.run([request(0, 40, 3)])
+    rig.engine.sleep({"kv_cache"})
+    rig.engine.wake({"kv_cache"})
+    same_samples(rig.run([request(1, 40, 3)]), alone([request(1, 40, 3)]))
+    assert counters(rig) == (80, 0)
+
+
+# ------------------------------------------------------------------------------------------------- copied tails
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 20, 3])
+@pytest.mark.parametrize("make", IN_PLACE.values(), ids=IN_PLACE)
+def test_siblings_diverge_from_a_shared_prompt(make, length):
+    """The leader ends first; each of the others goes on in a block of its own."""
+    requests = [request(i, length, 3 + 5 * i, group=1) for i in range(4)]
+    rig = make().ready()
+    samples = rig.run(requests)
+    assert len({sample.completion_ids[1] for sample in samples}) > 1
+    same_samples(samples, alone(requests))
+    assert (rig.engine.stats().num_shared_prompt_tokens, counters(rig)) == (3 * length, (length, 0))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("length", [15, 16, 18])
+def test_a_leader_that_is_aborted_takes_nothing_with_it(length, num_steps):
+    requests = [request(i, length, 9, group=1) for i in range(3)]
+    rig = inplace().ready()
+    rig.engine.submit(requests, 1)
+    for _ in range(num_steps):
+        rig.engine.step()
+    rig.engine.abort([0])
+    events = rig.engine.step()
+    assert [(event.id, len(event.completion_ids)) for event in events] == [(0, num_steps)]
+    rig.engine.submit([replace(requests[0], id=7, group=None, params=request(7, max_tokens=9).params)], 1)
+    samples = []
+    while rig.engine.num_unfinished:
+        samples += rig.engine.step()
+    expected = alone([*requests[1:], replace(request(7, length, 9), group=None)])
+    same_samples(sorted(samples, key=lambda event: event.id), expected)
+    assert rig.engine.stats().kv_cache_used_share == 0

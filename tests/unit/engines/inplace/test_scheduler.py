@@ -1,0 +1,361 @@
+"""The scheduler by hand, and against a memory that remembers which tokens were written where."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rl.engines import RolloutRequest, SamplingParams
+from hybrid_rl.engines.inplace.blocks import BlockPool
+from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
+from hybrid_rl.engines.inplace.seats import SeatTable
+
+
+def sequence(identity, length=4, max_tokens=4, group=None, *, start=None):
+    """Prompts of equal `start` begin alike; without one they begin differently."""
+    start = 1000 * (identity + 1) if start is None else start
+    return Sequence(RolloutRequest(identity, tuple(range(start, start + length)), SamplingParams(max_tokens), group))
+
+
+def group(number, count, length=4, **settings):
+    """`count` samples of one prompt."""
+    return [sequence(10 * number + i, length, group=number, start=1000 * number, **settings) for i in range(count)]
+
+
+def scheduler(num_blocks=100, block_size=4, max_num_seqs=100, max_num_batched_tokens=1000, remember_prefixes=True):
+    return Scheduler(
+        BlockPool(num_blocks, block_size),
+        SeatTable(max_num_seqs, num_blocks),
+        max_num_batched_tokens=max_num_batched_tokens,
+        remember_prefixes=remember_prefixes,
+    )
+
+
+class Driver:
+    """Runs passes in the engine's place. memory[block][offset] is the text up to and with the token whose keys lie
+    there, so a sequence that reads another's place, or a stale one, is seen at once."""
+
+    def __init__(self, made: Scheduler) -> None:
+        self.made = made
+        size = made.pool.block_size
+        self.memory: list[list[tuple[int, ...] | None]] = [[None] * size for _ in range(made.pool.num_blocks)]
+        self.finished: list[int] = []
+
+    def __call__(self, *, admit=True) -> list[tuple[list[int], int, int]]:
+        """One pass: (ids of a chunk and its followers, start, count) of each chunk."""
+        chunks = self.made.schedule(admit=admit)
+        self.check_limits(chunks)
+        self.run(chunks)
+        return [([m.request.id for m in (c.sequence, *c.followers)], c.start, c.count) for c in chunks]
+
+    def run(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            for place in range(chunk.start, chunk.start + chunk.count):
+                self.write(chunk.sequence, place)
+        for chunk in chunks:
+            self.check_content(chunk.sequence, chunk.start + chunk.count)
+        self.copy_tails(chunks)
+        for member in [member for chunk in chunks for member in chunk.sampled]:
+            self.check_content(member, member.num_cached)
+            assert member.num_cached == member.num_tokens
+            member.tokens.append(10**6 * (member.request.id + 1) + len(member.tokens))
+            self.made.seats.length[member.seat] += 1
+            if len(member.tokens) == member.request.params.max_tokens:
+                self.made.remove(member)
+                self.finished.append(member.request.id)
+
+    def write(self, member: Sequence, place: int) -> None:
+        size = self.made.pool.block_size
+        self.memory[member.blocks[place // size]][place % size] = tuple(member.context(0, place + 1))
+
+    def copy_tails(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            full, rest = divmod(chunk.start + chunk.count, self.made.pool.block_size)
+            for follower in chunk.followers if rest else ():
+                self.memory[follower.blocks[full]] = list(self.memory[chunk.sequence.blocks[full]])
+
+    def check_content(self, member: Sequence, num_tokens: int) -> None:
+        size = self.made.pool.block_size
+        table = self.made.seats.blocks[member.seat]
+        assert table[: len(member.blocks)].tolist() == member.blocks
+        for place in range(num_tokens):
+            assert self.memory[table[place // size]][place % size] == tuple(member.context(0, place + 1))
+
+    def check_limits(self, chunks: list[Chunk]) -> None:
+        made = self.made
+        # The last token of a prompt costs as little as one that decodes.
+        computed = sum(chunk.count for chunk in chunks if chunk.count > 1 or not chunk.is_last)
+        assert computed <= made.max_num_batched_tokens
+        members = [member for chunk in chunks for member in (chunk.sequence, *chunk.followers)]
+        assert len(members) == len({id(member) for member in members})
+        assert all(member in made.running for member in members)
+        assert all(chunk.count >= 1 for chunk in chunks)
+        self.check_ownership()
+
+    def check_ownership(self) -> None:
+        made = self.made
+        seats = [member.seat for member in made.running]
+        assert len(set(seats)) == len(seats) == made.seats.num_seats - made.seats.num_free
+        holders = Counter(block for member in made.running for block in member.blocks)
+        assert made.pool.num_free == made.pool.num_blocks - len(holders)
+        for member in made.running:
+            assert len(set(member.blocks)) == len(member.blocks) >= made.blocks_for(member.num_cached)
+            # What is written from now on lies in a block of its own.
+            for block in member.blocks[member.num_cached // made.pool.block_size :]:
+                assert holders[block] == 1
+        for member in made.waiting:
+            assert (member.seat, member.blocks, member.num_cached) == (-1, [], 0)
+
+
+# ------------------------------------------------------------------------------------------------------ admission
+
+
+def test_a_group_is_one_chunk_and_shares_its_full_blocks():
+    made = scheduler()
+    made.add(group(0, 3, length=10))
+    drive = Driver(made)
+    assert drive() == [([0, 1, 2], 0, 10)]
+    first, second, third = made.running
+    assert first.blocks[:2] == second.blocks[:2] == third.blocks[:2]  # 10 tokens: two full blocks of 4
+    assert len({first.blocks[2], second.blocks[2], third.blocks[2]}) == 3
+    assert made.pool.num_free == 100 - 2 - 3
+    for member in (first, third, second):
+        made.remove(member)
+    assert (made.pool.num_free, made.seats.num_free) == (100, 100)
+
+
+def test_a_prompt_that_fills_its_blocks_is_shared_whole():
+    made = scheduler()
+    made.add(group(0, 2, length=8))
+    drive = Driver(made)
+    drive()
+    first, second = made.running
+    assert first.blocks == second.blocks
+    drive()
+    assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, [([0, 1, 2], 0, 4), ([10, 11], 0, 4), ([5], 0, 4)]),
+        ({"max_num_seqs": 2}, [([0, 1], 0, 4)]),
+        ({"max_num_batched_tokens": 9}, [([0, 1, 2], 0, 4), ([10, 11], 0, 4), ([5], 0, 1)]),
+        ({"max_num_batched_tokens": 4}, [([0, 1, 2], 0, 4)]),  # a prompt counts once for its group
+        ({"max_num_batched_tokens": 3}, [([0], 0, 3)]),  # the others of its group wait for its end
+        ({"num_blocks": 4}, [([0, 1, 2], 0, 4)]),  # whoever runs may need a block soon: three of them, and one is left
+        ({"num_blocks": 5}, [([0, 1, 2], 0, 4), ([10], 0, 4)]),
+    ],
+    ids=str,
+)
+def test_limits_of_one_pass(limits, expected):
+    made = scheduler(**limits)
+    made.add([*group(0, 3), *group(1, 2), sequence(5)])
+    assert Driver(made)() == expected
+
+
+def test_nobody_overtakes_a_large_request():
+    made = scheduler(num_blocks=4)
+    made.add([sequence(1), sequence(2, length=14, max_tokens=2), sequence(3)])
+    drive = Driver(made)
+    assert drive() == [([1], 0, 4)]
+    while 1 not in drive.finished:
+        assert [ids for ids, _, _ in drive()] == [[1]]
+    assert drive() == [([2], 0, 14)]
+
+
+def test_nothing_is_admitted_where_admission_is_closed():
+    made = scheduler()
+    made.add([sequence(1), *group(2, 2)])
+    drive = Driver(made)
+    assert drive(admit=False) == []
+    drive()
+    made.add([sequence(3)])
+    assert [ids for ids, _, _ in drive(admit=False)] == [[1], [20], [21]]
+
+
+# ------------------------------------------------------------------------------------------------- chunked prefill
+
+
+def test_a_long_prompt_comes_in_chunks_beside_those_that_decode():
+    made = scheduler(max_num_batched_tokens=5)
+    made.add([sequence(1, length=3), *group(2, 2, length=9), sequence(4, length=4)])
+    drive = Driver(made)
+    assert drive() == [([1], 0, 3), ([20], 0, 2)]
+    assert drive() == [([1], 3, 1), ([20], 2, 5)]  # the decoding one costs no budget
+    # The prompt ends: its group joins, and the next prompt uses the rest of the budget.
+    assert drive() == [([1], 4, 1), ([20, 21], 7, 2), ([4], 0, 3)]
+    assert drive() == [([1], 5, 1), ([20], 9, 1), ([21], 9, 1), ([4], 3, 1)]
+    assert drive.finished == [1]
+
+
+def test_a_group_whose_leader_left_in_the_middle_starts_from_what_it_left():
+    made = scheduler(max_num_batched_tokens=6)
+    made.add(group(0, 3, length=10))
+    drive = Driver(made)
+    assert drive() == [([0], 0, 6)]
+    made.remove(made.running[0])
+    assert drive() == [([1, 2], 4, 6)]  # one full block was written
+    assert made.num_prefix_tokens == 4
+
+
+# ------------------------------------------------------------------------------------------------------- prefixes
+
+
+def test_prompts_that_begin_alike_share_full_blocks_also_within_a_pass():
+    made = scheduler()
+    made.add([sequence(1, 10, start=0), sequence(2, 14, start=0), sequence(3, 10, start=1)])
+    drive = Driver(made)
+    assert drive() == [([1], 0, 10), ([2], 8, 6), ([3], 0, 10)]
+    assert made.num_prefix_tokens == 8
+    first, second, third = made.running
+    assert second.blocks[:2] == first.blocks[:2] and not set(third.blocks) & set(first.blocks)
+
+
+@pytest.mark.parametrize(("length", "start"), [(8, 4), (9, 8), (11, 8), (12, 8), (13, 12)])
+def test_the_last_token_is_always_computed(length, start):
+    made = scheduler()
+    made.add([sequence(1, 16, start=0, max_tokens=9)])
+    drive = Driver(made)
+    drive()
+    made.add([sequence(2, length, start=0)])
+    assert drive()[1] == ([2], start, length - start)
+
+
+def test_what_was_generated_is_found_as_well():
+    made = scheduler()
+    made.add([sequence(1, 4, max_tokens=6, start=0)])
+    drive = Driver(made)
+    drive()
+    generated = [10**6 * 2 + i for i in range(6)]
+    for _ in range(5):
+        drive()
+    prompt = (*range(4), *generated, 7)
+    made.add([Sequence(RolloutRequest(2, prompt, SamplingParams(2)))])
+    assert drive() == [([2], 8, 3)]  # the last token generated was never computed: two full blocks are known
+
+
+def test_prefixes_are_not_looked_for_where_that_is_switched_off():
+    made = scheduler(remember_prefixes=False)
+    made.add([sequence(1, 10, start=0), sequence(2, 10, start=0), *group(3, 2, length=9)])
+    assert Driver(made)() == [([1], 0, 10), ([2], 0, 10), ([30, 31], 0, 9)]
+    assert made.num_prefix_tokens == 0
+
+
+def test_memory_of_prefixes_makes_room_and_comes_back_empty():
+    made = scheduler(num_blocks=4)
+    drive = Driver(made)
+    for number in range(6):
+        made.add([sequence(number, 9, max_tokens=2)])
+        assert drive() == [([number], 0, 9)]
+        drive()
+    assert made.pool.num_free == 4
+    made.add([sequence(6, 9, start=6000)])
+    assert drive() == [([6], 8, 1)]
+
+
+# ------------------------------------------------------------------------------------------------------ preemption
+
+
+def test_the_newest_makes_room_waits_first_and_is_computed_again():
+    made = scheduler(num_blocks=4)
+    made.add([sequence(1, 4, max_tokens=8), sequence(2, 4, max_tokens=8), sequence(3, 4)])
+    drive = Driver(made)
+    assert drive() == [([1], 0, 4), ([2], 0, 4)]  # 2 blocks are left, but 1 and 2 need them
+    for _ in range(4):
+        assert [ids for ids, _, _ in drive()] == [[1], [2]]
+    assert (made.num_preemptions, made.pool.num_free) == (0, 0)
+    assert drive() == [([1], 8, 1)]
+    assert made.num_preemptions == 1
+    assert [member.request.id for member in made.waiting] == [2, 3]
+    while not drive.finished:
+        assert [ids for ids, _, _ in drive()] == [[1]]
+    assert drive() == [([2], 4, 5)]  # 4 + 5 tokens; the first block was not needed by anybody and is still known
+    assert (made.num_preemptions, made.num_prefix_tokens) == (1, 4)
+
+
+def test_nobody_is_admitted_in_a_pass_in_which_somebody_had_to_go():
+    """2 gives its two blocks back for want of a third; a chunk of it would fit into them at once, only to go again."""
+    made = scheduler(num_blocks=5, block_size=2, max_num_batched_tokens=2, remember_prefixes=False)
+    made.add([sequence(1, 2, max_tokens=8), sequence(2, 2, max_tokens=8)])
+    drive = Driver(made)
+    assert drive() == [([1], 0, 2)]
+    assert drive() == [([1], 2, 1), ([2], 0, 2)]
+    drive()
+    assert drive() == [([1], 4, 1), ([2], 3, 1)]
+    assert drive() == [([1], 5, 1)]
+    assert (made.num_preemptions, made.pool.num_free) == (1, 2)
+
+
+def test_without_prefixes_a_sequence_that_had_to_go_is_computed_from_its_start():
+    made = scheduler(num_blocks=5, remember_prefixes=False)
+    made.add([sequence(1, 4, max_tokens=8), sequence(2, 4, max_tokens=8)])
+    drive = Driver(made)
+    while not drive.finished:
+        drive()
+    assert drive() == [([2], 0, 9)]
+    while made.running:
+        drive()
+    assert drive.finished == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------- new weights
+
+
+def test_what_ran_waits_first_and_in_order_and_shares_no_more():
+    made = scheduler(max_num_seqs=2)
+    made.add(group(0, 3))
+    drive = Driver(made)
+    drive()
+    made.requeue_running()
+    assert made.pool.num_free == 100
+    assert [(member.request.id, member.blocks) for member in made.waiting] == [(0, []), (1, []), (2, [])]
+    assert drive() == [([0], 0, 5), ([1], 4, 1)]  # the first four tokens are the same prompt, newly computed
+
+
+# ------------------------------------------------------------------------------------------------------- everything
+
+# (length, most tokens, group or None, where the prompt starts)
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 12), st.integers(1, 8), st.sampled_from([None, 0, 1]), st.integers(0, 1)),
+    min_size=1,
+    max_size=10,
+)
+EVENTS = st.lists(st.sampled_from(["pass", "pass", "pass", "closed", "abort", "requeue", "forget"]), max_size=40)
+
+
+@settings(deadline=None, max_examples=250)
+@given(REQUESTS, EVENTS, st.integers(1, 5), st.integers(0, 8), st.integers(1, 5), st.integers(1, 20), st.booleans())
+def test_everybody_finishes_and_reads_only_its_own_text(
+    shapes, events, block_size, spare, max_num_seqs, max_tokens, remember
+):
+    members = [
+        sequence(i, length, most, group, start=100 * start) for i, (length, most, group, start) in enumerate(shapes)
+    ]
+    longest = max(len(m.request.prompt_ids) + m.request.params.max_tokens for m in members)
+    made = scheduler(-(-longest // block_size) + spare, block_size, max_num_seqs, max_tokens, remember)
+    made.add(members)
+    drive = Driver(made)
+    aborted = set()
+    for number, event in enumerate(events):
+        if event == "abort" and made.running:
+            leaving = made.running[number % len(made.running)]
+            made.remove(leaving)
+            aborted.add(leaving.request.id)
+        elif event == "requeue":
+            made.requeue_running()
+        elif event == "forget" and not made.running:
+            made.pool.forget()
+        else:
+            drive(admit=event != "closed")
+        drive.check_ownership()
+    for _ in range(2000):
+        if not made.waiting and not made.running:
+            break
+        assert drive(), "something waits, and nothing runs"
+    assert sorted(drive.finished) == sorted({m.request.id for m in members} - aborted)
+    assert (made.pool.num_free, made.seats.num_free) == (made.pool.num_blocks, max_num_seqs)
+    drive.check_ownership()
