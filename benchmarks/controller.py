@@ -34,7 +34,7 @@ from hybrid_rl.controller.placement import RayOptions  # noqa: E402
 from hybrid_rl.controller.remote import RemoteBackend  # noqa: E402
 from hybrid_rl.controller.server import Health, Outcome, RankServer  # noqa: E402
 from hybrid_rl.controller.travel import pack, unpack  # noqa: E402
-from hybrid_rl.workers.balance import split_over_ranks  # noqa: E402
+from hybrid_rl.training.balance import split_over_ranks  # noqa: E402
 
 GROUP_SIZE = 8
 GROUPS_PER_RANK = 2

@@ -50,8 +50,8 @@ from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.others import has_folder
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.report import check_trackers
+from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.workers import RewardSetup
-from hybrid_rl.workers.balance import assign_mini_batches
 
 logger = logging.getLogger("hybrid_rl")
 

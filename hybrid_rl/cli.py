@@ -188,7 +188,7 @@ def _gib(num_bytes: int) -> str:
 def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run, without a model, ask them, and end them."""
     from hybrid_rl.launch import RayRanks, local_device
-    from hybrid_rl.workers.balance import split_over_ranks
+    from hybrid_rl.training.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.preflight import probe_ranks
 

@@ -25,8 +25,8 @@ from hybrid_rl.models import load_model
 from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
+from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.workers import HybridWorker, ReferenceWorker, WorkerSetup
-from hybrid_rl.workers.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.workers.preflight import preflight
 
 logger = logging.getLogger("hybrid_rl")

@@ -11,7 +11,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory import Leases, measure
-from hybrid_rl.workers.plan import Plan, align_plans, make_plan, num_micro_batches
+from hybrid_rl.training.plan import Plan, align_plans, make_plan, num_micro_batches
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
 # On a CPU larger micro-batches gain 5 % of time at most and take up to 40 % more memory (128 x 4 and 256 x 8 layers); a

@@ -26,11 +26,12 @@ from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
-from hybrid_rl.workers.actor import Actor
+from hybrid_rl.sharding.build import build_model
+from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.estimate import with_advantages
+from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase, rank_plan
-from hybrid_rl.workers.build import build_model
-from hybrid_rl.workers.estimate import with_advantages
-from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.residents import (
     ACTOR,
     ENGINE_WEIGHTS,
@@ -43,7 +44,6 @@ from hybrid_rl.workers.reward_model import REWARD_MODELS, RewardModels
 from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
-from hybrid_rl.workers.skipped import SkippedUpdate
 
 # The cache wakes after the handoff, when nothing is staged or gathered any more.
 PUBLISHING = frozenset({ACTOR, ENGINE_WEIGHTS})

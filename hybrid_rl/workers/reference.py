@@ -15,11 +15,11 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.sharding.build import build_model
+from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.workers.base import WorkerBase, rank_plan
-from hybrid_rl.workers.build import build_model
-from hybrid_rl.workers.plan import Plan
 from hybrid_rl.workers.residents import REFERENCE, module_resident
-from hybrid_rl.workers.scoring import batch_logprobs
 from hybrid_rl.workers.setup import WorkerSetup
 
 

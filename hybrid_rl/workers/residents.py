@@ -9,9 +9,9 @@ from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
-from hybrid_rl.workers.build import gathered_bytes
-from hybrid_rl.workers.fsdp import ShardedCausalLM
-from hybrid_rl.workers.optimizer import Optimizer
+from hybrid_rl.sharding.build import gathered_bytes
+from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.training.optimizer import Optimizer
 
 ACTOR = "actor"
 ENGINE_WEIGHTS = "engine_weights"

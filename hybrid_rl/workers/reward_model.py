@@ -30,9 +30,9 @@ from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import StateSource
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
+from hybrid_rl.sharding.build import call_options, filled
+from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.workers.base import TOKENS_PER_MICRO_BATCH
-from hybrid_rl.workers.build import call_options, filled
-from hybrid_rl.workers.fsdp import ShardedCausalLM
 from hybrid_rl.workers.residents import module_resident
 
 REWARD_MODELS = "reward_models"

@@ -19,9 +19,10 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.saving import save_weights
 from hybrid_rl.models.weights.sources import FolderSource
-from hybrid_rl.workers.actor import Actor
-from hybrid_rl.workers.critic import Critic
-from hybrid_rl.workers.plan import Plan
+from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.critic import Critic
+from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
     ACTOR,
@@ -33,7 +34,6 @@ from hybrid_rl.workers.residents import (
     optimizer_resident,
 )
 from hybrid_rl.workers.setup import WorkerSetup
-from hybrid_rl.workers.skipped import SkippedUpdate
 
 CRITICS = frozenset({CRITIC, CRITIC_OPTIMIZER})
 SCORING = frozenset({ACTOR, REFERENCE, TEACHER, CRITIC})

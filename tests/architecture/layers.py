@@ -18,6 +18,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"models"}),
     frozenset({"engines"}),
     frozenset({"rollout"}),
+    frozenset({"sharding"}),
+    frozenset({"training"}),
     frozenset({"workers"}),
     frozenset({"checks", "inputs", "others"}),
     frozenset({"assembly", "runlog"}),

@@ -31,7 +31,11 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
     (rules.layers, {"hybrid_rl/data/a.py": "from hybrid_rl import Trainer"}, "data imports __init__, which is above"),
     (rules.layers, {"hybrid_rl/data/a.py": "from ..rewards import b"}, "data imports its sibling rewards"),
     (rules.layers, {"hybrid_rl/data/__init__.py": "from ..rewards import b"}, "data imports its sibling rewards"),
-    (rules.layers, {"hybrid_rl/models/a.py": "from hybrid_rl.engines import b"}, "models imports engines, which is above it"),
+    (
+        rules.layers,
+        {"hybrid_rl/models/a.py": "from hybrid_rl.engines import b"},
+        "models imports engines, which is above it",
+    ),
     (rules.layers, {"hybrid_rl/metrics.py": "from hybrid_rl.batch import B"}, "metrics imports its sibling batch"),
     (rules.layers, {"hybrid_rl/native.py": "from hybrid_rl.batch import B"}, "native imports its sibling batch"),
     (rules.layers, {"hybrid_rl/batch.py": "def f():\n    import hybrid_rl.trainer"}, "batch.py:2: batch imports"),

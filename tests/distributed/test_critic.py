@@ -18,13 +18,13 @@ from hybrid_rl.metrics import MetricSums, joined
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.value_head import value_model_of
 from hybrid_rl.models.weights import ModelRecipe, blocks_of, save_weights
-from hybrid_rl.workers.critic import Critic
-from hybrid_rl.workers.fsdp import ShardedCausalLM
-from hybrid_rl.workers.plan import Plan
+from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.training.critic import Critic
+from hybrid_rl.training.plan import Plan
 from tests.distributed.ranks import run_ranks
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
-from tests.unit.workers.critic_case import RecordedGradients, config_of, critic_batch, policy_with_head
+from tests.unit.training.critic_case import RecordedGradients, config_of, critic_batch, policy_with_head
 
 pytestmark = pytest.mark.slow  # processes are started
 

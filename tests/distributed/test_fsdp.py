@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hybrid_rl.models import CausalLM
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.scoring import batch_logprobs
-from hybrid_rl.workers.step import Counts, micro_batch_loss
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.scoring import batch_logprobs
+from hybrid_rl.training.step import Counts, micro_batch_loss
 from tests.distributed.ranks import run_ranks
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
-from tests.unit.workers.grpo_step import case_batch, case_config, terms_of, with_advantages
+from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from hybrid_rl.workers import fsdp_versions
-from hybrid_rl.workers.fsdp import ShardOptions, device_mesh
-from hybrid_rl.workers.fsdp_versions import DIFFERENCES
+from hybrid_rl.sharding import fsdp_versions
+from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh
+from hybrid_rl.sharding.fsdp_versions import DIFFERENCES
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
-from hybrid_rl.workers.extras import with_whole
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.extras import with_whole
+from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.test_verify import many_experts
-from tests.unit.workers.grpo_step import case_batch, case_config, with_advantages
-from tests.unit.workers.test_load_balance import COEF, moe, step
+from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.training.test_load_balance import COEF, moe, step
 
 SPLIT = [[[0, 1, 2], [4, 3], [5, 6, 7, 8, 9]], [[10, 11, 12], [13, 14, 15], []]]
 

@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
-from hybrid_rl.workers.step import Counts
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.training.step import Counts
 from tests.distributed.ranks import run_ranks
 from tests.reference import grpo_case
-from tests.unit.workers.objective_steps import STEPS, backward, prepared_batch, step_batch, step_config
+from tests.unit.training.objective_steps import STEPS, backward, prepared_batch, step_batch, step_config
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.router import Routers
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.workers.plan import micro_batch
-from hybrid_rl.workers.routing import router_columns
-from hybrid_rl.workers.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.routing import router_columns
+from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
 from tests.distributed.ranks import run_ranks
-from tests.unit.workers.test_rspo import config_of, moe, rollout
+from tests.unit.training.test_rspo import config_of, moe, rollout
 
 SPLIT = [[[0, 1, 2], [4, 3], [5, 6, 7, 8, 9]], [[10, 11, 12], [13, 14, 15], []]]
 COLUMNS = ("old_logprobs", "old_router_ids", "old_router_logprobs")

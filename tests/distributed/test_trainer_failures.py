@@ -49,7 +49,7 @@ def sabotage(how: str):
     def reward(completion_ids, trainer_state, **columns):
         import torch.distributed as dist
 
-        from hybrid_rl.workers.actor import Actor
+        from hybrid_rl.training.actor import Actor
 
         def raises(self, batch, plan, version):
             raise ZeroDivisionError("sabotaged update")
@@ -105,7 +105,7 @@ def test_gradients_that_are_no_numbers_on_one_rank_end_the_run_with_their_name(m
     def reward(completion_ids, **columns):
         import torch.distributed as dist
 
-        from hybrid_rl.workers.optimizer import Optimizer
+        from hybrid_rl.training.optimizer import Optimizer
 
         collect = Optimizer._collect
 
@@ -134,8 +134,8 @@ def test_a_rank_that_is_killed_while_a_checkpoint_is_written(make, culprit: int,
     def reward(completion_ids, trainer_state, **columns):
         import torch.distributed as dist
 
+        from hybrid_rl.training.trained import TrainedModel
         from hybrid_rl.workers.roles import Roles
-        from hybrid_rl.workers.trained import TrainedModel
 
         def dies(*_):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -12,9 +12,9 @@ from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.workers.fsdp_versions import parameters
-from hybrid_rl.workers.optimizer import Optimizer
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.sharding.fsdp_versions import parameters
+from hybrid_rl.training.optimizer import Optimizer
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.families import VOCABULARY, build
 

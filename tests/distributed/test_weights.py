@@ -21,7 +21,7 @@ from hybrid_rl.models.weights import (
     saving,
 )
 from hybrid_rl.resharding.boxes import Box, local_box, local_tensor
-from hybrid_rl.workers.fsdp import ShardOptions, device_mesh, shard
+from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.checkpoints import NAMES, build_stored, everything
 

@@ -15,15 +15,15 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.balance import LoadBalance
 from hybrid_rl.models.weights import ModelRecipe, StateSource
-from hybrid_rl.workers.actor import Actor
-from hybrid_rl.workers.extras import with_whole
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.extras import with_whole
+from hybrid_rl.training.step import Terms
 from hybrid_rl.workers.reference import Reference
-from hybrid_rl.workers.step import Terms
 from tests.distributed.ranks import run_ranks
 from tests.reference import grpo_case
-from tests.unit.workers.grpo_step import case_batch, case_config, with_advantages
-from tests.unit.workers.test_load_balance import COEF, moe
+from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.training.test_load_balance import COEF, moe
 
 pytestmark = pytest.mark.slow
 

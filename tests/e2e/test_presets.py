@@ -22,10 +22,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-# Wants a mixture of experts: tests/unit/workers/test_rspo.py.
+# Wants a mixture of experts: tests/unit/training/test_rspo.py.
 ELSEWHERE = {"rspo"}
 
-# Others of the same machinery, whose gradients tests/unit/workers/test_combinations.py holds against written-out ones.
+# Others of the same machinery, whose gradients tests/unit/training/test_combinations.py holds against written-out ones.
 ALIKE = ("grpo", "dr_grpo", "gpg", "lite_ppo", "luspo", "max_of_group", "maxrl", "opo", "rloo", "reinforce_pp_baseline")
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.models import CausalLM
-from tests.unit.models import families
 from tests.unit.engines import engines
+from tests.unit.models import families
 
 CHOSEN = "HYBRID_RL_TEST_DEVICE" in os.environ
 DEVICE = os.environ.get("HYBRID_RL_TEST_DEVICE", "cuda")

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from hybrid_rl.controller.ranks import join_ranks
 from hybrid_rl.models import CausalLM
-from hybrid_rl.workers.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
-from hybrid_rl.workers.scoring import batch_logprobs
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.training.scoring import batch_logprobs
 from tests.distributed.test_fsdp import EXACT, grpo_backward
 from tests.gpu.device import DEVICE
 from tests.reference import grpo_case
-from tests.unit.workers.grpo_step import case_batch
+from tests.unit.training.grpo_step import case_batch
 
 ROWS = [list(range(9)), [9], [10, 11, 12, 13, 14, 15]]
 

@@ -10,7 +10,7 @@ from tests.gpu.device import DEVICE
 from tests.reference import grpo_case
 from tests.unit.models import families
 from tests.unit.models.families import SUPPORTED, VOCABULARY
-from tests.unit.workers import grpo_step
+from tests.unit.training import grpo_step
 
 LENGTHS = [19, 1, 35, 7]
 TARGETS = torch.tensor([1, 8, 18, 21, 40, 54, 56, 61])  # 19 is a sequence of its own; 20 and 55 start the next two

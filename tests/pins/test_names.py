@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.engines.vllm import versions as vllm_versions
-from hybrid_rl.workers import fsdp_versions
+from hybrid_rl.sharding import fsdp_versions
 from tests.pins import names
 
 pytestmark = pytest.mark.slow

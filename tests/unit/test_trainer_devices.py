@@ -18,7 +18,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
-from hybrid_rl.workers import build
+from hybrid_rl.sharding import build
 from hybrid_rl.workers.reward_model import build_reward_model
 from tests.tiny import build_model
 

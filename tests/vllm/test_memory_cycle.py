@@ -24,7 +24,7 @@ from hybrid_rl.workers.hybrid import PUBLISHING
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS
 from tests.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
-from tests.unit.workers.conftest import Bench
+from tests.unit.training.conftest import Bench
 from tests.vllm.ledger import KV_BYTES, Ledger, LedgerLLM
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from hybrid_rl.errors import DataError, EngineStateError, HandoffError, ModelErr
 from hybrid_rl.models import CausalLM
 from hybrid_rl.report import read_jsonl
 from hybrid_rl.rollout.records import sample_records
-from hybrid_rl.workers import actor
+from hybrid_rl.training import actor
 from hybrid_rl.workers.hybrid import causes
 from hybrid_rl.workers.rollout_side import VLLMSide
 from tests.tiny import build_tokenizer, ids_of, spread

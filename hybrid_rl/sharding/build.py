@@ -1,0 +1,145 @@
+"""The model of a role on this rank: whole with one rank, sharded with more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.hf import HFRolloutConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.unpacked import NAME as UNPACKED
+from hybrid_rl.models.value_head import value_model_of, value_model_on_meta
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.sources import BlockSource, WeightSource
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.sharding.shared_shards import move_to_region
+
+
+def build_model(
+    model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext, *, is_trained: bool
+) -> CausalLM:
+    """The language model of a role: a module of this process as it is, or built from a recipe, each rank reading its
+    part of the weights. is_trained: False freezes all parameters (a reference), and leaves out what only training
+    wants.
+
+    Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
+    """
+    if isinstance(model, PreTrainedModel):
+        module = model
+    else:
+        module = build_on_meta(model, DTYPES[config.model.dtype])
+        if not is_trained:
+            module.requires_grad_(False)
+    if not isinstance(module.get_output_embeddings(), nn.Linear):
+        raise ModelError(
+            f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
+        )
+    options = call_options(config, is_trained=is_trained)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(module, **options)
+    region = "actor" if is_trained and isinstance(config.rollout, VLLMRolloutConfig) else None
+    return filled(module, model.source, config, context, options, region=region)
+
+
+def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
+    """A model with a number per token in the place of logits: over a copy of a live module's backbone, or built from a
+    recipe of a language model, of a critic or of a reward model.
+
+    Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
+    """
+    options = call_options(config, is_trained=True)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(value_model_of(model), **options)
+    module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
+    if isinstance(model.source, BlockSource):
+        model.source.get = context.get
+    return filled(module, source, config, context, options)
+
+
+def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
+    """How a CausalLM of this configuration runs; what only training wants is left out of frozen models."""
+    return {
+        "attention": UNPACKED if isinstance(config.rollout, HFRolloutConfig) else config.model.attention,
+        "compile": config.model.torch_compile,
+        "activation_offload": config.model.activation_offload and is_trained,
+        "float32_head": config.model.cast_lm_head_to_fp32,
+    }
+
+
+def filled(
+    module: PreTrainedModel,
+    source: WeightSource,
+    config: TrainerConfig,
+    context: RankContext,
+    options: dict[str, Any],
+    *,
+    region: str | None = None,
+) -> CausalLM:
+    """A module on meta, with its weights, laid over the ranks. region: tag of the memory that CPU shards are moved
+    to, where engines of other ranks read them."""
+    if isinstance(source, BlockSource):
+        source.get = context.get
+    if context.num_ranks == 1:
+        load_weights(module, source, context.device)
+        source.close()
+        return CausalLM(module, **options)
+    sharding = shard_options(config, context.mesh, context.device.type)
+    shards = shard(module, device_mesh(sharding, context.device.type), sharding)
+    load_weights(module, source, shards.device)
+    if sharding.cpu_offload:
+        # Shards stay in host memory; what is computed with on the device is there.
+        for child in module.modules():
+            child._buffers.update({n: b if b is None else b.to(context.device) for n, b in child._buffers.items()})
+    source.close()
+    if region is not None and context.device.type == "cpu":
+        shards = replace(shards, region=move_to_region(shards, region))
+    return ShardedCausalLM(shards, **options)
+
+
+def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:
+    """How the configuration lays a model on these ranks. device_type: what they compute on, e.g. cuda."""
+    fsdp = config.fsdp
+    # Unsharded and in fp32, the gradients of 7B parameters are 28 GB beside everything else that a GPU holds. In the
+    # memory of a host they have room, and its network is the slower one.
+    default_sync = device_type != "cpu"
+    return ShardOptions(
+        dp_replicate=mesh.shape["dp_replicate"],
+        dp_shard=mesh.shape["dp_shard"],
+        param_dtype=DTYPES[config.model.dtype],
+        reduce_dtype=DTYPES[fsdp.reduce_dtype],
+        reshard_after_forward=fsdp.reshard_after_forward,
+        cpu_offload=fsdp.cpu_offload,
+        sync_every_micro_batch=default_sync if fsdp.sync_every_micro_batch is None else fsdp.sync_every_micro_batch,
+    )
+
+
+@contextmanager
+def generating_model(model: CausalLM) -> Iterator[CausalLM]:
+    """What an engine decodes from, inside the block: the model itself, or a plain one over its gathered weights."""
+    if not isinstance(model, ShardedCausalLM):
+        yield model
+        return
+    with model.twin.bound():
+        plain = model.plain_twin()
+        plain.masked_from = model.masked_from
+        yield plain
+
+
+def gathered_bytes(model: CausalLM) -> int:
+    """Bytes of the full weights that each rank gathers for generating; 0 where the trainer's own are full."""
+    if not isinstance(model, ShardedCausalLM):
+        return 0
+    shapes = (parameter.shape for parameter in model.twin.module.parameters())
+    return sum(torch.Size(shape).numel() for shape in shapes) * model.dtype.itemsize

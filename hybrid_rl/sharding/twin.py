@@ -1,0 +1,92 @@
+"""The same architecture without FSDP's hooks, for the in-place engine to decode from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.sharding.fsdp_versions import units
+
+
+class Twin:
+    """A plain copy of a module's architecture without weights of its own.
+
+    While bound, its parameters are the very tensors that FSDP gathers (the full model, in the compute dtype) and its
+    buffers the trainer's. Nothing is communicated while it runs, so ranks may run it unequally often. Made before the
+    module is sharded, used afterwards; a gathered parameter is the same tensor object in every phase, at an address of
+    the phase.
+
+    reshard_after_forward: what FSDP does after the forward pass of a block outside these phases.
+    """
+
+    def __init__(self, module: PreTrainedModel, *, reshard_after_forward: bool = True) -> None:
+        self._trained = module
+        self._reshard_after_forward = reshard_after_forward
+        # Weights are not copied: deepcopy finds a placeholder for each (one for tied ones) in its memo.
+        memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
+        memo |= {id(buffer): buffer for buffer in module.buffers()}
+        self.module: PreTrainedModel = copy.deepcopy(module, memo).eval()
+        self._placeholders = dict(self.module.named_parameters(remove_duplicate=False))
+        self.is_bound = False
+
+    def bind(self) -> None:
+        """Gather all parameters and give them to the twin. Collective; the trainer's module may score but not train
+        until `release`.
+
+        Raises MemoryStateError where it is bound already.
+        """
+        if self.is_bound:
+            raise MemoryStateError("the full weights are gathered already; release them before binding them again")
+        self.is_bound = True
+        # Tensors made in inference mode could never be trained with.
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units(self._trained):
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+        self._assign(dict(self._trained.named_parameters(remove_duplicate=False)))
+        buffers = dict(self._trained.named_buffers(remove_duplicate=False))
+        for name, module, own in _owners(self.module, buffers):
+            module._buffers[own] = buffers[name]
+
+    def release(self) -> None:
+        """Free the full weights and keep the shards. Nothing happens where the twin is not bound."""
+        if not self.is_bound:
+            return
+        self._assign(self._placeholders)
+        for unit in units(self._trained):
+            unit.set_reshard_after_forward(self._reshard_after_forward and unit is not self._trained, recurse=False)
+            unit.reshard()
+        self.is_bound = False
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Bound inside the block; released, or left as it was where it was bound before, behind it."""
+        if self.is_bound:
+            yield
+            return
+        try:
+            self.bind()
+            yield
+        finally:
+            self.release()
+
+    def _assign(self, parameters: dict[str, nn.Parameter]) -> None:
+        for name, module, own in _owners(self.module, parameters):
+            module._parameters[own] = parameters[name]
+
+
+def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def _owners(root: nn.Module, names: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    for name in names:
+        path, _, own = name.rpartition(".")
+        yield name, root.get_submodule(path), own

@@ -1,0 +1,1 @@
+"""Training arithmetic: losses over micro-batches, plans, optimizers and scores."""

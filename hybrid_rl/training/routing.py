@@ -1,0 +1,62 @@
+"""Routers of a batch: scores of the old policy as columns, and those of the present one, of the same experts or all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.balance import BalanceReading, LoadBalance
+from hybrid_rl.models.router import RouterReading, Routers
+from hybrid_rl.models.row import place_weights
+from hybrid_rl.training.scoring import MicroBatches, token_columns
+from hybrid_rl.transfer import upload
+
+
+def router_columns(
+    model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches, temperature: float
+) -> dict[str, Jagged]:
+    """old_logprobs, with the K experts that each of L routers chose for the tokens, old_router_ids, and how likely they
+    were, old_router_logprobs: [T, L*K] each."""
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        with routers.reading(row) as reading:
+            logprobs = model.row_logprobs(row, temperature)[0].float()
+        return {
+            "old_logprobs": logprobs,
+            "old_router_ids": reading.expert_ids.flatten(1),
+            "old_router_logprobs": reading.logprobs.flatten(1),
+        }
+
+    return token_columns(batch, micro_batches, compute)
+
+
+@contextmanager
+def reading_old_experts(routers: Routers | None, batch: Batch, row: PackedRow) -> Iterator[RouterReading | None]:
+    """Read what the routers say now of the experts in old_router_ids; None without routers to read."""
+    if routers is None:
+        yield None
+        return
+    (ids,) = upload([batch["old_router_ids"].values], row.token_ids.device)
+    with routers.reading(row, ids.unflatten(1, (routers.num_layers, -1))) as reading:
+        yield reading
+
+
+@contextmanager
+def reading_balance(
+    balance: LoadBalance | None, batch: Batch, row: PackedRow, *, mask_truncated_completions: bool
+) -> Iterator[BalanceReading | None]:
+    """Read what the routers say of all tokens of the samples of a micro-batch that were scored; None without a
+    load-balancing loss. As in TRL completions count that the length limit cut off, unless they are masked."""
+    if balance is None:
+        yield None
+        return
+    scored = (~batch["rewards"].isnan()).tolist()
+    kept = [not (mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
+    weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
+    with balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights)) as reading:
+        yield reading

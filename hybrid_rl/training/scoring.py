@@ -1,0 +1,82 @@
+"""Columns that a model gives for a batch before the update, computed micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.controller import mark_progress
+from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.distribution import sum_of_squares, top_tokens
+from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.transfer import finish_downloads, start_download
+
+MicroBatches = Sequence[Sequence[int]]
+
+
+@torch.no_grad()
+def token_columns(
+    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], dict[str, Tensor]]
+) -> dict[str, Jagged]:
+    """Columns aligned with completion_ids. compute: of a micro-batch of samples the numbers of its M completion tokens,
+    [M, ...] each, by name of the column. Collective where the model is sharded: every rank has as many micro-batches.
+    """
+    completions = batch["completion_ids"]
+    place = completions.with_values(torch.arange(completions.values.shape[0]))
+    parts: list[tuple[Sequence[int], dict[str, Tensor]]] = []
+    devices: set[torch.device] = set()
+    for rows in micro_batches:
+        mark_progress()
+        computed = compute(micro_batch(batch, rows))
+        devices |= {values.device for values in computed.values()}
+        parts.append((rows, {name: start_download(values) for name, values in computed.items()}))
+    for device in devices:
+        finish_downloads(device)
+    found: dict[str, Tensor] = {}
+    for rows, computed in parts:
+        for name, values in computed.items():
+            if name not in found:
+                found[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]))
+            if rows:
+                found[name][place.select(torch.as_tensor(rows)).values] = values
+    return {name: completions.with_values(values) for name, values in found.items()}
+
+
+def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Jagged:
+    """ln p of all completion tokens of a batch, float32, aligned with completion_ids."""
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        return {"logprobs": model.row_logprobs(row, temperature)[0].float()}
+
+    empty = batch["completion_ids"].with_values(torch.zeros(batch["completion_ids"].values.shape[0]))
+    return token_columns(batch, micro_batches, compute)["logprobs"] if micro_batches else empty
+
+
+def distribution_columns(
+    model: CausalLM,
+    batch: Batch,
+    micro_batches: MicroBatches,
+    temperature: float,
+    *,
+    num_top: int,
+    wants_squares: bool,
+) -> dict[str, Jagged]:
+    """old_logprobs with what else of the whole distribution is wanted: old_top_ids and old_top_logprobs [T, num_top]
+    for num_top > 0, sum_pi_squared."""
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        log_probs = model.row_distribution(row, temperature)
+        columns = {"old_logprobs": log_probs.gather(1, row.labels[:, None])[:, 0].float()}
+        if num_top:
+            columns["old_top_ids"], top = top_tokens(log_probs, num_top)
+            columns["old_top_logprobs"] = top.float()
+        if wants_squares:
+            columns["sum_pi_squared"] = sum_of_squares(log_probs).float()
+        return columns
+
+    return token_columns(batch, micro_batches, compute)
