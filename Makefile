@@ -47,7 +47,7 @@ PINS_TRITON := triton==3.6.0
 # one run of FSDP and one of vLLM.
 KERNEL_TESTS := tests/unit/test_native.py tests/unit/test_csrc_cuda.py tests/unit/test_triton_compile.py \
     tests/unit/resharding/test_execute.py tests/unit/engines/test_sampling.py tests/unit/engines/test_triton_decode.py \
-    tests/unit/engines/test_triton_sampling.py tests/unit/models/test_triton_logprobs.py
+    tests/unit/engines/test_triton_sampling.py tests/unit/models/heads/test_triton_logprobs.py
 PINNED := tests/pins tests/distributed tests/vllm $(KERNEL_TESTS)
 PINNED_PART := tests/pins tests/distributed/test_fsdp_versions.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \

@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
-from hybrid_rl.models.logprobs import HeadOptions, chunked_logprobs  # noqa: E402
+from hybrid_rl.models.heads.logprobs import HeadOptions, chunked_logprobs  # noqa: E402
 
 # rows (tokens of a micro-batch that are learned from), width of the hidden states, vocabulary
 HEADS = {"0.5B": (16384, 896, 151936), "7B": (16384, 3584, 152064), "7B few rows": (1024, 3584, 152064)}
@@ -51,7 +51,7 @@ def measure(given: Namespace, name: str, rows: int, depth: int, vocab: int) -> N
     reason = kernels_missing(given)
     ours: dict[str, Any] = {"seconds": None, "left_out": reason}
     if reason is None:
-        from hybrid_rl.models.triton_logprobs import linear_logprobs  # imports Triton
+        from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # imports Triton
 
         ours = timed(given, lambda: linear_logprobs(hidden, weight, None, labels, 0.9), leaves)
     report.print_line(

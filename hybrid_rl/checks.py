@@ -24,7 +24,7 @@ from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
-from hybrid_rl.models.backends import check_machine
+from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.load import DTYPES, elsewhere, first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations

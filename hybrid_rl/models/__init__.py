@@ -1,6 +1,6 @@
 """Hugging Face models, loaded and run packed."""
 
-from hybrid_rl.models.attention import AttentionContext, AttentionOptions, PackedAttention, masked_attention
+from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions, PackedAttention, masked_attention
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import NAME, attention_forward
+from hybrid_rl.models.attention.interface import NAME, attention_forward
 
 # A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
 APART = f"{NAME}_apart"

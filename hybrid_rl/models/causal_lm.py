@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import (
+from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
+from hybrid_rl.models.attention.interface import (
     NAME,
     AttentionContext,
     attention_configs,
     attention_functions,
     checkpoint_contexts,
 )
-from hybrid_rl.models.backends import AttentionNeeds, check_dtype, choose_backend
+from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.cache import check_cache
-from hybrid_rl.models.distribution import token_distribution
+from hybrid_rl.models.heads.distribution import token_distribution
+from hybrid_rl.models.heads.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.linear import Linears
-from hybrid_rl.models.logprobs import HeadOptions, head_logits, token_logprobs
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
-from hybrid_rl.models.unpacked import NAME as UNPACKED
-from hybrid_rl.models.unpacked import UnpackedRow
 from hybrid_rl.models.verify import (
     LengthLimit,
     check_causal,

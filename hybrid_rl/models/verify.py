@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import AttentionContext, attention_configs, attention_functions
-from hybrid_rl.models.backends import Backend
+from hybrid_rl.models.attention.backends import Backend
+from hybrid_rl.models.attention.interface import AttentionContext, attention_configs, attention_functions
+from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
+from hybrid_rl.models.attention.unpacked import UnpackedRow
+from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.load import first_line
-from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import Layout, PackedRow
-from hybrid_rl.models.survey import FARTHEST, LayerCall, surveyed
-from hybrid_rl.models.unpacked import UnpackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
 # logit. transformers' eager attention takes its softmax in float32, in float64 models too.

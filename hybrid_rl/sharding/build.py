@@ -17,9 +17,9 @@ from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.models.unpacked import NAME as UNPACKED
-from hybrid_rl.models.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import BlockSource, WeightSource

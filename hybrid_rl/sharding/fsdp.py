@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
 from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.attention import AttentionContext
+from hybrid_rl.models.attention.interface import AttentionContext
+from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import transformer_blocks
-from hybrid_rl.models.unpacked import UnpackedRow
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.sharding import fsdp_versions
 from hybrid_rl.sharding.twin import Twin

@@ -14,8 +14,8 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.balance import LoadBalance
-from hybrid_rl.models.router import Routers
+from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.extras import LearnedNumbers, prepared_column, rollout_gap, with_whole
 from hybrid_rl.training.kl import KLWeight

@@ -17,7 +17,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.balance import ExpertLoad
+from hybrid_rl.models.experts.balance import ExpertLoad
 from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.routing import reading_balance
 from hybrid_rl.training.scoring import MicroBatches, token_columns

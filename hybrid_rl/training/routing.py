@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.balance import BalanceReading, LoadBalance
-from hybrid_rl.models.router import RouterReading, Routers
+from hybrid_rl.models.experts.balance import BalanceReading, LoadBalance
+from hybrid_rl.models.experts.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.transfer import upload

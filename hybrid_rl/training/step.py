@@ -24,9 +24,9 @@ from hybrid_rl.config import AlgorithmConfig, TrainerConfig
 from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.balance import ExpertLoad, LoadBalance
-from hybrid_rl.models.distribution import chosen_and_entropy
-from hybrid_rl.models.router import Routers
+from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.heads.distribution import chosen_and_entropy
 from hybrid_rl.training.routing import reading_balance, reading_old_experts
 from hybrid_rl.transfer import upload
 

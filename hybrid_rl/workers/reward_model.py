@@ -16,7 +16,7 @@ from hybrid_rl.data import pack_by_tokens
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer
-from hybrid_rl.models.classifier import (
+from hybrid_rl.models.heads.classifier import (
     VERIFY_SEQUENCES,
     check_classifier,
     classifier_recipe,

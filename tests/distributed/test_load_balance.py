@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.balance import LoadBalance
+from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.extras import with_whole
 from hybrid_rl.training.plan import micro_batch

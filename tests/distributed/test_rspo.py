@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.router import Routers
+from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.routing import router_columns

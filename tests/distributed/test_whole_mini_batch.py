@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.balance import LoadBalance
+from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.weights import ModelRecipe, StateSource
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.actor import Actor

@@ -122,7 +122,7 @@ def reference(case: Case, leaves: list[Tensor | None], labels: Tensor) -> tuple[
 def gaps(case: Case, device: str) -> dict[str, float]:
     """Largest differences of ln p, entropy and gradients, relative to the largest value (of ln p and entropy: at least
     1); infinite where something is not finite or has another dtype."""
-    from hybrid_rl.models.triton_logprobs import linear_logprobs  # Triton, which not everybody has
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # Triton, which not everybody has
 
     leaves, labels, grads = build(case, device)
     hidden, weight, bias = leaves
@@ -153,7 +153,7 @@ def gaps(case: Case, device: str) -> dict[str, float]:
 
 def ranges_gaps(device: str) -> dict[str, float]:
     """The gaps where the backward pass goes over the vocabulary in ranges of one tile, the last of them not full."""
-    from hybrid_rl.models import triton_logprobs as kernels
+    from hybrid_rl.models.heads import triton_logprobs as kernels
 
     before = kernels.MIN_RANGE, kernels.RANGE_ELEMENTS
     kernels.MIN_RANGE, kernels.RANGE_ELEMENTS = 71, 0
@@ -165,7 +165,7 @@ def ranges_gaps(device: str) -> dict[str, float]:
 
 def huge_logits(device: str) -> list[float]:
     """ln p, entropy and the largest gradient where one logit is far above the others, for two sizes."""
-    from hybrid_rl.models.triton_logprobs import linear_logprobs
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs
 
     found = []
     for size in (1e4, 1e30):
@@ -179,7 +179,7 @@ def huge_logits(device: str) -> list[float]:
 
 def summed_gradient(device: str) -> list[float]:
     """d weight of 300 rows that each add 2^-9 to it, in bf16, whose own sums stop growing near 1."""
-    from hybrid_rl.models.triton_logprobs import linear_logprobs
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs
 
     hidden = torch.full((300, 1), 2.0**-8, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -191,7 +191,7 @@ def summed_gradient(device: str) -> list[float]:
 
 def unknown_label(device: str) -> list[bool]:
     """Which rows come back as NaN where the second label is not in the vocabulary."""
-    from hybrid_rl.models.triton_logprobs import linear_logprobs
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs
 
     labels = torch.tensor([3, 7, 0], device=device)
     hidden, weight = torch.ones(3, 5, device=device), torch.ones(7, 5, device=device)
@@ -200,7 +200,7 @@ def unknown_label(device: str) -> list[bool]:
 
 def gradient_rows(device: str) -> dict[str, list[int]]:
     """Of the gradient of 37 columns: its columns, and elements from row to row, for each dtype."""
-    from hybrid_rl.models import triton_logprobs as kernels
+    from hybrid_rl.models.heads import triton_logprobs as kernels
 
     found = {}
     for dtype in kernels.DTYPES:

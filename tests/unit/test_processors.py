@@ -46,10 +46,10 @@ LEVELS = {
     "default": Level("DEFAULT", {"ATEN_CPU_CAPABILITY": "default", "DNNL_MAX_CPU_ISA": "SSE41"}, "x86-64"),
 }
 # Long sums against numbers worked out otherwise: a few seconds.
-SENSITIVE = ("engines/test_sampling.py", "models/test_logprobs.py")
+SENSITIVE = ("engines/test_sampling.py", "models/heads/test_logprobs.py")
 LONG = "every_token or large_vocabulary or first_of_several or logprobs.py"
 NUMERICAL = ("algos", "models", "rollout", "workers")
-COMPILED = ("engines/test_sampling.py", "engines/inplace/test_paged_attention.py", "models/test_compiled.py")
+COMPILED = ("engines/test_sampling.py", "engines/inplace/test_paged_attention.py", "models/attention/test_compiled.py")
 COMPILED += ("resharding/test_execute.py", "test_native.py")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MODULES = (
-    "hybrid_rl.models.triton_logprobs",
+    "hybrid_rl.models.heads.triton_logprobs",
     "hybrid_rl.engines.inplace.triton_decode",
     "hybrid_rl.engines.triton_sampling",
 )

@@ -20,7 +20,7 @@ from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages
 from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
-from hybrid_rl.models.varlen import Kernel, Runs
+from hybrid_rl.models.attention.varlen import Kernel, Runs
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.attention import AttentionOptions, options_of
-from hybrid_rl.models.classifier import verify_scores
-from hybrid_rl.models.routing import HeldRouting
+from hybrid_rl.models.attention.interface import AttentionOptions, options_of
+from hybrid_rl.models.attention.survey import LayerCall
+from hybrid_rl.models.experts.routing import HeldRouting
+from hybrid_rl.models.heads.classifier import verify_scores
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.survey import LayerCall
 from hybrid_rl.models.verify import VERIFY_TOLERANCE
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig, load_config
-from hybrid_rl.models.value_head import value_model_of
+from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.training.critic import Critic
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case

@@ -15,7 +15,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.balance import LoadBalance
+from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.extras import with_whole
 from hybrid_rl.training.plan import micro_batch

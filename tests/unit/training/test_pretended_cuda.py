@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from hybrid_rl.config import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.backends import Backend
-from hybrid_rl.models.classifier import sequence_scores
-from hybrid_rl.models.distribution import token_distribution
-from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
-from hybrid_rl.models.varlen import TorchKernel
+from hybrid_rl.models.attention.backends import Backend
+from hybrid_rl.models.attention.varlen import TorchKernel
+from hybrid_rl.models.heads.classifier import sequence_scores
+from hybrid_rl.models.heads.distribution import token_distribution
+from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.extras import LearnedNumbers
@@ -89,7 +89,7 @@ def test_an_update_reads_the_device_once_per_optimizer_step_and_once_at_its_end(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    monkeypatch.setattr("hybrid_rl.models.logprobs.runs_in_triton", lambda *_: False)
+    monkeypatch.setattr("hybrid_rl.models.heads.logprobs.runs_in_triton", lambda *_: False)
     old = "recompute" if name == "lambda_grpo" else "detach"
     config = case_config(**{"old_logprobs": old, **STEPS[name]})
     batch = step_batch(config).select(torch.tensor([0, 1, 4, 5]))  # of two prompts
@@ -146,7 +146,7 @@ def test_scores_of_a_reward_model_stay_on_its_device(cuda: PretendedCuda) -> Non
 
 def test_varlen_attention_sends_its_runs_in_one_copy(cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    monkeypatch.setattr("hybrid_rl.models.logprobs.runs_in_triton", lambda *_: False)
+    monkeypatch.setattr("hybrid_rl.models.heads.logprobs.runs_in_triton", lambda *_: False)
     model = moved(torch.bfloat16)
     model.attention = Backend("varlen", TorchKernel())
     batch = step_batch(case_config()).select(torch.tensor(ROWS))

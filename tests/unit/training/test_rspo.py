@@ -18,7 +18,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.router import Routers
+from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.step import Counts, Terms, micro_batch_loss

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.routing import find_routers, hooked
+from hybrid_rl.models.experts.routing import find_routers, hooked
 from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.unpacked import UnpackedRow
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.attention import AttentionOptions, Bucket, length_buckets
+from hybrid_rl.models.attention.interface import AttentionOptions, Bucket, length_buckets
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import (
+from hybrid_rl.models.attention.interface import (
     BUCKET_FILL,
     NAME,
     SMALL_LENGTH,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import (
+from hybrid_rl.models.attention.interface import (
     AttentionOptions,
     Bucket,
     PackedAttention,
@@ -17,7 +17,7 @@ from hybrid_rl.models.attention import (
     restoring_order,
     sent,
 )
-from hybrid_rl.models.parts import CausalBuckets, Parts, Rectangles, parted_attention
+from hybrid_rl.models.attention.parts import CausalBuckets, Parts, Rectangles, parted_attention
 from hybrid_rl.models.row import Layout
 
 

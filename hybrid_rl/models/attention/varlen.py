@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import lengths_to_offsets
-from hybrid_rl.models.attention import AttentionOptions
-from hybrid_rl.models.parts import Gradients, Parts, parted_attention
+from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.parts import Gradients, Parts, parted_attention
+from hybrid_rl.models.attention.shared import check_num_tokens, child_keys, cuts
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.shared import check_num_tokens, child_keys, cuts
 from hybrid_rl.transfer import upload
 
 

@@ -6,8 +6,8 @@ the logits are computed again, a range of columns for all rows at a time, and be
 matrix products turn that into the gradients of hidden states and head. A range holds all rows, so the gradient of its
 part of the head is complete at once and needs no float32 copy of the head.
 
-The same numbers as `models/logprobs.py`, which is the oracle: logits are rounded to the dtype of the hidden states, so
-is their gradient (neither is with `in_float32`), and every sum is taken in float32.
+The same numbers as `models/heads/logprobs.py`, which is the oracle: logits are rounded to the dtype of the hidden
+states, so is their gradient (neither is with `in_float32`), and every sum is taken in float32.
 
 Importing this file imports Triton, which only its callers on CUDA need.
 """
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.wide import wide_product
+from hybrid_rl.models.heads.wide import wide_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Parts of the vocabulary and row tiles that run side by side: they fill a GPU, and what they share stays in its cache.

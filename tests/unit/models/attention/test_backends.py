@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import CausalLM, compiled
-from hybrid_rl.models.backends import AttentionNeeds, check_dtype, check_machine, choose_backend, obstacles
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.attention import compiled
+from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, check_machine, choose_backend, obstacles
 from tests.unit.models.families import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -24,7 +25,9 @@ def hopper(monkeypatch):
     """What a CUDA build of torch says on a machine with a recent GPU and flash-attn."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr("hybrid_rl.models.backends.metadata.version", lambda name: {"flash-attn": "2.8.3"}[name])
+    monkeypatch.setattr(
+        "hybrid_rl.models.attention.backends.metadata.version", lambda name: {"flash-attn": "2.8.3"}[name]
+    )
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # flash-attn-3 is not installed
     return monkeypatch
 
@@ -63,7 +66,7 @@ def test_older_machines_and_packages(hopper):
     assert not obstacles("varlen", needs()) and not obstacles("flash_attn", needs())
     hopper.setattr(torch, "__version__", "2.10.1+cu130")
     assert obstacles("varlen", needs()) == ["it needs torch 2.11, and this is 2.10.1+cu130"]
-    hopper.setattr("hybrid_rl.models.backends.metadata.version", lambda name: "2.6.3")
+    hopper.setattr("hybrid_rl.models.attention.backends.metadata.version", lambda name: "2.6.3")
     assert obstacles("flash_attn", needs()) == ["it needs flash-attn 2.7, and this is 2.6.3"]
 
 
@@ -98,11 +101,11 @@ def test_flash_attention_3_runs_where_its_package_is(hopper, caplog):
         choose_backend("flash_attn_3", needs())
     switched = []
     hopper.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
-    hopper.setattr("hybrid_rl.models.backends.activate_flash_attention_impl", switched.append)
+    hopper.setattr("hybrid_rl.models.attention.backends.activate_flash_attention_impl", switched.append)
     with caplog.at_level(logging.INFO, "hybrid_rl"):
         assert choose_backend("auto", needs()).name == choose_backend("flash_attn_3", needs()).name == "flash_attn_3"
     assert switched == ["FA3", "FA3"] and "runs on FlashAttention 3" in caplog.text
-    hopper.setattr("hybrid_rl.models.backends.current_flash_attention_impl", lambda: "FA3")
+    hopper.setattr("hybrid_rl.models.attention.backends.current_flash_attention_impl", lambda: "FA3")
     assert choose_backend("varlen", needs()).name == "varlen" and choose_backend("auto", needs()).name == "flash_attn_3"
     assert len(switched) == 2  # it was on
     assert obstacles("flash_attn_3", needs(softcap=50.0)) == [
@@ -112,7 +115,7 @@ def test_flash_attention_3_runs_where_its_package_is(hopper, caplog):
 
 def test_flash_attention_3_is_left_out_elsewhere(hopper):
     hopper.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
-    hopper.setattr("hybrid_rl.models.backends.current_flash_attention_impl", lambda: "FA4")
+    hopper.setattr("hybrid_rl.models.attention.backends.current_flash_attention_impl", lambda: "FA4")
     assert obstacles("flash_attn_3", needs()) == ["PyTorch's flash attention is switched to FA4 already"]
     for capability in ((8, 9), (10, 0)):
         hopper.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.value_head import load_value_model, value_model_class, value_model_of, value_model_on_meta
+from hybrid_rl.models.heads.value_head import load_value_model, value_model_class, value_model_of, value_model_on_meta
 from hybrid_rl.models.weights import ModelRecipe, StateSource, blocks_of, load_weights, named_state, save_weights
 from tests.float64 import KeepFloat64
 from tests.unit.models.checkpoints import MODELS, build_stored

@@ -11,11 +11,11 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention import AttentionOptions
-from hybrid_rl.models.backends import Backend
+from hybrid_rl.models.attention.backends import Backend
+from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.shared import SharedAttention
+from hybrid_rl.models.attention.varlen import FlashAttnKernel, TorchKernel
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.shared import SharedAttention
-from hybrid_rl.models.varlen import FlashAttnKernel, TorchKernel
 from tests.attention_contract import LAYOUTS, OPTIONS, SOFTCAP, check_backend, check_context, inputs
 
 CPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -163,8 +163,8 @@ def injected(request, monkeypatch):
     stand_in = StandIn()
     if request.param == "flash_attn":
         return Backend("flash_attn", FlashAttnKernel(stand_in)), stand_in
-    monkeypatch.setattr("hybrid_rl.models.varlen.torch", SimpleNamespace(**vars(torch)))
-    monkeypatch.setattr("hybrid_rl.models.varlen.torch.ops", SimpleNamespace(aten=stand_in))
+    monkeypatch.setattr("hybrid_rl.models.attention.varlen.torch", SimpleNamespace(**vars(torch)))
+    monkeypatch.setattr("hybrid_rl.models.attention.varlen.torch.ops", SimpleNamespace(aten=stand_in))
     return Backend("varlen", TorchKernel()), stand_in
 
 

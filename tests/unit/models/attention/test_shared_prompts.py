@@ -5,7 +5,7 @@ import torch
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.parts import CausalBuckets, Rectangles
+from hybrid_rl.models.attention.parts import CausalBuckets, Rectangles
 from tests.float64 import KeepFloat64
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.routing import find_routers, hooked, tensors_of
+from hybrid_rl.models.experts.routing import find_routers, hooked, tensors_of
 from hybrid_rl.models.row import PackedRow
 
 

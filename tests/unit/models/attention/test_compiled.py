@@ -5,9 +5,9 @@ import torch
 
 from hybrid_rl import native
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import compiled
-from hybrid_rl.models.attention import AttentionOptions
-from hybrid_rl.models.compiled import CompiledAttention
+from hybrid_rl.models.attention import compiled
+from hybrid_rl.models.attention.compiled import CompiledAttention
+from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout
 from tests.attention_contract import check_context, eager, inputs
 

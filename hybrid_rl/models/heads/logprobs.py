@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.heads.wide import wide_product, wide_weight_gradient
 from hybrid_rl.models.linear import product, weight_gradient
-from hybrid_rl.models.wide import wide_product, wide_weight_gradient
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
 _logger = logging.getLogger("hybrid_rl")
@@ -74,7 +74,7 @@ def token_logprobs(
     if labels.shape != hidden.shape[:1]:
         raise ValueError(f"labels must be [{hidden.shape[0]}], not {tuple(labels.shape)}")
     if runs_in_triton(hidden.device, hidden.dtype):
-        from hybrid_rl.models.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
+        from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
 
         return linear_logprobs(
             *(hidden, weight, bias, labels, temperature),

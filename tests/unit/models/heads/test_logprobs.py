@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from hybrid_rl.models import logprobs as fused
-from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
+from hybrid_rl.models.heads import logprobs as fused
+from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 
 M, H, V = 7, 5, 11
 HEADS = {

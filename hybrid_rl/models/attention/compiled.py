@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rl import native
-from hybrid_rl.models.attention import AttentionOptions
+from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.shared import check_num_tokens
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.shared import check_num_tokens
 
 LARGEST_HEAD = 512
 

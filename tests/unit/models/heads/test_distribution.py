@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from hybrid_rl.models import distribution
-from hybrid_rl.models.distribution import chosen_and_entropy, sum_of_squares, token_distribution, top_tokens
-from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
+from hybrid_rl.models.heads import distribution
+from hybrid_rl.models.heads.distribution import chosen_and_entropy, sum_of_squares, token_distribution, top_tokens
+from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 
 M, H, V = 7, 5, 11
 HEADS = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.logprobs import CHUNK_ELEMENTS, HeadOptions, head_gradients, head_logits, logit_gradient
+from hybrid_rl.models.heads.logprobs import CHUNK_ELEMENTS, HeadOptions, head_gradients, head_logits, logit_gradient
 
 
 def token_distribution(

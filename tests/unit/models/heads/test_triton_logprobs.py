@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.models import logprobs
-from hybrid_rl.models.logprobs import HeadOptions, token_logprobs
+from hybrid_rl.models.heads import logprobs
+from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 from tests.forked import Forked
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
 
@@ -95,7 +95,7 @@ def test_the_reference_on_numbers_by_hand() -> None:
 
 @needs_triton
 def test_no_rows_give_no_values_and_zero_gradients(path: None) -> None:
-    from hybrid_rl.models.triton_logprobs import linear_logprobs  # only where Triton is there
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # only where Triton is there
 
     leaves, _, _ = build(Case("none", bias=True), "cpu")
     hidden, weight, bias = (leaf for leaf in leaves if leaf is not None)
@@ -123,7 +123,7 @@ BAD = {
 @needs_triton
 @pytest.mark.parametrize("message", BAD)
 def test_arguments_that_do_not_go_together_are_refused(path: None, message: str) -> None:
-    from hybrid_rl.models.triton_logprobs import linear_logprobs  # only where Triton is there
+    from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # only where Triton is there
 
     arguments: dict[str, Any] = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(9, 8), "bias": None}
     arguments |= {"labels": torch.zeros(4, dtype=torch.int64), "temperature": 1.0} | BAD[message]
@@ -140,7 +140,7 @@ def test_the_head_is_handed_over_where_the_kernels_run(monkeypatch: Any) -> None
         return torch.full((4,), 1.0), torch.full((4,), 2.0)
 
     stand_in = SimpleNamespace(linear_logprobs=linear_logprobs)
-    monkeypatch.setitem(sys.modules, "hybrid_rl.models.triton_logprobs", stand_in)
+    monkeypatch.setitem(sys.modules, "hybrid_rl.models.heads.triton_logprobs", stand_in)
     monkeypatch.setattr(logprobs, "runs_in_triton", lambda device, dtype: True)
     arguments = (torch.zeros(4, 8), torch.zeros(9, 8), None, torch.zeros(4, dtype=torch.int64), 0.7)
     outputs = token_logprobs(*arguments, HeadOptions(scale=0.5, softcap=3.0))

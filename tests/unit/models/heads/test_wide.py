@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_rl.models import CausalLM, wide
-from hybrid_rl.models.distribution import chosen_and_entropy, token_distribution
-from hybrid_rl.models.logprobs import HeadOptions, chunked_logprobs
-from hybrid_rl.models.wide import halves, wide_product, wide_weight_gradient
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.heads import wide
+from hybrid_rl.models.heads.distribution import chosen_and_entropy, token_distribution
+from hybrid_rl.models.heads.logprobs import HeadOptions, chunked_logprobs
+from hybrid_rl.models.heads.wide import halves, wide_product, wide_weight_gradient
 from tests.unit.models.families import build
 
 TARGETS = torch.arange(5, 16)

@@ -32,13 +32,13 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import compiled, unpacked
-from hybrid_rl.models.attention import AttentionContext, PackedAttention
-from hybrid_rl.models.compiled import CompiledAttention
+from hybrid_rl.models.attention import compiled, unpacked
+from hybrid_rl.models.attention.compiled import CompiledAttention
+from hybrid_rl.models.attention.interface import AttentionContext, PackedAttention
+from hybrid_rl.models.attention.shared import SharedAttention
+from hybrid_rl.models.attention.unpacked import UnpackedRow
+from hybrid_rl.models.attention.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.shared import SharedAttention
-from hybrid_rl.models.unpacked import UnpackedRow
-from hybrid_rl.models.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 
 NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
 OLDEST_CAPABILITY = (8, 0)

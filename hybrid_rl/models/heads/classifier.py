@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
+from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.load import elsewhere, first_line
-from hybrid_rl.models.routing import HeldRouting
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.verify import (
     VERIFY_TOLERANCE,

@@ -6,12 +6,12 @@ import torch
 from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, Layout, PackedRow
-from hybrid_rl.models.unpacked import UnpackedRow
+from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.verify import check_causal
 from tests.float64 import KeepFloat64
+from tests.unit.models.attention.test_shared_prompts import check, gradients, own, samples
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
-from tests.unit.models.test_shared_prompts import check, gradients, own, samples
 
 FAMILIES = [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE)]
 DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.sweep)]

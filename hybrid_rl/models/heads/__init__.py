@@ -1,0 +1,1 @@
+"""What stands on a backbone: logits and logprobs, values, classes."""
