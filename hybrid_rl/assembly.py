@@ -8,7 +8,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,8 @@ def check_stop_strings(
     """Stop strings as a tuple, None for None. Raises ConfigError for one with a special token: text has none."""
     if stop_strings is None:
         return None
+    if not isinstance(stop_strings, Sequence | Set):
+        raise ConfigError(f"stop_strings={stop_strings!r} must be a text or a list of texts")
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     for string in strings:
         for token_id, token in tokenizer.added_tokens_decoder.items():

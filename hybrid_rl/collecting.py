@@ -80,6 +80,8 @@ def evaluation_metrics(run: Run, collector: Collector, version: int, state: Trai
 def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments of `generate` that are no numbers, or no whole ones. given: fields of
     SamplingParams, which knows their ranges; None for what training does."""
+    if num_generations is None:
+        raise ConfigError("num_generations=None: give how many completions each prompt is to get")
     for name, value in {"num_generations": num_generations, **given}.items():
         kind = Integral if name in WHOLE else Real
         shown = "max_completion_length" if name == "max_tokens" else name

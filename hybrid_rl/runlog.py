@@ -95,7 +95,7 @@ class RunLog:
         if moved:
             logger.warning(
                 "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto leaves them out; "
-                "to go on from one of them, give it as resume=",
+                "one of them given as resume= begins a run folder of its own",
                 *(self.path, after, ", ".join(path.name for path in moved)),
             )
         if dropped.num_steps:

@@ -19,6 +19,8 @@ from hybrid_rl.owners import Owner
 
 logger = logging.getLogger("hybrid_rl")
 
+ABANDONED = r"checkpoint-\d+\.abandoned(-\d+)?"
+
 _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 
 
@@ -52,8 +54,18 @@ def _is_left(owner: str, *, is_ours: bool) -> bool:
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
     """The checkpoint of a run folder with the most training steps, None for none. is_ours: see `clear_up`."""
     clear_up(run, is_ours=is_ours)
-    there = [(step, path) for step, path in checkpoints_of(run).items() if _is_checkpoint(path)]
-    return max(there)[1] if there else None
+    named = checkpoints_of(run)
+    there = [step for step, path in named.items() if _is_checkpoint(path)]
+    newest = max(there, default=-1)
+    for step in sorted(named):
+        if step > newest:
+            logger.warning(
+                "%s is passed over: it has neither %s nor %s, as a copy that broke off",
+                named[step],
+                STATE_FILE,
+                MANIFEST_FILE,
+            )
+    return named.get(newest)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -77,7 +89,8 @@ def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]
     clear_up(run, is_ours=True)  # else one that was being replaced would come back later
     moved = []
     try:
-        for number, path in sorted(checkpoints_of(run).items()):
+        # From the last one down: whoever is killed in between leaves a run that has lost its end, and no gap.
+        for number, path in sorted(checkpoints_of(run).items(), reverse=True):
             is_where_it_began = checkpoint is not None and checkpoint.exists() and path.samefile(checkpoint)
             if number >= step and not is_where_it_began:
                 moved.append(set_aside(path, "abandoned"))
@@ -86,18 +99,21 @@ def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]
             f"cannot rename the checkpoints of {run} that are later than step {step}: {error}; make the folder "
             "writable, or give another run_name"
         ) from error
-    return moved
+    return moved[::-1]
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
     """The run folder that goes on: that of run_name where `resume` is "auto", whether it is there or not; the one that
-    a checkpoint lies in, unless another run_name is given. None where a new run begins."""
+    a checkpoint lies in, unless another run_name is given. None if a new run begins: also from a checkpoint that was
+    set aside, for what else lies in its folder is of the branch that went on."""
     if resume is None:
         return None
     named = None if run_name is None else Path(output_dir).absolute() / run_name
     if resume == "auto":
         return named
     beside = Path(resume).resolve().parent
+    if re.fullmatch(ABANDONED, Path(resume).resolve().name):
+        return None
     is_run = any((beside / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if run_name is None:
         return beside if is_run else None

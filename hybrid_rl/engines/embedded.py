@@ -50,7 +50,9 @@ class EmbeddedEngine(GuardedEngine):
             raise HandoffError(f"the engine shares the trainer's tensors; a {type(source).__name__} has none")
         current = named_weights(self._model.module)
         if any(current.get(name) is not tensor for name, tensor in self._weights.items()):
-            raise HandoffError("modules of the model were replaced since the engine was made; make a new engine")
+            raise HandoffError(
+                "modules or parameters of the model were replaced since the engine was made; make a new Trainer"
+            )
         num_tensors = check_shared(source, current)
         self._forget()
         self.policy_version = version

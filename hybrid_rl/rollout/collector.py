@@ -191,8 +191,9 @@ class Collector:
                 self._told.add(("retried", function))
                 logger.warning(
                     "%s: a call of reward function %r over several samples failed (%s), so it was called again for "
-                    "each of them alone, %s, to mask only those at fault. rewards/num_retried counts them from now on; "
-                    "score_by=group never calls twice, and masks the whole group",
+                    "single ones, %s, to mask only those at fault; once 8 have failed alike the rest of a call is "
+                    "masked. rewards/num_retried counts them from now on; score_by=group never calls twice, and masks "
+                    "the group",
                     *(call.purpose, function, cause_of(detail), counted(number, "sample")),
                 )
 

@@ -311,6 +311,7 @@ class HybridWorker(WorkerBase):
     @dispatch(collect="leader", needs=TRAINING)
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state."""
+        self._actor.optimizer.check()
 
         def save_model(target: Path) -> None:
             self._actor.save_model(target)

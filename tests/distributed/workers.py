@@ -214,6 +214,11 @@ def _signal(number: int) -> Callable[[Probe], None]:
     return lambda worker: os.kill(os.getpid(), number)
 
 
+def _stop(worker: Probe) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _hang(worker)  # other threads of a process may be stopped before the one that asked for it
+
+
 def _warn_and_exit(worker: Probe) -> None:
     warnings.warn("the last words", stacklevel=1)
     os._exit(3)
@@ -237,7 +242,7 @@ FAULTS: dict[str, Callable[[Probe], None]] = {
     "odd error": _raise(lambda: LocalTrouble("this", "that")),
     "system exit": _raise(lambda: SystemExit(4)),
     "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
+    "stop": _stop,
     "crash": _crash,
     "exit": _warn_and_exit,
     "hang": _hang,

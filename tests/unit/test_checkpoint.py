@@ -463,7 +463,19 @@ def test_auto_names_a_newer_run_that_got_another_folder(run: Path, caplog: pytes
     caplog.clear()
     os.utime(run.parent / "run-2" / "checkpoint-3" / STATE_FILE, (0, 0))
     find_checkpoint("auto", str(run.parent), run.name)
-    assert caplog.text == ""
+    assert "is newer" not in caplog.text
+
+
+def test_auto_says_which_later_folder_is_no_checkpoint(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A copy that broke off is not trained on, nor passed over without a word; what is older is nobody's concern."""
+    (run / "checkpoint-3").mkdir()
+    (run / "checkpoint-30").mkdir()
+    (run / "checkpoint-30" / "config.json").write_text("{}")
+    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-10"
+    passed = [line for line in caplog.messages if "is passed over: it has neither" in line]
+    assert [line.partition(" is passed")[0] for line in passed] == [
+        f"{run / name}" for name in ("checkpoint-12", "checkpoint-30")
+    ]
 
 
 def test_resume_of_a_folder(run: Path) -> None:

@@ -227,12 +227,12 @@ def test_weights_that_are_loaded_into_the_module_between_steps_are_trained(make_
     assert len(told) == (dtype == torch.bfloat16)
 
 
-def test_a_module_that_is_converted_between_steps_is_refused_before_it_generates(make_trainer) -> None:
+def test_a_module_that_is_converted_between_steps_is_refused_before_it_generates_or_is_saved(make_trainer) -> None:
     module = build_model()
     trainer = make_trainer(module)
     trainer.step()
     module.to(torch.bfloat16)
-    for call in (trainer.step, lambda: trainer.generate("1+2=")):
+    for call in (trainer.step, lambda: trainer.generate("1+2="), trainer.save):
         with pytest.raises(ModelError, match=r"parameters changed shape or dtype .*\.to\(dtype\).*make a new Trainer"):
             call()
 

@@ -156,6 +156,12 @@ def test_who_goes_back_to_an_older_checkpoint_leaves_the_later_ones(make_trainer
     third.close()
     fourth = make_trainer(**keys, resume=str(folder / "checkpoint-4.abandoned"), max_steps=5)
     assert fourth.global_step == 4 and weights_of(folder / "checkpoint-4.abandoned") == old
+    there = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    fourth.fit()
+    fourth.close()
+    assert fourth.run_folder == folder.with_name(f"{folder.name}-2")  # the branch that went on is not mixed with it
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == there
+    assert [line["step"] for line in records(fourth)] == [5]
 
 
 def test_finished_run_can_be_prolonged(make_trainer, records) -> None:
