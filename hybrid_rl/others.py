@@ -129,9 +129,9 @@ class Tenant:
         self._require_open()
         if self.module is not None and self._module_steps != steps_of(self.module):
             logger.warning(
-                "the Trainer of %s has trained the module of this one (%s) since this one did: the optimizer goes by "
-                "weights that are no more. close() this one and make another, which goes on from what the module is "
-                "now; for runs that do not meet, give each a copy (copy.deepcopy) or a name",
+                "the Trainer of %s has trained the module of this one (%s) since this one did: the state of this "
+                "one's optimizer belongs to older weights. close() this one and make another, which goes on from the "
+                "module as it is now; to train independently, give each a copy (copy.deepcopy) or a model by name",
                 _trained_by[self.module],
                 self.run_folder,
             )

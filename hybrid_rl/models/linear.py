@@ -66,6 +66,7 @@ class Linears:
             m for m in module.modules() if type(m) is nn.Linear and "forward" not in vars(m) and is_available(m.weight)
         ]
         self._forwards: Sequence[Any] = [_Forward(layer) for layer in self._layers]
+        self._sizes = [layer.weight.numel() for layer in self._layers]  # whole ones, of sharded layers too
         self._num_rows = 0
 
     @property
@@ -82,8 +83,9 @@ class Linears:
             yield
             return
         active = []
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            if num_rows * layer.weight.numel() >= smallest_product():
+        smallest = smallest_product() / num_rows
+        for layer, forward, size in zip(self._layers, self._forwards, self._sizes, strict=True):
+            if size >= smallest:
                 vars(layer)["forward"] = forward
                 active.append(layer)
         self._num_rows = num_rows

@@ -1,14 +1,16 @@
 """What a user reads where vLLM fails: its own words, and what to do."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybrid_rl.engines.vllm import build as build_module
+from hybrid_rl.engines.vllm import loader
 from hybrid_rl.engines.vllm.build import explain_step
 from hybrid_rl.engines.vllm.environment import process_kept
-from hybrid_rl.errors import ConfigError, EngineStateError, ModelError
+from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, ModelError
 from tests.vllm.rigs import CONFIG
 
 UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check the logs for more details."
@@ -74,5 +76,28 @@ def test_the_first_step_of_a_model_that_vllm_cannot_run():
     told = "its first step ended with ValueError: too many values to unpack; set rollout.engine=inplace"
     with pytest.raises(ModelError, match=told):
         explain_step(ValueError("too many values to unpack\nand a page more"), is_first=True)
-    for error in (ConfigError("ours"), torch.OutOfMemoryError("of memory"), KeyboardInterrupt()):
+    for error in (
+        ConfigError("ours"),
+        torch.OutOfMemoryError("of memory"),
+        torch.distributed.DistNetworkError("a rank"),
+        KeyboardInterrupt(),
+    ):
         explain_step(error, is_first=True)  # as it is
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(HandoffError("ours"), HandoffError), (RuntimeError("The expanded size of the tensor (16)"), ModelError)],
+    ids=["ours", "a shape"],
+)
+def test_what_a_loader_raises_is_told_as_it_is_unless_it_is_vllms(monkeypatch, error, kind):
+    """Ours are RuntimeErrors too."""
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(loader, "trace_loader", fails)
+    views = SimpleNamespace(views=[], tied=[], tensors={})
+    with pytest.raises(kind) as caught:
+        loader.trace_model(SimpleNamespace(named_buffers=dict, named_parameters=dict, load_weights=None), views)
+    assert (caught.value is error) == (kind is HandoffError)

@@ -102,6 +102,10 @@ def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
     return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 
 
+# Errors that are no fault of vLLM's code for a model: ours, too little memory, another rank.
+TOLD_ALREADY = (HybridRLError, torch.OutOfMemoryError, dist.DistError)
+
+
 def build(
     arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
@@ -114,7 +118,7 @@ def build(
         num_bytes = kv_cache_bytes(config, vllm_config, max_length=max_length, device=device, memory_share=memory_share)
         give_cache(vllm_config.cache_config, num_bytes)
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
-    except (HybridRLError, torch.OutOfMemoryError, dist.DistError):
+    except TOLD_ALREADY:
         raise
     except (
         RuntimeError,
@@ -162,7 +166,7 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
             "(max_num_seqs times the longest)"
         ) from error
     is_of_code = isinstance(error, (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError))
-    if is_first and is_of_code and not isinstance(error, (HybridRLError, torch.OutOfMemoryError)):
+    if is_first and is_of_code and not isinstance(error, TOLD_ALREADY):
         raise ModelError(
             f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
             "another version of vLLM"

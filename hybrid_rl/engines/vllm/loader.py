@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from hybrid_rl.errors import ConfigError, HandoffError, ModelError
+from hybrid_rl.errors import ConfigError, HandoffError, HybridRLError, ModelError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
@@ -213,6 +213,8 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     with _casts_expected():
         try:
             trace = trace_loader(model.load_weights, offered, views.tensors, live, optional=buffers)
+        except (HybridRLError, torch.OutOfMemoryError):
+            raise
         except RuntimeError as error:
             raise ModelError(
                 f"vLLM's {type(model).__name__} cannot load weights of this shape: {error}; its code for the "
