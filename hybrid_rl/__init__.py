@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_rl.callbacks import Callback
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.rollout.collector import Generation
+    from hybrid_rl.run.callbacks import Callback
     from hybrid_rl.trainer import StepResult, Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
 
 _HOMES = {
-    "Callback": "hybrid_rl.callbacks",
+    "Callback": "hybrid_rl.run.callbacks",
     "Generation": "hybrid_rl.rollout.collector",
     "StepResult": "hybrid_rl.trainer",
     "Trainer": "hybrid_rl.trainer",

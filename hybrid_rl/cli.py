@@ -122,8 +122,8 @@ def run_doctor(arguments: Sequence[str]) -> int:
     Returns 1 where something does not fit; it is then named at the end.
     """
     # Imported here: every other command would wait for them.
-    from hybrid_rl.assembly import find_hardware
-    from hybrid_rl.checks import check_attention
+    from hybrid_rl.run.checks import check_attention
+    from hybrid_rl.run.prepare import find_hardware
     from hybrid_rl.workers.preflight import check, slow_cpus, versions
 
     console = _wide_console()
@@ -187,7 +187,7 @@ def _gib(num_bytes: int) -> str:
 
 def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run, without a model, ask them, and end them."""
-    from hybrid_rl.launch import RayRanks, local_device
+    from hybrid_rl.run.start import RayRanks, local_device
     from hybrid_rl.training.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.preflight import probe_ranks

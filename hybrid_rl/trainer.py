@@ -8,12 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl import assembly
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.callbacks import Callback
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
-from hybrid_rl.checks import check_modes
-from hybrid_rl.collecting import check_numbers, collect_step, collector_of, evaluation_metrics, generation_of
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
@@ -27,16 +23,20 @@ from hybrid_rl.errors import (
     NotYetSupportedError,
     do_all,
 )
-from hybrid_rl.interrupts import deferred_interrupt
-from hybrid_rl.launch import start_workers
+from hybrid_rl.logging.progress import line_of, still
+from hybrid_rl.logging.run_log import RunLog, cost_metrics
 from hybrid_rl.metrics import Timings, joined, largest, now
-from hybrid_rl.others import Tenant, make_way, tell_of
-from hybrid_rl.progress import line_of, still
+from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.buffer import SampleBuffer
 from hybrid_rl.rollout.collector import Collected, Generation, generations_of
-from hybrid_rl.runlog import RunLog, cost_metrics
-from hybrid_rl.watch import LearningWatch, SignalWatch, broken_model_told
+from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.collecting import check_numbers, collect_step, collector_of, evaluation_metrics, generation_of
+from hybrid_rl.run.others import Tenant, make_way, tell_of
+from hybrid_rl.run.prepare import Run, mini_batches, prepare
+from hybrid_rl.run.start import start_workers
+from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_told
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -94,13 +94,13 @@ class Trainer(Tenant):
                 )
         data = (train_dataset, eval_dataset)
         with contextlib.ExitStack() as closing:
-            run = assembly.prepare(
+            run = prepare(
                 model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing
             )
             self._start(run, callbacks, closing)
             self._closing = closing.pop_all()
 
-    def _start(self, run: assembly.Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
+    def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         make_way(run.config, folder)
         tell_of(run.module, is_resumed=run.resume is not None)
@@ -240,7 +240,7 @@ class Trainer(Tenant):
         self, batch: Batch | BatchRef, step: int, timings: Timings, hold: contextlib.ExitStack
     ) -> tuple[Batch | BatchRef, dict[str, float]]:
         """The algorithm behind a collected batch: score, advantages, update, publish."""
-        batch = batch.with_columns(mini_batch=assembly.mini_batches(batch["group"], self.config, step))
+        batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
         with timings.measure("logprobs"):
             batch = self._workers.score(batch, step)
         batch = self.policy.advantages(batch)

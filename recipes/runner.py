@@ -15,12 +15,12 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
-from hybrid_rl.assembly import find_hardware
-from hybrid_rl.checks import check_attention
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config, num_training_steps, resolve
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.run.checks import check_attention
+from hybrid_rl.run.prepare import find_hardware
 from recipes.quickstart.model import build_model, build_tokenizer
 from recipes.quickstart.run import improve
 from recipes.quickstart.task import Task, build_task

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.controller import mark_progress
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.files import content_digest
+from hybrid_rl.process.heartbeat import mark_progress
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -4,7 +4,7 @@ from hybrid_rl.controller.dispatch import Dispatch, dispatch
 from hybrid_rl.controller.group import Backend, WorkerGroup
 from hybrid_rl.controller.local import LocalBackend
 from hybrid_rl.controller.mesh import AXES, RankMesh
-from hybrid_rl.controller.ranks import RankContext, child_environment, enter_device, mark_progress
+from hybrid_rl.controller.ranks import RankContext, child_environment, enter_device
 
 __all__ = [
     "AXES",
@@ -17,5 +17,4 @@ __all__ = [
     "child_environment",
     "dispatch",
     "enter_device",
-    "mark_progress",
 ]

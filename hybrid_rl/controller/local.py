@@ -12,7 +12,7 @@ import torch
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.exchange import Arguments, Parts, collect
 from hybrid_rl.controller.ranks import RankContext
-from hybrid_rl.interrupts import deferred_interrupt
+from hybrid_rl.process.interrupts import deferred_interrupt
 
 
 class Worker(Protocol):

@@ -1,4 +1,4 @@
-"""What a rank knows of itself, which GPU is its own, how it meets the others, and how it tells that it gets on."""
+"""Per-rank context, choice of GPU, and process-group setup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,20 +20,8 @@ from hybrid_rl.errors import ConfigError
 CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-_last_progress = time.monotonic()
 # What `take_device` has taken in this process, if it is the process of a rank: the device, and the id of the GPU.
 _taken: tuple[torch.device, str] = (CPU, "")
-
-
-def mark_progress() -> None:
-    """Say that the work of this process gets on: called at engine steps and micro-batches."""
-    global _last_progress
-    _last_progress = time.monotonic()
-
-
-def seconds_since_progress() -> float:
-    """Seconds since the work of this process last said that it gets on."""
-    return time.monotonic() - _last_progress
 
 
 def _itself(value: Any) -> Any:

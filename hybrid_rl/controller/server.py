@@ -30,14 +30,13 @@ from hybrid_rl.controller.ranks import (
     gpu_place,
     join_ranks,
     leave_ranks,
-    mark_progress,
     object_gather,
     open_store,
-    seconds_since_progress,
     take_device,
 )
 from hybrid_rl.controller.travel import Driver, pack, unpack
-from hybrid_rl.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.process.heartbeat import mark_progress, seconds_since_progress
+from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hybrid_rl.controller.failures import Failure, Site, error_of
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.server import Health, Outcome
-from hybrid_rl.interrupts import deferred_interrupt, interrupt_requested
+from hybrid_rl.process.interrupts import deferred_interrupt, interrupt_requested
 
 logger = logging.getLogger("hybrid_rl")
 

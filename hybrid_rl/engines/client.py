@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from hybrid_rl.controller import mark_progress
 from hybrid_rl.engines.base import EngineStats, FinishedSample, RolloutEngine, RolloutRequest
 from hybrid_rl.errors import EngineStateError
-from hybrid_rl.interrupts import interrupt_requested
+from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.process.interrupts import interrupt_requested
 
 
 class RolloutClient(Protocol):

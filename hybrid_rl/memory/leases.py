@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.interrupts import deferred_interrupt
+from hybrid_rl.process.interrupts import deferred_interrupt
 
 Policy = Literal["keep", "discard", "offload"]
 Gather = Callable[[Any], list[Any]]  # one object of every rank, in rank order

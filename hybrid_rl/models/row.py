@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
-from hybrid_rl.transfer import upload
+from hybrid_rl.tensors.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
 # anew for every number of rows, and memory of ever new sizes is never used again. It repeats the row's first token: one

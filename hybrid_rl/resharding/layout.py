@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.boxes import Box
 from hybrid_rl.resharding.tables import MAX_DIMS, Column
+from hybrid_rl.tensors.boxes import Box
 
 Cuts = tuple[tuple[int, ...], ...]
 PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold it

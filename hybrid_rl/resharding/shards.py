@@ -20,7 +20,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.files import save_tensors
-from hybrid_rl.resharding.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
+from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"

@@ -14,8 +14,8 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
 from hybrid_rl.engines.client import RolloutClient
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.interrupts import interrupt_requested
 from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.judged import Encode, JudgeRound

@@ -16,6 +16,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.extras import LearnedNumbers, prepared_column, rollout_gap, with_whole
 from hybrid_rl.training.kl import KLWeight
@@ -24,7 +25,6 @@ from hybrid_rl.training.routing import router_columns
 from hybrid_rl.training.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
 from hybrid_rl.training.trained import TrainedModel
-from hybrid_rl.transfer import finish_downloads, start_download
 
 logger = logging.getLogger("hybrid_rl")
 

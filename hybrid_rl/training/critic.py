@@ -19,12 +19,12 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_critic
+from hybrid_rl.tensors.transfer import finish_downloads, start_download, upload
 from hybrid_rl.training.optimizer import local_part
 from hybrid_rl.training.plan import Plan, micro_batch
 from hybrid_rl.training.scoring import token_columns
 from hybrid_rl.training.step import loss_mask
 from hybrid_rl.training.trained import TrainedModel
-from hybrid_rl.transfer import finish_downloads, start_download, upload
 
 
 class Critic(TrainedModel):

@@ -12,8 +12,8 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import BalanceReading, LoadBalance
 from hybrid_rl.models.experts.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
+from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.scoring import MicroBatches, token_columns
-from hybrid_rl.transfer import upload
 
 
 def router_columns(

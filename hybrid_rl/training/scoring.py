@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.controller import mark_progress
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
+from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.transfer import finish_downloads, start_download
 
 MicroBatches = Sequence[Sequence[int]]
 

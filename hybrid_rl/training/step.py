@@ -27,8 +27,8 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.heads.distribution import chosen_and_entropy
+from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.routing import reading_balance, reading_old_experts
-from hybrid_rl.transfer import upload
 
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:

@@ -12,12 +12,13 @@ from torch import Tensor
 from hybrid_rl.batch import Batch
 from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
 from hybrid_rl.config import OptimizerConfig, TrainerConfig
-from hybrid_rl.controller import RankContext, mark_progress
+from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.saving import save_weights
 from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, accumulating
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite

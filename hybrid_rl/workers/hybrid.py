@@ -18,9 +18,9 @@ from hybrid_rl.engines import EngineStats, RolloutRequest, SamplingParams, gener
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models.weights.likeness import check_fingerprint
-from hybrid_rl.report import JsonLines
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.controller import RankContext, mark_progress
+from hybrid_rl.controller import RankContext
 from hybrid_rl.data import pack_by_tokens
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory import Resident
@@ -28,6 +28,7 @@ from hybrid_rl.models.load import DTYPES, load_tokenizer
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import StateSource
+from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
 from hybrid_rl.sharding.build import call_options, filled

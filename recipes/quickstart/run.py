@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
-from hybrid_rl.assembly import find_hardware
-from hybrid_rl.callbacks import Callback
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.prepare import find_hardware
 from recipes.quickstart.task import Row, Task, exact_answer
 from recipes.quickstart.warm_start import train_on_answers
 

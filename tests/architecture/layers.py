@@ -10,30 +10,18 @@ PACKAGE = "hybrid_rl"
 # ROOT is hybrid_rl/__init__.py, the users' door: only the top line may come in through it.
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options"}),
-    frozenset({"algos", "files", "owners"}),
-    frozenset({"batch", "config", "metrics", "progress", "native", "report", "callbacks", "interrupts", "transfer"}),
-    frozenset({"controller"}),
-    frozenset({"resharding", "memory", "data", "rewards", "checkpoint"}),
-    frozenset({"models"}),
-    frozenset({"engines"}),
-    frozenset({"rollout"}),
-    frozenset({"sharding"}),
-    frozenset({"training"}),
+    frozenset({"errors", "options", "files", "metrics", "process", "tensors"}),
+    frozenset({"algos", "batch", "native", "owners", "memory", "data"}),
+    frozenset({"config", "controller", "models", "resharding"}),
+    frozenset({"engines", "sharding", "checkpoint", "rewards"}),
+    frozenset({"rollout", "training", "logging"}),
     frozenset({"workers"}),
-    frozenset({"checks", "inputs", "others"}),
-    frozenset({"assembly", "runlog"}),
-    frozenset({"launch", "collecting", "watch"}),
-    frozenset({"trainer"}),
-    frozenset({ROOT}),
-    frozenset({"cli", "__main__"}),
+    frozenset({"run"}),
+    frozenset({"trainer", ROOT, "cli", "__main__"}),
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset(
-    {("callbacks", "batch"), ("checkpoint", "resharding"), ("report", "metrics")}
-    | {("resharding", "memory"), ("__main__", "cli")}
-)
+SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli")})
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}

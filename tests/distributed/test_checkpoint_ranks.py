@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, read_optimizer_into, read_state, write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.resharding.boxes import local_box, local_tensor
+from hybrid_rl.tensors.boxes import local_box, local_tensor
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

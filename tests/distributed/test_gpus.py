@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 START = """
 import torch
-from hybrid_rl.assembly import find_hardware
+from hybrid_rl.run.prepare import find_hardware
 from hybrid_rl.config import load_config
 from hybrid_rl.controller.ray_backend import RayCluster, _Ranks
 

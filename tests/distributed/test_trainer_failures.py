@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
-from hybrid_rl.report import read_jsonl
+from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def make(tmp_path: Path, forked_ranks, monkeypatch):
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
     made = []
 
     def trainer(reward, **keys) -> Trainer:

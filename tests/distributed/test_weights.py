@@ -20,8 +20,8 @@ from hybrid_rl.models.weights import (
     save_weights,
     saving,
 )
-from hybrid_rl.resharding.boxes import Box, local_box, local_tensor
 from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
+from hybrid_rl.tensors.boxes import Box, local_box, local_tensor
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.checkpoints import NAMES, build_stored, everything
 

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from hybrid_rl.batch import Batch, BatchRef, Jagged
-from hybrid_rl.controller import RankContext, dispatch, mark_progress
+from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.interrupts import interrupt_requested
+from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.process.interrupts import interrupt_requested
 
 logger = logging.getLogger("hybrid_rl.worker")
 

@@ -37,7 +37,7 @@ ALIKE = ("grpo", "dr_grpo", "gpg", "lite_ppo", "luspo", "max_of_group", "maxrl",
 def test_a_preset_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates from each batch, so that ratios, weights and whole mini-batches play their part."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)  # takes as long as the run
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)  # takes as long as the run
     rows = sums(16)
     if name == "sft":
         rows = [{**row, "completion": row["answer"]} for row in rows]

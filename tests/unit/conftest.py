@@ -27,7 +27,7 @@ def forked() -> Iterator[Forked]:
 def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
     any other argument is passed on. No curves: drawing them takes longer than such a run."""
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
     made: list[Trainer] = []
     missing = object()
 

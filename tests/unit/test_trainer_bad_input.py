@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_rl import assembly
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError, NotYetSupportedError
+from hybrid_rl.run import prepare
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.unit.models.families import build_vision
 
@@ -22,7 +22,7 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
 
     def check(error: type, message: str, /, *, may_load: bool = False, **keys) -> None:
         if not may_load:
-            monkeypatch.setattr(assembly, "load_model", no_loading)
+            monkeypatch.setattr(prepare, "load_model", no_loading)
         keys = {"model": str(model_folder)} | keys
         with pytest.raises(error, match=message):
             make_trainer(**keys)

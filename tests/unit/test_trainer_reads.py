@@ -27,11 +27,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "kl": {"num_generations": 2, "beta": 0.1, "policy_loss": "clip_cov"},
 }
 # Tags of sections, which choose a class; the length of the run, which hybrid_rl.config computes; the penalty that
-# hybrid_rl.checks makes a reward of; and what is looked at where a model is loaded by name, or compared with a module.
+# hybrid_rl.run.checks makes a reward of; and what is looked at if a model is loaded by name or compared with a module.
 NOT_COUNTED = {"algorithm.name", "controller.backend", "rollout.engine", "max_steps", "rewards.overlong_buffer"}
 NOT_COUNTED |= {"model.trust_remote_code", "model.dtype"}
 # Who copies, writes down and checks a configuration reads all of it.
-READERS = ("dataclasses", "copy", "pickle", "cloudpickle", "hybrid_rl.config", "hybrid_rl.checks")
+READERS = ("dataclasses", "copy", "pickle", "cloudpickle", "hybrid_rl.config", "hybrid_rl.run.checks")
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[type, str, list[str]]]:

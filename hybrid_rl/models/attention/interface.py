@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import Linears
-from hybrid_rl.transfer import upload
+from hybrid_rl.tensors.transfer import upload
 
 NAME = "hybrid_rl_packed"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.row import Layout
-from hybrid_rl.transfer import upload
+from hybrid_rl.tensors.transfer import upload
 
 NAME = "unpacked"  # as an attention of CausalLM; not a value of model.attention: rollout.engine=hf chooses it
 

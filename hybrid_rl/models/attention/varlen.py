@@ -21,7 +21,7 @@ from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.attention.parts import Gradients, Parts, parted_attention
 from hybrid_rl.models.attention.shared import check_num_tokens, child_keys, cuts
 from hybrid_rl.models.row import Layout
-from hybrid_rl.transfer import upload
+from hybrid_rl.tensors.transfer import upload
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hybrid_rl.models.verify import (
     same_places,
 )
 from hybrid_rl.models.weights.recipe import ModelRecipe
-from hybrid_rl.transfer import upload
+from hybrid_rl.tensors.transfer import upload
 
 # Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.
 VERIFY_SEQUENCES = (((5, 9, 4), (7, 3)), ((5, 9, 4), (8,)), ((6, 2, 9, 3), ()))

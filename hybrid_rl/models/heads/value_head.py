@@ -29,7 +29,7 @@ from hybrid_rl.models.weights.loading import lazy_weights, load_weights
 from hybrid_rl.models.weights.names import match
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import StateSource, WeightSource
-from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.tensors.boxes import Box
 
 
 def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightSource]:

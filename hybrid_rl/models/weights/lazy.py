@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.weights.sources import WeightSource
-from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.tensors.boxes import Box
 
 
 class NotLazyError(TypeError):

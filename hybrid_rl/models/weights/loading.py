@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.controller import mark_progress
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.weights.lazy import LazyTensor
 from hybrid_rl.models.weights.names import Match, match, own_classes
 from hybrid_rl.models.weights.sources import WeightSource
-from hybrid_rl.resharding.boxes import local_box, local_tensor
+from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.tensors.boxes import local_box, local_tensor
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 
 from hybrid_rl.models.weights.lazy import LazyTensor, NotLazyError
 from hybrid_rl.models.weights.sources import WeightSource
-from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.tensors.boxes import Box
 
 Transform = WeightRenaming | WeightConverter
 

@@ -17,7 +17,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.resharding.boxes import Box
+from hybrid_rl.tensors.boxes import Box
 
 BLOCK_BYTES = 64 * 2**20  # small tensors travel together in blocks of about this size
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError, PeerFailedError
-from hybrid_rl.resharding.boxes import local_tensor
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
 from hybrid_rl.resharding.plan import Plan, Run
 from hybrid_rl.resharding.tables import Column, Pieces
+from hybrid_rl.tensors.boxes import local_tensor
 
 Gather = Callable[[Any], list[Any]]  # the objects of all participants, in a fixed order, on every participant
 Parts = Sequence[Tensor | None]  # what one rank holds of each tensor of a layout; None or empty: nothing

@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid_rl.errors import CheckpointError, HandoffError
-from hybrid_rl.resharding.boxes import Box
 from hybrid_rl.resharding.handoff.base import (
     DISK,
     Delivered,
@@ -38,6 +37,7 @@ from hybrid_rl.resharding.handoff.base import (
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
 from hybrid_rl.resharding.shards import stored_boxes, write_shards
+from hybrid_rl.tensors.boxes import Box
 
 logger = logging.getLogger("hybrid_rl")
 

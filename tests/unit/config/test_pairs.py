@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
-from hybrid_rl.checks import check_rewards
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import dense_reward
+from hybrid_rl.run.checks import check_rewards
 from tests.unit.algos.variants import records
 
 

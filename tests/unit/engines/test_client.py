@@ -6,7 +6,7 @@ from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.engines import client as client_module
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import EngineStateError
-from hybrid_rl.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from tests.unit.engines.engines import inplace, request, same_samples
 
 

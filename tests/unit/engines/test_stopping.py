@@ -6,12 +6,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rl.assembly import check_stop_strings, sampling_params
 from hybrid_rl.config import load_config
 from hybrid_rl.config.validate import resolve
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.run.prepare import check_stop_strings, sampling_params
 from tests.tiny import build_tokenizer, ids_of
 
 TEXT = "The answer is 42.</answer>\n\nHuman: größer? Ελληνικά, 数学です。 🙂🙃 stop! 　End\n\n"

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.boxes import local_box
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
+from hybrid_rl.tensors.boxes import local_box
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]
 

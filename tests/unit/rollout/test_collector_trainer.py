@@ -15,7 +15,7 @@ def long(completion_ids, **_):
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """A Trainer of 3 steps x 4 prompts x 3 samples, most of which are equally long: 4 of 12 prompts have signal."""
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
     made = []
 
     def make(folder="runs", reward_funcs=long, **keys):

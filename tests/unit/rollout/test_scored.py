@@ -11,7 +11,7 @@ from hybrid_rl.batch import FIELDS
 from hybrid_rl.controller import LocalBackend, WorkerGroup, dispatch
 from hybrid_rl.engines import SamplingParams, derive_seed
 from hybrid_rl.errors import RewardError
-from hybrid_rl.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, decode

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.assembly import mini_batches
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
@@ -16,6 +15,7 @@ from hybrid_rl.engines import SamplingParams
 from hybrid_rl.metrics import joined, largest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.run.prepare import mini_batches
 from hybrid_rl.workers import HybridWorker, RewardSetup, WorkerSetup
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
 

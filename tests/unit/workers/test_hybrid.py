@@ -12,8 +12,8 @@ import torch
 
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.errors import DataError, EngineStateError, HandoffError, ModelError
+from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.models import CausalLM
-from hybrid_rl.report import read_jsonl
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.hybrid import causes

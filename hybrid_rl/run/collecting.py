@@ -8,13 +8,13 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.assembly import Run, check_stop_strings
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected, Collector, replay
+from hybrid_rl.run.prepare import Run, check_stop_strings
 
 WHOLE = frozenset({"num_generations", "max_tokens", "top_k", "seed"})
 COUNTS = ("num_generations", "max_completion_length")

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError
-from hybrid_rl.report import JsonLines, RunFolder, Trackers, check_trackers, draw_curves, read_jsonl
+from hybrid_rl.logging.report import JsonLines, RunFolder, Trackers, check_trackers, draw_curves, read_jsonl
 from tests.forked import Forked
 
 FULL = Path("/dev/full")
@@ -29,7 +29,7 @@ ODD_TEXT = "a\u2028b\u2029c\x85d\r\ne\x0bf\x1cg 😀 \ud83d"
 FULL_AFTER_1000 = """
 import json, resource, signal, sys
 from pathlib import Path
-from hybrid_rl.report import JsonLines
+from hybrid_rl.logging.report import JsonLines
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
 file = JsonLines(path)

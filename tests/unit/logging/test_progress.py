@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hybrid_rl import progress
-from hybrid_rl.progress import NUM_LINES, ProgressDisplay, handoff_line, still
+from hybrid_rl.logging import progress
+from hybrid_rl.logging.progress import NUM_LINES, ProgressDisplay, handoff_line, still
 
 HANDOFF = {"handoff/version": 3.0, "handoff/bytes": 1234567.0, "timing/handoff": 0.0042}
 

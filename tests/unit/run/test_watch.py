@@ -9,8 +9,8 @@ import torch
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import DivergedError
+from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
-from hybrid_rl.watch import LearningWatch, SignalWatch
 from tests.tiny import sums
 
 FIRST = "model.layers.0.mlp.up_proj.weight"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.assembly import Run
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup
@@ -25,6 +24,7 @@ from hybrid_rl.models import load_model
 from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
+from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.workers import HybridWorker, ReferenceWorker, WorkerSetup
 from hybrid_rl.workers.preflight import preflight

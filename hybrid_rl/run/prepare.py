@@ -19,17 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import check_model_texts, check_resumed, find_checkpoint, read_state, resumed_folder
-from hybrid_rl.checks import (
-    check_attention,
-    check_critic,
-    check_demonstrations_of,
-    check_modes,
-    check_module,
-    check_module_dtype,
-    check_rewards,
-    check_teacher,
-    load_settings,
-)
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -43,13 +32,24 @@ from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRo
 from hybrid_rl.data import SizedSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.inputs import Data, load_data
+from hybrid_rl.logging.report import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.others import has_folder
 from hybrid_rl.owners import FolderLock
-from hybrid_rl.report import check_trackers
+from hybrid_rl.run.checks import (
+    check_attention,
+    check_critic,
+    check_demonstrations_of,
+    check_modes,
+    check_module,
+    check_module_dtype,
+    check_rewards,
+    check_teacher,
+    load_settings,
+)
+from hybrid_rl.run.inputs import Data, load_data
+from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.workers import RewardSetup
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl import runlog
 from hybrid_rl.batch import Batch, store
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.logging import run_log as runlog
+from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_log import RunLog, cost_metrics
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import LOCK_FILE, FolderLock, Owner
-from hybrid_rl.report import read_jsonl
-from hybrid_rl.runlog import RunLog, cost_metrics
 
 HERE = Owner.here()
 GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # its number is used again
@@ -26,7 +26,7 @@ GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # i
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: None)
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
 
 
 def config(folder: Path, **keys: Any) -> TrainerConfig:
@@ -92,7 +92,7 @@ def test_a_resumed_run_that_cannot_start_changes_nothing(tmp_path: Path, resume:
 
 def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_until(tmp_path, 4)
-    monkeypatch.setattr("hybrid_rl.report.draw_curves", lambda *_: pytest.fail("there is nothing new to draw"))
+    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: pytest.fail("there is nothing new to draw"))
     before = files(folder)
     log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, folder / "checkpoint-2")
     log.begin(2)

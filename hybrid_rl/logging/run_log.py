@@ -21,10 +21,10 @@ from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.files import set_aside
+from hybrid_rl.logging.progress import ProgressDisplay
+from hybrid_rl.logging.report import RunFolder, Trackers
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import FolderLock
-from hybrid_rl.progress import ProgressDisplay
-from hybrid_rl.report import RunFolder, Trackers
 
 logger = logging.getLogger("hybrid_rl")
 

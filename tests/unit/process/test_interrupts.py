@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.interrupts import clear_interrupt, deferred_interrupt, interrupt_requested, request_interrupt
+from hybrid_rl.process.interrupts import clear_interrupt, deferred_interrupt, interrupt_requested, request_interrupt
 
 LIMIT = 20.0  # seconds a signal may take; it takes microseconds
 
 # Sends itself Ctrl-C while it updates, under whatever handler it was started with.
 PROGRAM = """
 import os, signal
-from hybrid_rl.interrupts import deferred_interrupt
+from hybrid_rl.process.interrupts import deferred_interrupt
 with deferred_interrupt():
     os.kill(os.getpid(), signal.SIGINT)
     print("updated", flush=True)

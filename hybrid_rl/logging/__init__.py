@@ -1,0 +1,1 @@
+"""Run folder, console, progress display and trackers."""

@@ -1,0 +1,1 @@
+"""State of this process: interrupts and heartbeat."""

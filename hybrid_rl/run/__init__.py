@@ -1,0 +1,1 @@
+"""Preparation and start of a run: arguments, checks, models, worker groups."""

@@ -1,0 +1,1 @@
+"""Local parts of sharded tensors, and copies between host and device."""
