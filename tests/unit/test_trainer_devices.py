@@ -12,12 +12,13 @@ import torch
 from omegaconf import OmegaConf
 from transformers import Qwen2ForCausalLM
 
-from hybrid_rl import Trainer, assembly, launch
+from hybrid_rl import Trainer
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
+from hybrid_rl.run import prepare, start
 from hybrid_rl.sharding import build
 from hybrid_rl.workers.reward_model import build_reward_model
 from tests.tiny import build_model
@@ -62,9 +63,9 @@ def loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         handed.append({"rank on": device})
         raise Loaded
 
-    monkeypatch.setattr(assembly, "load_model", load)
-    monkeypatch.setattr(launch, "load_model", load)
-    monkeypatch.setattr(launch, "LocalBackend", begin)
+    monkeypatch.setattr(prepare, "load_model", load)
+    monkeypatch.setattr(start, "load_model", load)
+    monkeypatch.setattr(start, "LocalBackend", begin)
     return handed
 
 
