@@ -96,7 +96,29 @@ class NoWork:
         return {}
 
 
-def train_step(group: WorkerGroup) -> None:
+class NoWorkGroup(WorkerGroup):
+    """The calls of `NoWork`."""
+
+    def rollout(self, prompts: list[int]) -> tuple[Batch | BatchRef, list[float]]:
+        return self._ranks.call(NoWork.rollout, prompts)
+
+    def score(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+        return self._ranks.call(NoWork.score, batch)
+
+    def advantages(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+        return self._ranks.call(NoWork.advantages, batch)
+
+    def update(self, batch: Batch | BatchRef) -> dict[str, float]:
+        return self._ranks.call(NoWork.update, batch)
+
+    def publish(self, version: int) -> dict[str, float]:
+        return self._ranks.call(NoWork.publish, version)
+
+    def nothing(self) -> None:
+        self._ranks.call(NoWork.nothing)
+
+
+def train_step(group: NoWorkGroup) -> None:
     """The calls of a training step."""
     batch, _ = group.rollout(list(range(GROUPS_PER_RANK * group.num_ranks)))
     batch = group.advantages(group.score(batch))
@@ -218,7 +240,7 @@ def measure(num_ranks: int, cluster: Any, given: Namespace) -> list[dict[str, An
                 options=RayOptions(),
                 log_folder=Path(logs),
             )
-            group = WorkerGroup(NoWork, backend)
+            group = NoWorkGroup(backend)
             train_step(group)
             line: dict[str, Any] = {"part": "measured", "ranks": num_ranks, "length": length}
             if length == given.lengths[0]:
@@ -249,7 +271,7 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def _transport_seconds(group: WorkerGroup, num_calls: int) -> dict[str, float]:
+def _transport_seconds(group: NoWorkGroup, num_calls: int) -> dict[str, float]:
     """Seconds of the driver per rank and call to send a small message, and to receive an answer that is there.
 
     Answers are given time to arrive, so that neither holds work of the ranks, with which the driver shares the cores.
@@ -302,7 +324,7 @@ def simulate(num_ranks: int, send_seconds: float, receive_seconds: float, steps:
         options=RayOptions(),
         log_folder=Path(),
     )
-    group = WorkerGroup(NoWork, backend)
+    group = NoWorkGroup(backend)
     own = []
     for _ in range(steps):
         ranks.seconds_on_ranks = 0.0

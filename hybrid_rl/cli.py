@@ -26,7 +26,7 @@ import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.unions import UNIONS
-from hybrid_rl.controller import LocalBackend, WorkerGroup
+from hybrid_rl.controller import Backend, LocalBackend
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
@@ -189,20 +189,22 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run, without a model, ask them, and end them."""
     from hybrid_rl.run.start import RayRanks, local_device
     from hybrid_rl.training.balance import split_over_ranks
+    from hybrid_rl.workers import RankGroup
     from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.preflight import probe_ranks
 
+    ranks: Backend
     with contextlib.ExitStack() as closing:
         if isinstance(config.controller, RayControllerConfig):
             folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
             assert config.num_ranks != "auto"
             ray = RayRanks(config, Path(folder), closing)
             splitter = functools.partial(split_over_ranks, pair_cost=0.0)
-            group = ray.start("doctor", WorkerBase, WorkerBase, config.num_ranks, splitter)
+            ranks = ray.start("doctor", WorkerBase, config.num_ranks, splitter)
         else:
-            group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase, local_device(config.model.device)))
-            closing.callback(group.close)
-        return probe_ranks(group)
+            ranks = LocalBackend("doctor", WorkerBase, local_device(config.model.device))
+            closing.callback(ranks.close)
+        return probe_ranks(RankGroup(ranks))
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:

@@ -3,6 +3,17 @@
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS, Field
 from hybrid_rl.batch.jagged import Jagged, lengths_to_offsets
-from hybrid_rl.batch.ref import BatchRef, Piece, store
+from hybrid_rl.batch.ref import AnyBatch, BatchRef, Piece, store
 
-__all__ = ["FIELDS", "Batch", "BatchRef", "Column", "Field", "Jagged", "Piece", "lengths_to_offsets", "store"]
+__all__ = [
+    "FIELDS",
+    "AnyBatch",
+    "Batch",
+    "BatchRef",
+    "Column",
+    "Field",
+    "Jagged",
+    "Piece",
+    "lengths_to_offsets",
+    "store",
+]

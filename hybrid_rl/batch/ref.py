@@ -122,6 +122,13 @@ class BatchRef(Mapping[str, Column]):
         resident, pieces = {**self._resident, **other._resident}, (*self._pieces, *other._pieces)
         return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)
 
+    def joined(self, other: BatchRef) -> BatchRef:
+        """A reference with the columns that another one has beyond those of this one. Both were made from one
+        reference, by adding columns."""
+        resident = {name: column for name, column in other._resident.items() if name not in self.columns}
+        pieces = [piece for piece in other._pieces if not self.columns.issuperset(piece.names)]
+        return self.merge(BatchRef(resident, pieces, self._get, num_samples=other.num_samples))
+
     def select(self, indices: Tensor | Sequence[int]) -> BatchRef:
         """The samples at `indices` (int64 [M] or a list), in that order."""
         index = sample_index(indices)
@@ -173,6 +180,9 @@ class BatchRef(Mapping[str, Column]):
     def __reduce__(self) -> Any:
         # How this process fetches is its own business.
         return _rebuilt, (dict(self._resident), self._pieces, self.num_samples)
+
+
+AnyBatch = Batch | BatchRef
 
 
 def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_samples: int) -> BatchRef:

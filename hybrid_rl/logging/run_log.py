@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
 from hybrid_rl.checkpoint import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
@@ -202,7 +202,7 @@ def _same(first: Path, second: Path) -> bool:
     return first.resolve() == second.resolve()
 
 
-def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> dict[str, float]:
+def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
     """What a training step of so many seconds cost, by part, and what it achieved with them."""
     completion_tokens = int(batch["completion_length"].sum())
     all_tokens = completion_tokens + int(batch["prompt_length"].sum())
@@ -214,6 +214,12 @@ def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> d
         "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
         "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
     }
+
+
+def with_logged(metrics: dict[str, float], logged: Mapping[str, float]) -> dict[str, float]:
+    """Metrics with what reward functions logged; a name that is taken gets the prefix `log_metric/`."""
+    taken = {name for name in logged if name in metrics or name.startswith("eval/")}
+    return metrics | {f"log_metric/{name}" if name in taken else name: value for name, value in logged.items()}
 
 
 def _open_folder(config: TrainerConfig) -> RunFolder:

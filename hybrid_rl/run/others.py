@@ -17,6 +17,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.config.schema import RayControllerConfig, VLLMRolloutConfig
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
+from hybrid_rl.run.guard import StepGuard
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -42,7 +43,8 @@ class Tenant:
     max_steps: int
     run_folder: Path
     _closed = ""  # why, once it is
-    _is_made = _in_step = _torn = False  # _torn: the weights lie between two training steps
+    _is_made = False
+    _guard: StepGuard
     _work: Sequence[str] = ()  # what runs: fit(), and inside it step(), and inside that evaluate()
     _module_steps = 0
     _global_step = _num_tokens = _policy_version = 0
@@ -119,7 +121,7 @@ class Tenant:
             )
         if self._closed:
             raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
-        if self._torn:
+        if self._guard.is_torn:
             raise HybridRLError(
                 f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
             )
@@ -136,9 +138,9 @@ class Tenant:
                 self.run_folder,
             )
             self._module_steps = steps_of(self.module)
-            self._publish_again()
+            self._update_weights_again()
 
-    def _publish_again(self) -> None:
+    def _update_weights_again(self) -> None:
         raise NotImplementedError
 
     def _note_training(self) -> None:

@@ -29,7 +29,7 @@ from hybrid_rl.config import (
 from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.notices import notices
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
-from hybrid_rl.data import SizedSource
+from hybrid_rl.data import PromptRow, SizedSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.report import check_trackers
@@ -244,6 +244,12 @@ class Run:
     def module(self) -> PreTrainedModel | None:
         """The user's own module where it is trained in place."""
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
+
+    @property
+    def eval_rows(self) -> list[PromptRow]:
+        """The prompts of the evaluation data."""
+        data = self.data.eval
+        return [] if data is None else [data[index] for index in range(len(data))]
 
     @property
     def teacher_path(self) -> str | None:

@@ -162,7 +162,7 @@ class HybridWorker(WorkerBase):
     # ------------------------------------------------------------------------------------------------- rollout
 
     @dispatch(collect="all")
-    def publish_weights(self, version: int) -> dict[str, float]:
+    def update_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
         often as configured, that it has them and computes with them. Leases PUBLISHING, and GENERATING for the probe.
 
@@ -192,10 +192,10 @@ class HybridWorker(WorkerBase):
         return metrics
 
     @dispatch(collect="all")
-    def publish_again(self, version: int) -> dict[str, float]:
+    def update_weights_again(self, version: int) -> dict[str, float]:
         """The same for a version that the engine holds already: its weights were changed by somebody else."""
         self._distrust()
-        return self.publish_weights(version)
+        return self.update_weights(version)
 
     def _is_probed(self, version: int) -> bool:
         """Whether this handoff is: all ranks, or none; one that failed alone wants it where the others do not."""
@@ -213,7 +213,7 @@ class HybridWorker(WorkerBase):
             return
         self._distrust()
         try:
-            self.publish_weights(version)
+            self.update_weights(version)
         finally:
             self._version = version
 

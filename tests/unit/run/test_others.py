@@ -165,8 +165,8 @@ def test_two_trainers_of_one_module_are_told_of(make_trainer, caplog) -> None:
         second.step()
         assert caplog.text == ""
         worker = first.policy._backend._worker
-        published, publish = [], worker.publish_weights
-        worker.publish_weights = lambda version: published.append(version) or publish(version)
+        published, publish = [], worker.update_weights
+        worker.update_weights = lambda version: published.append(version) or publish(version)
         first.step()
         told = f"the Trainer of {second.run_folder} has trained the module of this one ({first.run_folder}) since"
         assert caplog.text.count(told) == 1 and "close() this one and make another" in caplog.text
@@ -259,7 +259,7 @@ def test_a_fork_drops_nothing_of_what_it_inherits(make_trainer) -> None:
     trainer = make_trainer()
 
     def drop() -> None:
-        held = weakref.ref(trainer._workers.policy)
+        held = weakref.ref(trainer.policy)
         trainer.close()
         vars(trainer).clear()
         gc.collect()
