@@ -1,4 +1,4 @@
-"""The trainer: one driver that runs the loop of rollout, reward, advantages, update and handoff."""
+"""The driver's training loop: rollout, rewards, advantages, update, handoff."""
 
 from __future__ import annotations
 
@@ -42,30 +42,32 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class StepResult(NamedTuple):
-    """What one training step gives: its batch (with several ranks a `BatchRef`, whose `load()` brings it here) and its
-    metrics."""
+    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
+    and its metrics."""
 
     batch: Batch | BatchRef
     metrics: dict[str, float]
 
     def __getitem__(self, place: Any) -> Any:
-        """As of any tuple; a name is told where it lies, which "indices must be integers" would not."""
+        """The same as for any tuple, with an error for names that says where to find them."""
         if isinstance(place, str):
-            raise TypeError(f"a step gives a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
+            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
         return tuple.__getitem__(self, place)
 
 
 class Trainer(Tenant):
     """Trains a language model with reinforcement learning.
 
-    model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
-    reward_funcs: a function or several, `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
-    list[float | None]`, plain or async; names, folders or modules of reward models (reward_processing_classes: their
-    tokenizers); judges. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
-    parquet file, with a column `prompt` (text or chat messages). config: a YAML file, a mapping or a `TrainerConfig`;
-    every key may also be given as a keyword, by leaf name or path (`hybrid-rl keys` lists them).
+    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
+    reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
+    list[float | None]`, plain or async; names, folders or modules of reward models; judges.
+    train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
+    `prompt` (text or chat messages).
+    config: a YAML file, a mapping or a `TrainerConfig`.
+    reward_processing_classes: the tokenizers of reward models.
+    overrides: any key of the configuration, by leaf name or path (`hybrid-rl keys` lists them).
 
-    Raises ConfigError, DataError, ModelError or RewardError before any work starts where something cannot be used.
+    Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
 
     def __init__(
@@ -133,11 +135,11 @@ class Trainer(Tenant):
     # --------------------------------------------------------------------------------------------- the loop
 
     def fit(self) -> dict[str, float]:
-        """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
+        """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
-        Ctrl-C ends it cleanly: results and, where checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt goes on. A later call continues after the last complete step. To end it early, a callback sets
-        trainer.max_steps = trainer.global_step in on_step_end.
+        Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
+        trainer.max_steps = trainer.global_step in a callback's on_step_end.
         """
         self._require_open()
         with self._working("fit()"):
@@ -159,19 +161,19 @@ class Trainer(Tenant):
             self._keep_last_step()
             self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
             raise
-        except (NoSignalError, DivergedError):  # nothing is learned any more: what was learned so far is a result
+        except (NoSignalError, DivergedError):  # no further learning is possible; what was learned so far is a result
             self._keep_last_step()
             raise
 
     def steps(self) -> Iterator[StepResult]:
-        """The training steps that are left, one by one."""
+        """Yield the remaining training steps, one at a time."""
         while self.global_step < self.max_steps:
             yield self.step()
 
     def step(self) -> StepResult:
-        """One training step, logged, with what is due after it (evaluation, checkpoint).
+        """Run one training step, log it, and do what is due after it (evaluation, checkpoint).
 
-        Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
+        Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
         self._require_current()
         check_modes(self.config)
@@ -197,7 +199,7 @@ class Trainer(Tenant):
         return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
 
     def _after_step(self, result: StepResult) -> None:
-        """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
+        """Evaluate, log and save. An error in the user's evaluation or callback is raised after log and checkpoint."""
         metrics, step = result.metrics, self.global_step
         self._last_metrics = metrics
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
@@ -212,11 +214,11 @@ class Trainer(Tenant):
         self._notify("on_step_end", step, result.batch, metrics)
 
     def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
-        """One turn of the loop. hold: gets what holds Ctrl-C back."""
+        """Run one turn of the loop. hold: receives the context that defers Ctrl-C."""
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         collected = self._collect(step)
-        self._log.take_up()  # from here on the step writes
+        self._log.take_up()  # from here on the step writes to the run folder
         timings, batch = collected.timings, self.buffer.take(self.policy_version)
         if self.config.save_rollouts or self.config.mode == "rollout":
             self._workers.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
@@ -239,7 +241,7 @@ class Trainer(Tenant):
     def _learn(
         self, batch: Batch | BatchRef, step: int, timings: Timings, hold: contextlib.ExitStack
     ) -> tuple[Batch | BatchRef, dict[str, float]]:
-        """The algorithm behind a collected batch: score, advantages, update, publish."""
+        """Apply the algorithm to a collected batch: score, advantages, update, publish."""
         batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
         with timings.measure("logprobs"):
             batch = self._workers.score(batch, step)
@@ -257,7 +259,7 @@ class Trainer(Tenant):
         self._policy_version = version
 
     def _collect(self, step: int) -> Collected:
-        """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
+        """Collect the batch of a step into the buffer; with capacity 0 it is taken out at once."""
         with broken_model_told(f"training step {step}", self.run_folder):
             collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
         self.buffer.put(collected.batch)
@@ -266,7 +268,7 @@ class Trainer(Tenant):
     # ------------------------------------------------------------------------------ evaluation and generation
 
     def evaluate(self) -> dict[str, float]:
-        """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
+        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
@@ -298,10 +300,10 @@ class Trainer(Tenant):
         stop_strings: Sequence[str] | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
+        """Complete prompts (texts or lists of chat messages) with the current policy, num_generations each, in order.
 
-        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy;
-        the same seed gives the same samples.
+        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
+        The same seed gives the same samples.
         """
         self._require_open()
         if self._in_step:
@@ -322,30 +324,32 @@ class Trainer(Tenant):
     # --------------------------------------------------------------------------------------- saving and closing
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint (weights and tokenizer as `from_pretrained` reads them, optimizer, data position).
+        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
 
-        folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
+        folder: default `checkpoint-<step>` in the run folder. It is written completely or not at all.
+
+        Raises CheckpointError if it cannot be written.
         """
         self._require_open()
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         if not target.resolve().name:
-            raise CheckpointError(f"a checkpoint cannot be {target} itself: give a folder in it, which is then made")
+            raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
         state["config"] = to_dict(self.config)
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
-            if self.policy.has_ended:  # nobody else clears up what they had begun
+            if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
         self._notify("on_save", self.global_step, target)
         return target
 
     def _save_now(self, *, final: bool) -> None:
-        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step, while there are
-        ranks."""
+        """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there
+        are ranks."""
         if self._watch.is_broken:
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
@@ -360,13 +364,13 @@ class Trainer(Tenant):
         self._log.message(f"saved {target}")
 
     def _keep_last_step(self) -> None:
-        """Save the last complete step, where checkpoints were asked for and there is none of it yet."""
+        """Save the last complete step, if checkpoints were asked for and it has none yet."""
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
         if self.config.save_steps is not None and self.global_step and not self._torn and not saved:
             self._save_now(final=True)
 
     def _forget_unfinished(self) -> None:
-        """Take back what a step that did not complete had taken from the data."""
+        """Return to the dataset what an incomplete step had taken from it."""
         self.buffer.clear()
         self._sampler.load_state_dict(self._committed)
 
@@ -399,7 +403,7 @@ class Trainer(Tenant):
         self._committed = self._sampler.state_dict()
 
     def _log_samples(self, step: int, batch: Batch | BatchRef) -> None:
-        """Each rank writes its own samples; the texts of a few come here to be shown, and no block of them."""
+        """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))

@@ -1,4 +1,4 @@
-"""Where the batch of a training step comes from: new rollouts, saved ones, or the data set's own completions."""
+"""The batch of a training step: from new rollouts, saved rollouts, or the dataset's own completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = ("num_generations", "max_completion_length")
 
 
 def collector_of(run: Run, policy: WorkerGroup) -> Collector:
-    """The collector of a run."""
+    """Make the collector of a run."""
     rewards = run.config.rewards
     return Collector(
         policy,
@@ -36,10 +36,10 @@ def collector_of(run: Run, policy: WorkerGroup) -> Collector:
 def collect_step(
     run: Run, collector: Collector, sampler: PromptSampler, version: int, state: TrainerState
 ) -> Collected:
-    """The batch of the training step that `state` names, for a learner at this policy version."""
+    """Collect the batch of the training step in `state`, for a learner at this policy version."""
     config, num_prompts = run.config, run.config.data.prompts_per_step
     if config.rollouts_path is not None:
-        sampler.take(num_prompts)  # so that position and epoch are those of the recorded run
+        sampler.take(num_prompts)  # keeps position and epoch equal to those of the recorded run
         return replay(
             Path(config.rollouts_path),
             state.global_step,
@@ -65,8 +65,8 @@ def collect_step(
 
 
 def evaluation_metrics(run: Run, collector: Collector, version: int, state: TrainerState) -> dict[str, float]:
-    """Metrics of one sample, or num_generations_eval, for each prompt of the evaluation data; their names begin with
-    `eval/`."""
+    """Evaluate one sample, or num_generations_eval, of each prompt of the evaluation data. The names of the metrics
+    begin with `eval/`."""
     data = run.data.eval
     assert data is not None
     rows, purpose = [data[index] for index in range(len(data))], f"evaluation/{state.global_step}"
@@ -78,10 +78,10 @@ def evaluation_metrics(run: Run, collector: Collector, version: int, state: Trai
 
 
 def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of `generate` that are no numbers, or no whole ones. given: fields of
-    SamplingParams, which knows their ranges; None for what training does."""
+    """Raise ConfigError for arguments of `generate` that are not numbers, or not whole numbers if they must be.
+    given: fields of SamplingParams, which checks their ranges itself; None means the value used in training."""
     if num_generations is None:
-        raise ConfigError("num_generations=None: give how many completions each prompt is to get")
+        raise ConfigError("num_generations=None: give the number of completions per prompt")
     for name, value in {"num_generations": num_generations, **given}.items():
         kind = Integral if name in WHOLE else Real
         shown = "max_completion_length" if name == "max_tokens" else name
@@ -94,8 +94,8 @@ def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
 def generation_of(
     run: Run, prompts: Sequence[Any], given: Mapping[str, Any], stop_strings: Sequence[str] | str | None
 ) -> tuple[list[PromptRow], SamplingParams]:
-    """The rows of prompts without a data set, and how their tokens are chosen. given: fields of SamplingParams, None
-    for what training does."""
+    """Return rows for prompts that are not from a dataset, and their sampling parameters. given: fields of
+    SamplingParams; None means the value used in training."""
     chosen = {**given, "stop_strings": check_stop_strings(stop_strings, run.choice.tokenizer)}
     params = replace(run.train_params, **{name: value for name, value in chosen.items() if value is not None})
     encoded = run.data.encoder.encode(prompts)

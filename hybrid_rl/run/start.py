@@ -1,4 +1,4 @@
-"""Starting the workers of a run: in this process, or one process per rank."""
+"""Start of a run's workers: in this process, or one process per rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class Workers(NamedTuple):
-    """The worker groups of a run. reference: None where the policy's ranks hold the reference, or there is none.
+    """The worker groups of a run.
+
+    reference: None if the policy's ranks hold the reference, or there is none.
     has_scores: whether the policy's ranks compute logprobs before the update."""
 
     policy: WorkerGroup
@@ -46,7 +48,7 @@ class Workers(NamedTuple):
         return batch if self.reference is None else self.reference.score(batch, step)
 
     def save_rollout(self, batch: Batch | BatchRef, step: int, folder: Path, *, must: bool) -> None:
-        """Save the samples of a step. A full disk is an error only where it `must` be done."""
+        """Save the samples of a step. A full disk is an error only if `must` is set."""
         try:
             self.policy.save_rollout(batch, step, folder)
         except StorageError as error:
@@ -55,7 +57,7 @@ class Workers(NamedTuple):
             logger.warning("the rollout of step %d is not saved: %s", step, error)
 
     def lost_samples(self) -> list[Path]:
-        """Sample files that ranks cannot write. Ranks that are gone are told of by what ended them."""
+        """Return the sample files that ranks cannot write. Ranks that have died are left out: their error is known."""
         try:
             return [path for path in self.policy.flush_samples() if path is not None]
         except WorkerError:
@@ -63,10 +65,12 @@ class Workers(NamedTuple):
 
 
 def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
-    """Start the ranks of a run. log_folder: where ranks in other processes write their logs; closing: gets what ends
-    them.
+    """Start the ranks of a run.
 
-    Raises ConfigError where they cannot run here, and what a rank raised while it made its worker.
+    log_folder: where ranks in other processes write their logs.
+    closing: ends them when it is closed.
+
+    Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
     setup = WorkerSetup(
         model=run.choice.module or run.choice.recipe(run.config),
@@ -83,7 +87,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
-    # A module of this process is trained in place; a named one is loaded here. All other models go where it lies.
+    # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
     module = run.choice.load(run.config, local_device(run.config.model.device))
     device = module.device
     setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
@@ -93,17 +97,17 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of a rank in this process, of a settled `model.device`: the CPU, or the current GPU."""
+    """The device of a rank in this process for a resolved `model.device`: the CPU, or the current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
-    """How ranks build a frozen model that is named by path."""
+    """The recipe with which ranks build a frozen model that is named by path."""
     return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> PreTrainedModel | None:
-    """The same in this process."""
+    """A frozen model that is named by path, loaded in this process."""
     if path is None:
         return None
     settings = config.model
@@ -134,10 +138,11 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
 
 
 class RayRanks:
-    """Starts worker groups on Ray, all on one cluster. config: with device and num_ranks settled; log_folder: of their
-    logs; closing: gets what ends them.
+    """Starts worker groups on Ray, all on one cluster.
 
-    Raises ConfigError where Ray is not installed or the cluster cannot be reached.
+    config: with device and num_ranks resolved; log_folder: of the ranks' logs; closing: ends them when it is closed.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be reached.
     """
 
     def __init__(self, config: TrainerConfig, log_folder: Path, closing: contextlib.ExitStack) -> None:
@@ -164,7 +169,7 @@ class RayRanks:
         splitter: Splitter,
         fsdp: FSDPConfig | None = None,
     ) -> WorkerGroup:
-        """A group of so many ranks. fsdp: of a sharded model; without it all ranks are shards of one copy."""
+        """Start a group of ranks. fsdp: of a sharded model; without it all ranks are shards of one copy."""
         from hybrid_rl.controller.ray_backend import RayBackend
 
         dp_replicate = fsdp.dp_replicate if fsdp else 1
@@ -183,7 +188,7 @@ class RayRanks:
 
 
 def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
-    """How the configuration places and watches ranks. device: cpu, or cuda for a GPU each."""
+    """Return how the configuration places and watches ranks. device: cpu, or cuda for one GPU each."""
     return RayOptions(
         placement=controller.placement,
         cpus_per_rank=float(controller.cpus_per_rank or 1),
@@ -196,7 +201,7 @@ def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
 
 
 def attention_cost(skeleton: PreTrainedModel) -> float:
-    """`attention_pair_cost` of a model. Experts count in full, as if a token visited all."""
+    """The `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
