@@ -138,7 +138,7 @@ def test_dataset(refused, dataset, message: str) -> None:
 def test_images_beside_the_prompts_of_a_model_that_sees(refused, make_trainer) -> None:
     """Also in the evaluation set. To a model of text they are a column like any other."""
     rows = [{**row, "image": "x.png"} for row in sums(8)]
-    message = "row 0 has something in the column 'image', .* drop the column if that is meant, or rename it"
+    message = "row 0 has something in the column 'image', .* drop the column if that is intended, or rename it"
     refused(DataError, message, model=build_vision("qwen2.5-vl"), train_dataset=rows)
     refused(DataError, message, model=build_vision("qwen2.5-vl"), eval_dataset=rows)
     assert make_trainer(train_dataset=rows).step().batch.num_samples == 8
