@@ -47,7 +47,8 @@ def written(loading: Loading, layout: SourceLayout, plan) -> tuple[list[np.ndarr
             tensor = layout.tensors[p.source[i]]
             values = parts[p.source[i]][bucket.source_rank][there]
             assert torch.equal(values, named[tensor.spec.name].flatten()[number])
-            memory[p.destination[i]][here] = values.double().numpy()
+            dtype = loading.destinations[p.destination[i]].dtype  # bfloat16 rounds numbers above 256
+            memory[p.destination[i]][here] = values.to(dtype).double().numpy()
             np.add.at(counts[p.destination[i]], here, 1)
     return memory, counts
 
