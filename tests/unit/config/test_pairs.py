@@ -263,10 +263,13 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ),
         (
             {"learning_rate": -1e-5},
-            "^optimizer.learning_rate=-1e-05 must be at least 0: set it above 0 .0 is for mode=rollout, and if a",
+            "^optimizer.learning_rate=-1e-05 must be at least 0: set it above 0 .0 is for mode=rollout, or for",
         ),
-        ({"max_steps": -1}, "^max_steps=-1 must be at least 1, or None .num_train_epochs decides.$"),
-        ({"eval_steps": 0}, "^eval.eval_steps=0 must be at least 1, or None .before the first and after the last.$"),
+        ({"max_steps": -1}, "^max_steps=-1 must be at least 1, or None .determined by num_train_epochs.$"),
+        (
+            {"eval_steps": 0},
+            "^eval.eval_steps=0 must be at least 1, or None .only before the first and after the last.$",
+        ),
         ({"weight_decay": -1}, "^optimizer.weight_decay=-1 must be at least 0$"),  # which has no None
         ({"sync_ref_model": False}, "leave it out, False asks for nothing; otherwise: set ref_model_sync_steps, with"),
         ({"sync_ref_model": True}, "unknown key 'sync_ref_model': set ref_model_sync_steps, with"),
