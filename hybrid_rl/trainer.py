@@ -1,4 +1,4 @@
-"""The trainer: one driver that runs the loop of rollout, reward, advantages, update and handoff."""
+"""The driver's training loop: rollout, rewards, advantages, update, handoff."""
 
 from __future__ import annotations
 
@@ -41,30 +41,32 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class StepResult(NamedTuple):
-    """What one training step gives: its batch (with several ranks a `BatchRef`, whose `load()` brings it here) and its
-    metrics."""
+    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
+    and its metrics."""
 
     batch: AnyBatch
     metrics: dict[str, float]
 
     def __getitem__(self, place: Any) -> Any:
-        """As of any tuple; a name is told where it lies, which "indices must be integers" would not."""
+        """The same as for any tuple, with an error for names that says where to find them."""
         if isinstance(place, str):
-            raise TypeError(f"a step gives a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
+            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
         return tuple.__getitem__(self, place)
 
 
 class Trainer(Tenant):
     """Trains a language model with reinforcement learning.
 
-    model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
-    reward_funcs: a function or several, `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
-    list[float | None]`, plain or async; names, folders or modules of reward models (reward_processing_classes: their
-    tokenizers); judges. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
-    parquet file, with a column `prompt` (text or chat messages). config: a YAML file, a mapping or a `TrainerConfig`;
-    every key may also be given as a keyword, by leaf name or path (`hybrid-rl keys` lists them).
+    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
+    reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
+    list[float | None]`, plain or async; names, folders or modules of reward models; judges.
+    train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
+    `prompt` (text or chat messages).
+    config: a YAML file, a mapping or a `TrainerConfig`.
+    reward_processing_classes: the tokenizers of reward models.
+    overrides: any key of the configuration, by leaf name or path (`hybrid-rl keys` lists them).
 
-    Raises ConfigError, DataError, ModelError or RewardError before any work starts where something cannot be used.
+    Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
 
     def __init__(
@@ -129,11 +131,11 @@ class Trainer(Tenant):
     # --------------------------------------------------------------------------------------------- the loop
 
     def fit(self) -> dict[str, float]:
-        """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
+        """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
-        Ctrl-C ends it cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt goes on. A later call continues after the last complete step. To end it early, a callback sets
-        trainer.max_steps = trainer.global_step in on_step_end.
+        Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
+        trainer.max_steps = trainer.global_step in a callback's on_step_end.
         """
         self._require_open()
         with self._working("fit()"), self._run_shown():
@@ -145,14 +147,14 @@ class Trainer(Tenant):
         return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
-        """The training steps that are left, one by one."""
+        """Yield the remaining training steps, one at a time."""
         while self.global_step < self.max_steps:
             yield self.step()
 
     def step(self) -> StepResult:
-        """One training step, logged, with what is due after it (evaluation, checkpoint).
+        """Run one training step, log it, and do what is due after it (evaluation, checkpoint).
 
-        Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
+        Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
         self._require_current()
         check_modes(self.config)
@@ -178,7 +180,7 @@ class Trainer(Tenant):
 
     @contextlib.contextmanager
     def _run_shown(self) -> Iterator[None]:
-        """Tell callbacks and console of a `fit()`, from its begin to its end, and keep what was learned if it fails."""
+        """Notify callbacks and console of the start and end of `fit()`, and keep what was learned if it fails."""
         self._notify("on_fit_start")
         if self.global_step >= self.max_steps:
             self._log.message(self._nothing_to_do())
@@ -195,7 +197,7 @@ class Trainer(Tenant):
         )
 
     def _end_run(self, failure: BaseException | None) -> None:
-        """Raise what a run failed with, after saving its last complete step if nothing is wrong with that."""
+        """Raise the error that ended a run, after saving the last complete step if that step is sound."""
         if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
             self._keep_last_step()
         if isinstance(failure, KeyboardInterrupt):
@@ -207,13 +209,13 @@ class Trainer(Tenant):
         return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
-        """Take the run folder into use, and save the rollout if that was asked for."""
+        """Start writing to the run folder, and save the rollout if that was asked for."""
         self._log.take_up()
         if self.config.save_rollouts or self.config.mode == "rollout":
             self.policy.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
 
     def _commit(self) -> None:
-        """The weights are changed from here on."""
+        """Mark the point from which the weights change: Ctrl-C waits, and other Trainers of the module are warned."""
         self._guard.commit()
         self._note_training()
 
@@ -224,7 +226,7 @@ class Trainer(Tenant):
     def _complete(
         self, step: int, batch: AnyBatch, update: Mapping[str, float], collected: Collected, start: float
     ) -> StepResult:
-        """Count the step, and do what is due after it. update: metrics of the optimizer steps."""
+        """Count the step, then log, evaluate and save as due. update: metrics of the optimizer steps."""
         self._global_step = step
         self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         self._guard.complete()
@@ -240,7 +242,7 @@ class Trainer(Tenant):
         return result
 
     def _after_step(self, result: StepResult) -> None:
-        """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
+        """Evaluate, log and save. An error in the user's evaluation or callback is raised after log and checkpoint."""
         metrics, step = result.metrics, self.global_step
         self._last_metrics = metrics
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
@@ -257,7 +259,7 @@ class Trainer(Tenant):
     # ------------------------------------------------------------------------------ evaluation and generation
 
     def evaluate(self) -> dict[str, float]:
-        """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
+        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
@@ -290,10 +292,10 @@ class Trainer(Tenant):
         stop_strings: Sequence[str] | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
+        """Complete prompts (texts or lists of chat messages) with the current policy, num_generations each, in order.
 
-        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy;
-        the same seed gives the same samples.
+        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
+        The same seed gives the same samples.
         """
         self._require_open()
         if self._guard.is_stepping:
@@ -314,30 +316,32 @@ class Trainer(Tenant):
     # --------------------------------------------------------------------------------------- saving and closing
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint (weights and tokenizer as `from_pretrained` reads them, optimizer, data position).
+        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
 
-        folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
+        folder: default `checkpoint-<step>` in the run folder. It is written completely or not at all.
+
+        Raises CheckpointError if it cannot be written.
         """
         self._require_open()
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         if not target.resolve().name:
-            raise CheckpointError(f"a checkpoint cannot be {target} itself: give a folder in it, which is then made")
+            raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
         state["config"] = to_dict(self.config)
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
-            if self.policy.has_ended:  # nobody else clears up what they had begun
+            if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
         self._notify("on_save", self.global_step, target)
         return target
 
     def _save_now(self, *, final: bool) -> None:
-        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step, while there are
-        ranks."""
+        """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there
+        are ranks."""
         if self._watch.is_broken:
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
@@ -352,7 +356,7 @@ class Trainer(Tenant):
         self._log.message(f"saved {target}")
 
     def _keep_last_step(self) -> None:
-        """Save the last complete step, where checkpoints were asked for and there is none of it yet."""
+        """Save the last complete step, if checkpoints were asked for and it has none yet."""
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
         if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
             self._save_now(final=True)
@@ -385,7 +389,7 @@ class Trainer(Tenant):
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
-        """Each rank writes its own samples; the texts of a few come here to be shown, and no block of them."""
+        """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))

@@ -15,12 +15,12 @@ class HFConfig:
 
     max_num_seqs: int = key(256, "sequences that run at a time", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "prompt tokens that are computed together; a prompt that is longer is computed alone", minimum=1
+        8192, "prompt tokens computed together; a longer prompt is computed by itself", minimum=1
     )
-    max_num_waiting: int = key(65536, "requests that may wait in the engine; more are refused", minimum=1)
+    max_num_waiting: int = key(65536, "requests that may wait in the engine; further ones are refused", minimum=1)
     kv_cache_memory_bytes: int | None = key(
         None,
-        "what the caches of running sequences may take, each counted at its full length; None = room for max_num_seqs "
+        "memory for the caches of running sequences, each counted at its full length; None = room for max_num_seqs "
         "full sequences, at most 40 % of free memory",
         minimum=1,
     )

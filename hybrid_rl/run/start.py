@@ -1,4 +1,4 @@
-"""Starting the workers of a run: in this process, or one process per rank."""
+"""Start of a run's workers: in this process, or one process per rank."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ from hybrid_rl.workers.preflight import preflight
 
 
 def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
-    """Start the ranks of a run. log_folder: where ranks in other processes write their logs; closing: gets what ends
-    them.
+    """Start the ranks of a run.
 
-    Raises ConfigError where they cannot run here, and what a rank raised while it made its worker.
+    log_folder: where ranks in other processes write their logs.
+    closing: ends them when it is closed.
+
+    Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
     setup = WorkerSetup(
         model=run.choice.module or run.choice.recipe(run.config),
@@ -49,7 +51,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
-    # A module of this process is trained in place; a named one is loaded here. All other models go where it lies.
+    # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
     module = run.choice.load(run.config, local_device(run.config.model.device))
     device = module.device
     setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
@@ -59,17 +61,17 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of a rank in this process, of a settled `model.device`: the CPU, or the current GPU."""
+    """The device of a rank in this process for a resolved `model.device`: the CPU, or the current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
-    """How ranks build a frozen model that is named by path."""
+    """The recipe with which ranks build a frozen model that is named by path."""
     return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> PreTrainedModel | None:
-    """The same in this process."""
+    """A frozen model that is named by path, loaded in this process."""
     if path is None:
         return None
     settings = config.model
@@ -103,10 +105,11 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
 
 
 class RayRanks:
-    """Starts worker groups on Ray, all on one cluster. config: with device and num_ranks settled; log_folder: of their
-    logs; closing: gets what ends them.
+    """Starts worker groups on Ray, all on one cluster.
 
-    Raises ConfigError where Ray is not installed or the cluster cannot be reached.
+    config: with device and num_ranks resolved; log_folder: of the ranks' logs; closing: ends them when it is closed.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be reached.
     """
 
     def __init__(self, config: TrainerConfig, log_folder: Path, closing: contextlib.ExitStack) -> None:
@@ -132,7 +135,7 @@ class RayRanks:
         splitter: Splitter,
         fsdp: FSDPConfig | None = None,
     ) -> Backend:
-        """So many ranks. fsdp: of a sharded model; without it all ranks are shards of one copy."""
+        """Start the ranks of a group. fsdp: of a sharded model; without it all ranks are shards of one copy."""
         from hybrid_rl.controller.ray_backend import RayBackend
 
         dp_replicate = fsdp.dp_replicate if fsdp else 1
@@ -150,7 +153,7 @@ class RayRanks:
 
 
 def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
-    """How the configuration places and watches ranks. device: cpu, or cuda for a GPU each."""
+    """Return how the configuration places and watches ranks. device: cpu, or cuda for one GPU each."""
     return RayOptions(
         placement=controller.placement,
         cpus_per_rank=float(controller.cpus_per_rank or 1),
@@ -163,7 +166,7 @@ def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
 
 
 def attention_cost(skeleton: PreTrainedModel) -> float:
-    """`attention_pair_cost` of a model. Experts count in full, as if a token visited all."""
+    """The `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())

@@ -37,6 +37,9 @@ LIBRARY_HOMES: dict[str, str] = {
 EXTENSION_HOME = "hybrid_rl/native.py"
 TORCH_OPS_ALLOWED = frozenset({"aten", "prims", "mkldnn", "_c10d_functional"})
 
+# The page that shows the rooms to a reader: a table `| layer | room | contents |` under this heading.
+MAP, MAP_HEADING = "docs/architecture.md", "## Rooms"
+
 # Names that a file must not hold at all, comments included.
 UNMENTIONABLE: dict[str, re.Pattern[str]] = {
     "hybrid_rl/trainer.py": re.compile(r"\b(?:torch\.distributed|vllm|ray)\b|\bfrom torch import\b.*\bdistributed\b"),

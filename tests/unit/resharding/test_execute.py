@@ -322,7 +322,7 @@ GOOD = piece((3, 4), (0, (4, 1)), (0, (4, 1)))
         ({"destination_strides": dims((5, 1), 0)}, r"shape \[3, 4, 1, 1\].* 0 to 13 of destination 0, which has 12"),
         ({"destination_strides": dims((-4, 1), 0)}, r"-8 to 3 of destination 0"),
         ({"shape": dims((3, -1), 1)}, r"shape \[3, -1, 1, 1\]"),
-        ({"source": column(1)}, "nothing is held of source 1"),
+        ({"source": column(1)}, "source 1, from which a piece is read, is not held"),
         ({"source": column(2)}, "names source 2 of 2"),
         ({"destination": column(-1)}, "names destination -1 of 1"),
     ],
@@ -338,9 +338,9 @@ def test_a_piece_outside_of_its_tensors_is_refused_before_anything_is_written(ch
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        (torch.float32, torch.float64, "source 0 is torch.float32 and is to become torch.float64"),
+        (torch.float32, torch.float64, "source 0 is torch.float32 and cannot be cast to torch.float64"),
         (torch.int32, torch.float32, "source 0 is torch.int32"),
-        (torch.bfloat16, torch.int16, "become torch.int16"),
+        (torch.bfloat16, torch.int16, "be cast to torch.int16"),
         (torch.complex128, torch.complex128, "have 16 bytes"),
     ],
 )
@@ -357,7 +357,7 @@ def test_hashes_need_seeds_and_room() -> None:
         copy_pieces(GOOD, *tensors, hashes=torch.zeros(1, dtype=torch.int64), seeds=torch.zeros(0, dtype=torch.int64))
     with pytest.raises(HandoffError, match="hashes is torch.float32"):
         copy_pieces(GOOD, *tensors, hashes=torch.zeros(1), seeds=torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(HandoffError, match="of at most 4; flatten"):
+    with pytest.raises(HandoffError, match="at most 4; flatten"):
         content_hash(torch.zeros(1, 1, 1, 1, 1), 0, 0, (1,) * 5)
 
 

@@ -345,7 +345,7 @@ def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
     save_rollout(tmp_path, 3, 0, 1, rollout(length).batch)
     with pytest.raises(DataError, match=r"the rollout of step 3 has 2 prompts, but prompts_per_step=4; set it to 2"):
         replay(tmp_path, 3, 4, 2, ["length"], version=1)
-    with pytest.raises(DataError, match=r"holds no rollout of step 4; it holds steps \[3\]"):
+    with pytest.raises(DataError, match=r"has no rollout of step 4; it has steps \[3\]"):
         replay(tmp_path, 4, 2, 2, ["length"], version=1)
     with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=3"):
         replay(tmp_path, 3, 2, 3, ["length"], version=1)

@@ -275,7 +275,7 @@ def test_memory_files_that_cannot_be_opened_are_replaced_by_messages(monkeypatch
 
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         assert run_threads(work, 2) == [(MixedSource, ["host", "local"])] * 2
-    assert "rank 0 is sent the weights of rank 1 by messages: the shards of rank 1 cannot be opened at" in caplog.text
+    assert "rank 0 receives the weights of rank 1 by messages: the shards of rank 1 cannot be opened at" in caplog.text
 
 
 def test_ranks_of_one_host_need_no_messages(sent):
