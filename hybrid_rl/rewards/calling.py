@@ -1,37 +1,22 @@
-"""One call of one reward function, and the main program of a reward process.
+"""One call of one reward function: what it may log, what it may return, and what is made of an exception.
 
-Reward processes run this file by its path, so that they start in milliseconds and never import torch (or the rest
-of this package) on their own. Therefore it imports nothing of this package, and its classes never cross the
-connection: outcomes travel as plain tuples.
+Reward processes load this file by its path (`process_main.py`), so it imports nothing of this package.
 """
 
+from __future__ import annotations
+
 import asyncio
-import contextlib
-import ctypes
 import inspect
 import json
 import math
 import numbers
-import os
-import pickle
 import re
-import resource
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import cloudpickle
-
-PARENT_CHECK_SECONDS = 0.5
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 FORKED = "forked"  # the reason of a call after which a second process came back from the function
+LENGTH_BYTES = 8  # of the length before each message between trainer and reward process, big endian
 RESERVED_METRICS = frozenset({"step"})
 ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # how Python shows what has no text of its own
 
@@ -46,6 +31,7 @@ class CallOutcome(NamedTuple):
     `extras`: column -> [K] values from `log_extra`. `metrics`: (name, value) from `log_metric`, in order.
     `tokens`: position in the call -> one number per token, for samples that got such.
     `repeats`: (reason, detail) of the failed call over several samples that this one repeats for one of them.
+    `is_left_behind`: the call could not be ended and may still run; it is not repeated.
     """
 
     values: list[float | None]
@@ -55,11 +41,12 @@ class CallOutcome(NamedTuple):
     metrics: list[tuple[str, float]]
     tokens: dict[int, list[float]]
     repeats: tuple[str, str] | None = None
+    is_left_behind: bool = False
 
 
-def failed_call(reason: str, detail: str) -> CallOutcome:
+def failed_call(reason: str, detail: str, *, is_left_behind: bool = False) -> CallOutcome:
     """Outcome of a call that gave no values at all."""
-    return CallOutcome([], {}, (reason, detail), {}, [], {})
+    return CallOutcome([], {}, (reason, detail), {}, [], {}, is_left_behind=is_left_behind)
 
 
 class CallLog:
@@ -278,140 +265,3 @@ async def call_async(
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
         return raised(error)
-
-
-def kill_own_group(*_: object) -> None:
-    """End this process and what reward functions started from it, as far as it is in its group."""
-    os.killpg(0, signal.SIGKILL)
-
-
-def end_with(parent_pid: int) -> None:
-    """Arrange that this process gets a SIGTERM when its parent ends, even if that was killed.
-
-    The kernel's signal interrupts functions that hold the GIL for long but look for signals (a runaway regular
-    expression); the watching thread serves systems without that signal.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(PARENT_CHECK_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-def keep(worker: int, parent_pid: int) -> NoReturn:
-    """Wait until the worker, a child of this process, is over, or until this process is told to end (SIGTERM) or has
-    lost its parent; then end all that the worker started, and end as the worker did. SIGTERM and SIGCHLD are blocked.
-
-    On Linux processes below this one become its children when their own parents end, whatever group or session they
-    are in: none is lost. Elsewhere those are found that stay in the worker's group.
-    """
-    end_with(parent_pid)
-    status: int | None = None
-    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = ended[1] if ended[0] == worker else status
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
-    spared: set[int] = set()  # of other users, by sudo
-    while left := children() - spared:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except PermissionError:
-                spared.add(pid)
-        if left - spared:
-            ended = os.waitpid(-1, 0)
-            status = ended[1] if ended[0] == worker else status
-    if status is None:  # where nothing is listed
-        status = os.waitpid(worker, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no other handler
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def children() -> set[int]:
-    """The children of this process, ended ones too, where the system lists processes in /proc."""
-    found = set()
-    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(entry)}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                found.add(int(entry))
-    return found
-
-
-def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner) -> CallOutcome:
-    """Serve one request: (function index, arguments, number of samples, log functions to pass)."""
-    try:
-        index, arguments, num_samples, log_names = pickle.loads(request)
-    except BaseException as error:
-        return failed_call("raised", f"the samples cannot be loaded in a reward process:\n{user_traceback(error)}")
-    is_async, function = functions[index]
-    if is_async:
-        return runner.run(call_async(function, arguments, num_samples, log_names))
-    return call_sync(function, arguments, num_samples, log_names)
-
-
-def end_fork(tell: int, outcome: CallOutcome) -> NoReturn:
-    """End a process that a function forked and that came back from it, as the child that it is: it would answer the
-    call a second time, and take the next ones from its parent. That is told, but for one that asked to end."""
-    if outcome.failure is None or outcome.failure[0] != "ended":
-        os.write(tell, b"!")
-    os._exit(0)
-
-
-def serve(connection: Connection) -> None:
-    """Main loop of a reward process: load the functions, say so, then answer one request at a time until EOF."""
-    search_path, blobs = pickle.loads(connection.recv_bytes())
-    sys.path[:] = search_path
-    try:
-        functions = [(is_async, pickle.loads(blob)) for is_async, blob in blobs]
-    except BaseException as error:
-        connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
-        return
-    connection.send_bytes(pickle.dumps(None))
-    server, (told, tell) = os.getpid(), os.pipe()
-    os.set_blocking(told, False)
-    with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
-        while True:
-            outcome = answer(functions, connection.recv_bytes(), runner)
-            if os.getpid() != server:
-                end_fork(tell, outcome)
-            with contextlib.suppress(BlockingIOError):
-                os.read(told, 1)
-                outcome = failed_call(FORKED, "")
-            try:
-                reply = cloudpickle.dumps(tuple(outcome))
-            except Exception as error:
-                detail = f"values given to log_extra cannot be sent between processes:\n{user_traceback(error)}"
-                reply = cloudpickle.dumps(tuple(failed_call("raised", detail)))
-            connection.send_bytes(reply)
-
-
-def main(connection: int, parent_pid: int) -> None:
-    """Serve the trainer, process parent_pid, from a child of this process, which takes along what functions start."""
-    keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if worker := os.fork():
-        os.close(connection)
-        keep(worker, parent_pid)
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, kill_own_group)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    end_with(keeper)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(connection))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
