@@ -14,9 +14,9 @@ from hybrid_rl.rewards.results import Part, cause_of
 HUNG = frozenset({"timeout", "died"})
 REPEATED = HUNG | {"raised"}
 MAX_HUNG_SAMPLES = 8
-"""So many samples of one call may run into the limit, or kill their process, before the rest is given up."""
+"""The rest of a call is given up after so many of its samples ran into the limit or killed their process."""
 MAX_ALIKE_SAMPLES = 8
-"""If so many samples, the first of a call, all fail alike when called alone, the function is at fault, not they."""
+"""If the first so many samples of a call all fail alike when called alone, the function is at fault, not they."""
 
 
 async def call_narrowed(
@@ -26,14 +26,14 @@ async def call_narrowed(
     *,
     is_whole: bool,
 ) -> list[Part]:
-    """Call over all samples; if that fails as a single sample may make it fail, call again for each sample alone.
+    """Call over all samples; if that fails, and a single sample may be the reason, call again for each sample alone.
 
     Thus only the offending samples fail. But samples that hang cost the whole time limit each, and a function that is
     down (a judge without its server) costs a call each: after MAX_HUNG_SAMPLES that hung, or if the first
-    MAX_ALIKE_SAMPLES all failed alike, the remaining ones fail without another call, so that a step stays bounded.
+    MAX_ALIKE_SAMPLES all failed alike, the remaining ones fail without another call, which bounds the time of a step.
 
-    slot: held during each call; how many calls run at a time is its affair. is_whole: the samples must stay one call,
-    so all of them fail with it.
+    slot: held during each call; it limits how many run at a time. is_whole: the samples must stay one call, so all of
+    them fail with it.
     """
     async with slot:
         outcome = await call(inputs)
@@ -72,6 +72,6 @@ def are_alike(parts: Sequence[Part]) -> bool:
 
 
 def _kind(reason: str, detail: str) -> tuple[str, ...]:
-    """What texts of exceptions have in common, though they may name the sample."""
+    """The part of an exception's text that does not name the sample."""
     frames = [line for line in detail.splitlines() if line.startswith('  File "')]
     return reason, *frames[-1:], cause_of(detail).partition(":")[0]

@@ -186,6 +186,8 @@ class ProcessCaller:
             raise
         if process.is_alive:
             self.idle.append(process)
+        else:
+            process.kill()
         if outcome.failure is not None and outcome.failure[0] == FORKED:
             raise RewardError(
                 f"reward function {spec.name!r}, or one that was called before it, forked its process, and "

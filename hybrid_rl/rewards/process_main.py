@@ -87,7 +87,7 @@ def keep(worker: int, parent_pid: int, connection: socket.socket) -> NoReturn:
     blocked.
 
     On Linux, processes below this one become its children when their own parents end, whatever group or session they
-    are in: none is lost. Elsewhere only those are found that stay in the worker's group.
+    are in, so none is lost. Elsewhere only those that stay in the worker's group are found.
     """
     import psutil  # here, so that the worker does not wait for it
 
@@ -109,7 +109,8 @@ def keep(worker: int, parent_pid: int, connection: socket.socket) -> NoReturn:
         if left - spared:
             ended = os.waitpid(-1, 0)
             status = ended[1] if ended[0] == worker else status
-    connection.shutdown(socket.SHUT_RDWR)  # also for those who are left and hold it open
+    with contextlib.suppress(OSError):  # the trainer may be gone
+        connection.shutdown(socket.SHUT_RDWR)  # for the trainer to notice, even if a process that is left holds it open
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1] if status is None else status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""RewardRunner: scores finished samples in the background while others are still generated."""
+"""Scoring of finished samples in the background while others are still generated."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class RewardRunner:
     A function that raises, hangs, dies or returns anything but finite numbers (or None: "does not apply") fails on
     that sample; the sample's reward is then nan (masked), and the failure is listed with the user's traceback.
 
-    When a call over several samples raises, it is repeated one sample at a time, so that only the offending samples
+    If a call over several samples raises, it is repeated one sample at a time, so that only the offending samples
     are masked: functions may be called more than once for a sample, and what a failed call logged is dropped. Which
     samples share a call depends on when they finish (and, with processes, on the split over them): a function must
-    not normalise over its call. With score_by="group" it may: every call holds one whole group, is never repeated or
-    cut, and where it fails the whole group is masked.
+    not normalise over its call. With score_by="group" it may: every call holds one whole group and is never repeated or
+    cut; if it fails, the whole group is masked.
 
-    Reward models and judges take part by name and weight, `late` are their places: somebody else computes their values,
-    and `merge_late` (rollout/late.py) adds them. Until then rewards are nan.
+    Reward models and judges only have a name, a weight and a place (`late`) here: their values are computed elsewhere
+    and added by `merge_late` (rollout/late.py). Until then rewards are nan.
 
     Args:
-        reward_funcs: a function or a list of them, plain or `async def`; see `functions.py` for what they receive;
-            beside them reward models and judges.
+        reward_funcs: a function or a list of them, plain or `async def`; see `functions.py` for their arguments;
+            also reward models and judges.
         weights: one finite number per function; None: all 1.
         available_columns: the dataset's columns, to refuse a parameter that nothing can fill; None: unknown.
         num_processes: 0 = in this process: plain functions one after another in a thread, coroutines together on an
-            event loop. More = so many processes, started at first use, which get the functions as they are now.
+            event loop. More = so many processes, started when first needed, which get the functions as they are now.
         timeout_seconds: limit of one call. A process past it is killed and replaced, a coroutine is cancelled. A
             thread cannot be killed: it is left behind, and all samples of its call fail.
         score_by: "sample", or "group": the samples of a group must be submitted together.
@@ -110,7 +110,7 @@ class RewardRunner:
             return self._loop.start(self._score(inputs, trainer_state))
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
-        """Make all calls over these samples, those to one function in order, and join what they gave."""
+        """Make all calls over these samples and join their outcomes."""
         calls = [(place, chunk) for place in self.entries.functions for chunk in self._chunks(inputs)]
         self._open.add(asyncio.current_task())
         try:
@@ -155,8 +155,8 @@ class RewardRunner:
         return self.submit(inputs, trainer_state).result()
 
     def close(self) -> None:
-        """Stop scoring: open futures get RewardError, processes are killed and reaped. Idempotent. In a forked child,
-        which runs its parent's atexit too, nothing: processes and threads are the parent's."""
+        """Stop scoring: open futures get RewardError, processes are killed and reaped. Idempotent. Does nothing in a
+        forked child, which runs its parent's atexit too: processes and threads are the parent's."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -181,7 +181,8 @@ class RewardRunner:
 
 
 def check_score_by(score_by: ScoreBy, comparing: Sequence[str]) -> ScoreBy:
-    """Raise ConfigError for an unknown value, and where functions (by name) that compare samples get single ones."""
+    """Return score_by. Raises ConfigError for an unknown value, and if functions (named in `comparing`) that need whole
+    groups would not get them."""
     if score_by not in get_args(ScoreBy):
         raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
     if comparing and score_by != "group":
@@ -192,7 +193,7 @@ def check_score_by(score_by: ScoreBy, comparing: Sequence[str]) -> ScoreBy:
 
 
 def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:
-    """Weights as floats, 1.0 each for None. Raises ConfigError on a wrong number of them or a non-finite one."""
+    """Return the weights as floats, 1.0 each for None. Raises ConfigError for a wrong number or a non-finite one."""
     if weights is None:
         return [1.0] * len(names)
     if len(weights) != len(names):

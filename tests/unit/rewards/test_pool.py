@@ -301,6 +301,18 @@ def test_functions_that_cannot_be_loaded_raise_from_the_future():
         runner.score(samples("a"), None)
 
 
+def test_long_texts_travel_whole_in_both_directions():
+    def f(completions, log_extra):
+        log_extra("text", completions)
+        return [float(len(text)) for text in completions]
+
+    inputs = samples("ab" * 1_500_000, "c")
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(inputs, None)
+    assert result.rewards.tolist() == [3e6, 1.0]
+    assert result.extras["text"] == {10: inputs[0].completion, 11: "c"}
+
+
 def test_arguments_that_cannot_travel_raise_from_the_future():
     with (
         RewardRunner(lambda completions, trainer_state: [1.0], num_processes=1) as runner,
