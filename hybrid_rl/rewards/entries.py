@@ -1,4 +1,6 @@
-"""What `reward_funcs` holds: functions, reward models and judges, each in its place."""
+"""The entries of `reward_funcs`: functions, reward models and judges, each in its place."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ class RewardModelEntry:
     """A reward model in the place of a function.
 
     name: in metrics. model: a folder or hub name, a module, or whatever else the workers build it from. tokenizer: its
-    own; None where it is to be loaded with the model.
+    own; None: loaded with the model.
     """
 
     name: str
@@ -35,7 +37,7 @@ class RewardModelEntry:
 
 @dataclass(frozen=True)
 class RewardList:
-    """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, each different."""
+    """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, no two alike."""
 
     names: list[str]
     functions: Mapping[int, RewardFunction]
@@ -44,18 +46,18 @@ class RewardList:
 
     @property
     def late(self) -> list[int]:
-        """Places of what scores samples only when all of them are there: reward models and judges."""
+        """Places of the entries that score samples only when all are finished: reward models and judges."""
         return sorted([*self.models, *self.judges])
 
     def max_length(self, sample_length: int) -> int:
-        """Tokens of the longest sequence that the engine is to take: a sample, or what a judge is asked and answers."""
+        """Tokens of the longest sequence for the engine: a sample, or a judge's question with its answer."""
         return max([sample_length, *(judge.max_length(sample_length) for judge in self.judges.values())])
 
     @classmethod
-    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> "RewardList":
-        """Sort one entry or a list of them. available_columns: of the dataset, None where they are not known.
+    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> RewardList:
+        """Sort one entry or a list of them. available_columns: of the dataset, None if they are not known.
 
-        Raises ConfigError for what cannot be used, and for functions with parameters that nothing can fill.
+        Raises ConfigError for an unusable entry, and for functions with parameters that nothing can fill.
         """
         given = [as_entry(entry) for entry in as_list(reward_funcs)]
         if not given:
@@ -79,11 +81,11 @@ class RewardList:
 
 
 def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> list[Any]:
-    """reward_funcs as a list in which every model is a RewardModelEntry.
+    """Make reward_funcs a list in which every model is a RewardModelEntry.
 
     processing_classes: TRL's reward_processing_classes: tokenizers of the reward models, one for each entry of
-    reward_funcs (None beside functions, and where it is to be loaded with the model), or a single one.
-    Raises ConfigError for another number of them and for one beside a function.
+    reward_funcs (None for functions, and for a tokenizer that is to be loaded with its model), or a single one.
+    Raises ConfigError for another number of them and for one given for a function.
     """
     entries = [as_entry(entry) for entry in as_list(reward_funcs)]
     if processing_classes is None:
@@ -91,7 +93,7 @@ def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> lis
     classes = as_list(processing_classes)
     if len(classes) != len(entries):
         raise ConfigError(
-            f"{len(classes)} reward_processing_classes for {len(entries)} reward_funcs; give one for each, None beside "
+            f"{len(classes)} reward_processing_classes for {len(entries)} reward_funcs; give one for each, None for "
             f"a function"
         )
     for place, (entry, tokenizer) in enumerate(zip(entries, classes, strict=True)):
@@ -106,12 +108,12 @@ def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> lis
 
 
 def as_list(given: Any) -> list[Any]:
-    """A list or tuple as a list, anything else as the only entry of one."""
+    """Return a list or tuple as a list, anything else as the only entry of one."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def as_entry(given: Any) -> Any:
-    """A string or a module as RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
+    """Make a string or a module a RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
     if isinstance(given, str):
         return RewardModelEntry(last_part(given) or given, given)
     torch = sys.modules.get("torch")  # a module can only exist once torch is imported
@@ -122,5 +124,5 @@ def as_entry(given: Any) -> Any:
 
 
 def last_part(path: str) -> str:
-    """Name of a folder or hub model without what stands before it."""
+    """Return the name of a folder or hub model without the folders before it."""
     return path.rstrip("/").rpartition("/")[2]

@@ -20,7 +20,7 @@ from hybrid_rl.controller.server import Call, RankServer, Seat
 from hybrid_rl.controller.travel import Driver, pack
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.pool import RewardProcess
-from hybrid_rl.rewards.threads import SyncLane, on_own_device
+from hybrid_rl.rewards.threads import CallThread
 from tests.groups import OpenGroup
 
 UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
@@ -149,9 +149,9 @@ def test_rewards_compute_on_the_gpu_of_their_rank(calls: list[Any], monkeypatch:
     monkeypatch.setenv(VISIBLE, UUIDS)
     take_device(["GPU-1c2d5a6b"])
     calls.clear()
-    lane = SyncLane(None)
-    lane.close()
-    on_own_device(lane._run)()
+    thread = CallThread()
+    thread.stop()
+    thread.thread.join()
     assert calls == [("set_device", torch.device("cuda:1"))]
     seen: list[str] = []
 

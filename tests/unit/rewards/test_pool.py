@@ -89,7 +89,7 @@ def test_state_objects_travel():
 
 def test_processes_start_at_first_use_are_kept_and_end_with_close():
     with RewardRunner(pid_function(), num_processes=1) as runner:
-        assert not runner._pool.processes
+        assert runner._loop is None
         pids = {runner.score(samples("a"), None).extras["pid"][10] for _ in range(3)}
         assert len(pids) == 1
         assert is_alive(*pids)
@@ -301,6 +301,18 @@ def test_functions_that_cannot_be_loaded_raise_from_the_future():
         runner.score(samples("a"), None)
 
 
+def test_long_texts_travel_whole_in_both_directions():
+    def f(completions, log_extra):
+        log_extra("text", completions)
+        return [float(len(text)) for text in completions]
+
+    inputs = samples("ab" * 1_500_000, "c")
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(inputs, None)
+    assert result.rewards.tolist() == [3e6, 1.0]
+    assert result.extras["text"] == {10: inputs[0].completion, 11: "c"}
+
+
 def test_arguments_that_cannot_travel_raise_from_the_future():
     with (
         RewardRunner(lambda completions, trainer_state: [1.0], num_processes=1) as runner,
@@ -314,11 +326,11 @@ SCRIPT = """
     from hybrid_rl.rewards import RewardInput, RewardRunner
 
     def sleeps(completions, **kwargs):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         {first}time.sleep(3600)
 
     def holds_the_gil(completions, **kwargs):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         re.match('(a*)*b', 'a' * 60)
 
     runners = [RewardRunner(function, num_processes=1) for function in {functions}]
@@ -371,15 +383,15 @@ def test_a_reward_process_does_not_import_torch():
 def test_a_fork_does_not_close_the_pool_of_its_parent():
     """Its atexit would wait for a lock that a thread of the parent held when it forked."""
     with RewardRunner(pid_function(), num_processes=1) as runner:
-        pool = runner._pool
-        with pool.lock:
+        before = runner.score(samples("a"), None).extras["pid"]
+        with runner._lock:
             child = os.fork()
             if child == 0:
                 signal.alarm(10)
-                pool.close()
+                runner.close()
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not pool.closed
+        assert runner.score(samples("a"), None).extras["pid"] == before
 
 
 @pytest.mark.parametrize("how", ["returns", "raises"])

@@ -1,7 +1,6 @@
 """Weighted sums, masking, and the judgement and report of failures."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
 from hybrid_rl.rewards.calling import CallLog, CallOutcome, call_sync, check_values, failed_call
 from hybrid_rl.rewards.results import assemble, cause_of
-from hybrid_rl.rewards.runner import PendingScore
 
 SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
 
@@ -157,13 +155,3 @@ def test_the_cause_comes_first():
 )
 def test_the_cause_of_a_failure(detail, cause):
     assert cause_of(detail) == cause
-
-
-def test_a_second_outcome_of_a_call_comes_too_late():
-    pending = PendingScore(partial(assemble, ["f", "g"], [1.0, 1.0]), SAMPLES[:1], num_calls=2)
-    pending.add(0, 0, [(SAMPLES[:1], failed_call("timeout", "too slow"))])
-    pending.add(0, 0, [(SAMPLES[:1], outcome(1.0))])
-    assert not pending.future.done()
-    pending.add(1, 1, [(SAMPLES[:1], outcome(1.0))])
-    pending.fail(RewardError("closed"))
-    assert [failure.reason for failure in pending.future.result().failures] == ["timeout"]

@@ -383,6 +383,50 @@ def test_a_hanging_plain_function_is_left_behind_and_the_next_call_gets_a_fresh_
         assert not threads[0].is_alive()
 
 
+def test_an_answer_that_comes_too_late_is_dropped(caplog):
+    """Without a word, also if the runner is closed by then."""
+    release = threading.Event()
+    threads = []
+
+    def f(completions):
+        threads.append(threading.current_thread())
+        release.wait(30)
+        return [5.0] * len(completions)
+
+    async def g(completions):
+        return f(completions)
+
+    result = run([f, g], samples("a"), timeout_seconds=0.1)
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert reasons(result) == [("f", 10, "timeout"), ("g", 10, "timeout")]
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads) and not caplog.records
+
+
+def test_a_loop_that_is_left_behind_takes_no_other_call_along():
+    """What was under way on a blocked event loop begins again on a fresh one."""
+    release = threading.Event()
+    started = []
+
+    async def f(completions):
+        started.append(completions[0])
+        await asyncio.sleep(0.3)
+        if completions == ["hang"] and started.count("hang") == 1:
+            release.wait(30)
+        await asyncio.sleep(0.3)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, timeout_seconds=1.0) as runner:
+        hung = runner.submit(samples("hang"), None)
+        time.sleep(0.25)
+        other = runner.submit(samples("other"), None)
+        assert reasons(hung.result(20)) == [("f", 10, "timeout")]
+        assert other.result(20).rewards == [1.0]
+        release.set()
+    assert started == ["hang", "other", "other"]
+
+
 def test_close_is_idempotent_answers_open_futures_and_refuses_new_work():
     release = threading.Event()
 

@@ -142,7 +142,7 @@ def test_form(text, is_form, share):
 def test_a_pattern_and_tags_of_ones_own():
     assert format_reward(r"\d+")(completions=["42", "42 "]) == [1.0, 0.0]
     assert tag_count_reward(["##"])(completions=["## a", "## a ##"]) == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         format_reward("(")
     with pytest.raises(ConfigError, match="tags"):
         tag_count_reward("<think>")
