@@ -1,7 +1,7 @@
-"""One attention function under every layer of any Hugging Face causal LM, and packed attention for training.
+"""One attention function under every layer of any Hugging Face causal LM.
 
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
-layer's projected queries, keys and values to a context object: `PackedAttention` when training, the engine's paged
+layer's projected queries, keys and values to a context object: one of `backends.py` when training, the engine's paged
 cache when generating. The thread holds the context: as a keyword it would reach attention only where every layer of an
 architecture hands on what it does not know. No mask function is registered beside it: transformers then builds no mask,
 and does not look into the positions for packing either, which would wait for the device in every forward pass.
@@ -12,24 +12,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import Linears
-from hybrid_rl.tensors.transfer import upload
 
 NAME = "hybrid_rl_packed"
-
-# Sequences whose lengths lie within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
-# waste, against one more kernel launch per layer for every further bucket.
-BUCKET_FILL = 0.75
-SMALL_LENGTH = 32  # below this a launch costs more than the padding it would save
 
 
 @dataclass(frozen=True)
@@ -160,155 +152,3 @@ def checkpoint_contexts(
 def _recompute(functions: AbstractContextManager[None], linears: Linears, num_rows: int) -> Iterator[None]:
     with functions, linears.fast(num_rows):
         yield
-
-
-class PackedAttention:
-    """Causal attention within each of N packed sequences; no sequence sees, or pays for, another.
-
-    Sequences are padded per bucket of similar lengths inside the attention call only. Padding repeats a sequence's own
-    last token behind its end, where causality hides it from every real query.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._num_tokens = sum(lengths)
-        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-        buckets = [Bucket.build(starts, lengths, members) for members in length_buckets(lengths)]
-        (self._buckets,), (self._restore,) = sent([buckets], [restoring_order(buckets)], torch.device(device))
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
-        if query.shape[0] != self._num_tokens:
-            raise ModelError(f"attention was planned for {self._num_tokens} tokens but got {query.shape[0]}")
-        parts = []
-        for bucket in self._buckets:
-            q, k, v = (bucket.pad(tensor).transpose(1, 2) for tensor in (query, key, value))
-            parts.append(bucket.unpad(causal_attention(q, k, v, options).transpose(1, 2)))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self._restore is None else out[self._restore]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of a packed row that are padded to one length. count: how many; length: of the longest. Built on the
-    CPU; `sent` brings it to where the row is."""
-
-    count: int
-    length: int
-    first: int
-    contiguous: bool  # equal lengths, one after the other: a view will do
-    gather: Tensor  # int64 [count * length], token of each padded place
-    real: Tensor | None  # bool [count * length], None where all are
-    places: Tensor | None  # int64 [tokens in the bucket], the padded places that are real; None where all are
-    tokens: Tensor  # int64 [tokens in the bucket]
-
-    @classmethod
-    def build(cls, starts: Tensor, lengths: Sequence[int], members: Sequence[int]) -> Bucket:
-        """The bucket of the sequences `members`. starts: int64 [N], place of the first token of every sequence."""
-        length = max(lengths[i] for i in members)
-        own = torch.tensor([lengths[i] for i in members])
-        begin = starts[list(members)]
-        place = torch.arange(length)
-        gather = begin[:, None] + torch.minimum(place, own[:, None] - 1)
-        real = (place < own[:, None]).reshape(-1)
-        full = bool(real.all())
-        contiguous = full and bool((begin.diff() == length).all())
-        flat = gather.reshape(-1)
-        return cls(
-            count=len(members),
-            length=length,
-            first=int(begin[0]),
-            contiguous=contiguous,
-            gather=flat,
-            real=None if full else real,
-            places=None if full else real.nonzero()[:, 0],
-            tokens=flat[real],
-        )
-
-    def pad(self, tensor: Tensor) -> Tensor:
-        """[T, ...] to [count, length, ...]: behind its end a sequence repeats its own last token."""
-        if self.contiguous:
-            rows = tensor[self.first : self.first + self.count * self.length]
-        else:
-            rows = tensor.index_select(0, self.gather)
-        return rows.view(self.count, self.length, *tensor.shape[1:])
-
-    def unpad(self, padded: Tensor) -> Tensor:
-        """[count, length, ...] to the rows of `tokens`."""
-        flat = padded.reshape(self.count * self.length, *padded.shape[2:])
-        return flat if self.places is None else flat.index_select(0, self.places)
-
-    def put(self, whole: Tensor, padded: Tensor) -> None:
-        """Write the real rows of [count, length, ...] to their places in [T, ...]."""
-        if self.contiguous:
-            rows = whole[self.first : self.first + self.count * self.length]
-            rows.view(padded.shape).copy_(padded)
-        else:
-            whole.index_copy_(0, self.tokens, self.unpad(padded))
-
-
-_TENSORS = ("gather", "real", "places", "tokens")
-
-
-def sent(
-    buckets: Sequence[Sequence[Bucket]], others: Sequence[Tensor | None], device: torch.device
-) -> tuple[list[list[Bucket]], list[Any]]:
-    """Lists of buckets, and other tensors or None (it stays None), on a device, in one copy."""
-    own = [getattr(bucket, name) for several in buckets for bucket in several for name in _TENSORS]
-    arrived = iter(upload([tensor for tensor in (*own, *others) if tensor is not None], device))
-
-    def moved(bucket: Bucket) -> Bucket:
-        there: dict[str, Any] = {name: next(arrived) for name in _TENSORS if getattr(bucket, name) is not None}
-        return replace(bucket, **there)
-
-    return [[moved(bucket) for bucket in several] for several in buckets], [
-        None if tensor is None else next(arrived) for tensor in others
-    ]
-
-
-def restoring_order(buckets: Sequence[Bucket]) -> Tensor | None:
-    """Index, on the CPU, that brings the concatenated rows of buckets back into the order of the row; None where they
-    are in it, as when samples run from long to short."""
-    tokens = torch.cat([bucket.tokens for bucket in buckets])
-    order = torch.arange(tokens.numel())
-    return None if torch.equal(tokens, order) else torch.empty_like(tokens).scatter_(0, tokens, order)
-
-
-def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences grouped so that each is at least BUCKET_FILL as long as the longest of its bucket."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    buckets: list[list[int]] = []
-    longest = 0
-    for index in order:
-        if buckets and (lengths[index] >= BUCKET_FILL * longest or longest <= SMALL_LENGTH):
-            buckets[-1].append(index)
-        else:
-            buckets.append([index])
-            longest = lengths[index]
-    return [sorted(bucket) for bucket in buckets]
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """query: [B, H, L, D]; key, value: [B, H_kv, L, D]. Returns [B, H, L, D]."""
-    length = query.shape[2]
-    if options.softcap is None and (options.window is None or options.window >= length):
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scale, enable_gqa=True)
-    place = torch.arange(length, device=query.device)
-    visible = place[:, None] >= place
-    if options.window is not None:
-        visible &= place[:, None] - place < options.window
-    return masked_attention(query, key, value, visible, options)
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention where bool `visible` (broadcastable to [B, H, L_q, L_k]) allows it; with soft-capping where asked
-    for."""
-    if options.softcap is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=options.scale, enable_gqa=True)
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scores = (query @ key.transpose(-1, -2)) * scale
-    scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    return scores.softmax(-1, dtype=precise).to(value.dtype) @ value
