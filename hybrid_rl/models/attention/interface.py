@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from hybrid_rl.compat.transformers import config_view, viewed_config
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.linear import Linears
 
@@ -88,14 +89,9 @@ def options_of(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[int, Att
 AttentionInterface.register(NAME, attention_forward)
 
 
-def attention_configs(module: nn.Module) -> list[Any]:
-    """The distinct config objects that decide which attention function the layers of a model use."""
-    return list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
-
-
 class _Overrides(threading.local):
-    """What this thread uses in the place of the attention functions that configs name, by the config's id, and where
-    those of this module send queries, keys and values."""
+    """What this thread uses instead of the attention functions that configs name, by the id of a view, and where those
+    of this module send queries, keys and values."""
 
     names: dict[int, str] = {}
     context: AttentionContext | None = None
@@ -110,45 +106,61 @@ def current_context() -> AttentionContext:
     return _overrides.context
 
 
-_config_class: Any = PreTrainedConfig
-_named: Any = _config_class._attn_implementation
+def _chosen(view: PreTrainedConfig) -> str | None:
+    return _overrides.names.get(id(view))
 
 
-def _implementation(config: Any) -> Any:
-    return _overrides.names.get(id(config)) or _named.fget(config)
+def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The distinct configs that decide which attention function the layers of a model use, as views that
+    `attention_functions` takes, put in their place once.
 
-
-# What a config names belongs to its user: other threads (a reward that runs the policy, a judge made from the same
-# config) go on with it while this one runs packed. So nothing is written into configs; reading them looks here first.
-_config_class._attn_implementation = property(_implementation, _named.fset)
+    What a config names belongs to its user: other threads (a reward that runs the policy, a judge made from the same
+    config) continue with it while this one runs packed. So nothing is written into configs; modules inside the model
+    ask a view, which looks here first. `model.config` itself stays the user's object, unless the model is a backbone.
+    """
+    views: dict[int, PreTrainedConfig] = {}
+    for child in model.modules():
+        config = vars(child).get("config")
+        if not isinstance(config, PreTrainedConfig) or (child is model and model.base_model is not model):
+            continue
+        own = viewed_config(config)
+        if id(own) not in views:
+            views[id(own)] = config_view(own, _chosen) if config is own else config
+        vars(child)["config"] = views[id(own)]
+    return list(views.values())
 
 
 @contextmanager
 def attention_functions(
-    configs: Sequence[Any], names: Sequence[str], context: AttentionContext | None = None
+    configs: Sequence[PreTrainedConfig], name: str, context: AttentionContext | None = None
 ) -> Iterator[None]:
-    """Inside the block, and in this thread only, the layers of each config use the attention function of that name. A
-    user's own calls of the model stay as they were. context: where the functions of this module send what they get.
+    """Inside the block, and in this thread only, the layers of these configs use the attention function of that name. A
+    user's own calls of the model stay as they were. configs: as `attention_configs` gives them; context: where the
+    functions of this module send what they get.
     """
+    with _overridden(_overrides.names | {id(config): name for config in configs}, context):
+        yield
+
+
+@contextmanager
+def _overridden(names: dict[int, str], context: AttentionContext | None) -> Iterator[None]:
     before = _overrides.names, _overrides.context
-    _overrides.names = before[0] | {id(config): name for config, name in zip(configs, names, strict=True)}
-    _overrides.context = context
+    _overrides.names, _overrides.context = names, context
     try:
         yield
     finally:
         _overrides.names, _overrides.context = before
 
 
-def checkpoint_contexts(
-    configs: Sequence[Any], linears: Linears
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts(linears: Linears) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
     forward pass were left and maybe in another thread, uses the attention and the linear layers of that pass."""
-    functions = attention_functions(configs, [config._attn_implementation for config in configs], _overrides.context)
-    return nullcontext(), _recompute(functions, linears, linears.num_rows)
+    return nullcontext(), _recompute(_overrides.names, _overrides.context, linears, linears.num_rows)
 
 
 @contextmanager
-def _recompute(functions: AbstractContextManager[None], linears: Linears, num_rows: int) -> Iterator[None]:
-    with functions, linears.fast(num_rows):
+def _recompute(
+    names: dict[int, str], context: AttentionContext | None, linears: Linears, num_rows: int
+) -> Iterator[None]:
+    with _overridden(names, context), linears.fast(num_rows):
         yield
