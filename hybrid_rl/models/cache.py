@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import Cache, PreTrainedModel
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap

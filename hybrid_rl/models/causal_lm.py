@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.interface import (
@@ -143,7 +144,7 @@ class CausalLM:
                 child.training = True
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, again = checkpoint_contexts(self._configs, self._linears)
+        first, again = checkpoint_contexts(self._linears)
         return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
@@ -159,9 +160,9 @@ class CausalLM:
         if isinstance(attention, UnpackedRow):
             output = self.own_forward(attention.spread(token_ids), use_cache=False)
             return attention.collect(output.last_hidden_state)
-        functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
+        function = APART if self._compiled.is_active else NAME
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
-        with attention_functions(self._configs, functions, attention), self._linears.fast(num_rows):
+        with attention_functions(self._configs, function, attention), self._linears.fast(num_rows):
             output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
@@ -337,7 +338,7 @@ def _keep_soft_capping(module: PreTrainedModel, configs: Sequence[Any]) -> None:
     """A module that runs through its own forward, and whose attention is capped, runs eager where SDPA, transformers'
     default, would leave the capping out and give other numbers."""
     capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None)
-    if capped and any(config._attn_implementation == "sdpa" for config in configs):
+    if capped and any(attention_name(config) == "sdpa" for config in configs):
         module.set_attn_implementation("eager")
         logger.warning(
             "%s caps its attention at %g, which SDPA leaves out: it runs with attn_implementation=eager",

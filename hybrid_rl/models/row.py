@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
@@ -78,11 +79,29 @@ class Layout:
             totals[root] += length
         return totals
 
+    def child_keys(self) -> list[Tensor]:
+        """Places of the tokens that each child sees: those of its root, then its own; int64 [root + child] each."""
+        places = torch.arange(self.num_tokens).split(self.lengths)
+        own = places[len(self.roots) :]
+        return [torch.cat([places[root], child]) for root, child in zip(self.parents, own, strict=True)]
+
+    def check_num_tokens(self, rows: Tensor) -> None:
+        """Raise ModelError if these are not the T tokens that were laid out."""
+        if rows.shape[0] != self.num_tokens:
+            raise ModelError(f"the packed row was planned for {self.num_tokens} tokens but got {rows.shape[0]}")
+
     def positions(self) -> Tensor:
         """Position of every token in its own sequence, int64 [T]."""
         first = torch.tensor([0] * len(self.roots) + [self.roots[root] for root in self.parents])
         lengths = torch.tensor(self.lengths)
         return torch.arange(self.num_tokens) + (first - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+
+
+def padded(sequences: Sequence[Tensor]) -> Tensor:
+    """Sequences of [length] as rows [N, longest]; after its end a sequence repeats its last number, as what is causal
+    cannot tell that from the sequence alone."""
+    length = max(map(len, sequences))
+    return torch.stack([torch.cat([s, s[-1:].expand(length - len(s))]) for s in sequences])
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,7 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequ
 def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside the block a module runs as its architecture is defined: eager attention. The others leave out what they
     lack, SDPA Gemma-2's soft-capping."""
-    configs = attention_configs(module)
-    return attention_functions(configs, ["eager"] * len(configs))
+    return attention_functions(attention_configs(module), "eager")
 
 
 @contextmanager

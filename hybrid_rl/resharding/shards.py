@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
+from hybrid_rl.compat.transformers import str_to_torch_dtype
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.files import save_tensors
 from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within

@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint import check_model
+from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
@@ -85,7 +86,7 @@ def check_module(module: PreTrainedModel) -> None:
 def check_module_dtype(module: PreTrainedModel) -> None:
     """Raise ModelError for a module whose parameters have several dtypes, or one that cannot be trained. Parameters
     that transformers itself keeps in float32 do not count."""
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    kept = fp32_name_parts(module)
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):

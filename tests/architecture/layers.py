@@ -10,7 +10,7 @@ PACKAGE = "hybrid_rl"
 # ROOT is hybrid_rl/__init__.py, the users' door: only the top line may come in through it.
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options", "files", "metrics", "process", "tensors"}),
+    frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
     frozenset({"algos", "batch", "native", "owners", "memory", "data"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"engines", "sharding", "checkpoint", "rewards"}),

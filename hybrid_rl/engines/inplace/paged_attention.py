@@ -20,7 +20,7 @@ from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages
 from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
-from hybrid_rl.models.attention.varlen import Kernel, Runs
+from hybrid_rl.models.attention.varlen import Kernel, Segments
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class _VarlenForm:
         self._writer.write(keys, values, key, value)
         block, offset = self._tables["read_block"], self._tables["read_offset"]
         context, weighed = (memory[block, offset] for memory in (keys, values))
-        runs = Runs(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
-        return self._kernel.forward(query, context, weighed, runs, options)[0]
+        segments = Segments(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
+        return self._kernel.forward(query, context, weighed, segments, options)[0]
 
 
 class _TorchForm:

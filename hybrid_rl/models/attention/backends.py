@@ -34,8 +34,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.attention import compiled, unpacked
 from hybrid_rl.models.attention.compiled import CompiledAttention
-from hybrid_rl.models.attention.interface import AttentionContext, PackedAttention
-from hybrid_rl.models.attention.shared import SharedAttention
+from hybrid_rl.models.attention.interface import AttentionContext
+from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 from hybrid_rl.models.row import Layout
@@ -99,9 +99,7 @@ class Backend:
             return UnpackedRow(layout, device)
         if self.kernel is not None:
             return VarlenAttention(layout, self.kernel, device)
-        if self.name == "compiled":
-            return CompiledAttention(layout)
-        return SharedAttention(layout, device) if layout.children else PackedAttention(layout.lengths, device)
+        return CompiledAttention(layout) if self.name == "compiled" else PaddedAttention(layout, device)
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> Backend:

@@ -119,8 +119,7 @@ AttentionMaskInterface.register(NAME, _mask)
 def surveyed(backbone: PreTrainedModel, device: torch.device) -> list[LayerCall]:
     """Every call of attention in a forward pass, in order. Raises ModelError for what packed attention does not have,
     and for a mask that is not made by transformers from a rule."""
-    configs = attention_configs(backbone)
     survey = _Survey()
-    with attention_functions(configs, [NAME] * len(configs), survey):
+    with attention_functions(attention_configs(backbone), NAME, survey):
         backbone(input_ids=torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=False)
     return survey.calls

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
+
+from hybrid_rl.compat.transformers import OutputRecorder, router_recorders
 
 
 def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
@@ -20,10 +21,8 @@ def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
     found: dict[nn.Module, int] = {}
     for owner in owners:
-        recorders = (owner._can_record_outputs or {}).get("router_logits")
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            if isinstance(recorder, OutputRecorder):
-                found |= _recorded(owner, recorder)
+        for recorder in router_recorders(owner):
+            found |= _recorded(owner, recorder)
     return [(child, found[child]) for child in module.modules() if child in found]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting

@@ -19,9 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
+from hybrid_rl.compat.transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    GenericForTokenClassification,
+)
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.lazy import LazyTensor
