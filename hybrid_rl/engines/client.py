@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
@@ -58,7 +59,9 @@ class EngineClient:
         self.engine = engine
         self._coordinator = coordinator
         self._thread = StepThread() if in_thread else None
-        self._driver = threading.RLock()  # held by the caller who steps
+        # Takes one step, wherever the engine is stepped; by the caller who holds `_driver`.
+        self._advance: Callable[[], None] = partial(self._thread.run, self._step) if self._thread else self._step
+        self._driver = threading.Lock()
         self._lock = threading.Lock()  # of what the next step boundary takes
         self._backlog: deque[RolloutRequest] = deque()  # not in the engine yet, under the engine's ids
         self._message = StepMessage()
@@ -90,7 +93,8 @@ class EngineClient:
             for handle in set(self._handles.values()):
                 self.cancel(handle)
             while self._handles or self._num_unfinished or self._num_open:
-                self._advance()
+                with self._driver:
+                    self._advance()
         except BaseException:
             # An engine of its own has only what this client sent; one that is shared must not be left quietly.
             if self._handles or self._num_open:
@@ -106,25 +110,22 @@ class EngineClient:
         If the consumer stops early, by an error or an interrupt, what still runs is aborted: the engine is left empty.
         Raises KeyboardInterrupt, between two engine steps, if an interrupt was requested.
         """
-        if self._is_open and not self._is_exclusive:
-            yield from self._rounds(self.submit(requests, version))
-        else:
-            with self.session(is_exclusive=True):
-                yield from self._rounds(self.submit(requests, version))
-
-    def _rounds(self, handle: Handle) -> Iterator[list[FinishedSample]]:
-        try:
-            # A rank that shares the engine stays until nobody's requests are unfinished.
-            self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
-            while not handle.is_done or self._num_unfinished:
-                if interrupt_requested():
-                    raise KeyboardInterrupt
-                self._advance()
-                if finished := handle.take():
-                    yield finished
-        except BaseException:
-            self.cancel(handle)
-            raise
+        joins = self._is_open and not self._is_exclusive
+        with nullcontext() if joins else self.session(is_exclusive=True):
+            handle = self.submit(requests, version)
+            try:
+                # A rank that shares the engine stays until nobody's requests are unfinished.
+                self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
+                while not handle.is_done or self._num_unfinished:
+                    if interrupt_requested():
+                        raise KeyboardInterrupt
+                    with self._driver:
+                        self._advance()
+                    if finished := handle.take():
+                        yield finished
+            except BaseException:
+                self.cancel(handle)
+                raise
 
     def generate(self, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
         """Run requests to their end; results in the order of the requests."""
@@ -211,17 +212,9 @@ class EngineClient:
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def _advance(self) -> None:
-        """Take one step, wherever the engine is stepped."""
-        mark_progress()
-        with self._driver:
-            if self._thread:
-                self._thread.run(self._step)
-            else:
-                self._step()
-
     def _step(self) -> None:
         """A step boundary, and a step of the engine if there is anything to do."""
+        mark_progress()
         num_expected = self._boundary(generates=True)
         try:
             events = self.engine.step() if self.engine.num_unfinished else []

@@ -82,8 +82,11 @@ class Runner:
             parts = [self._replay(sequences)] if decoding else []
             if chunks:
                 sampled = [chunk.sampled for chunk in chunks]
-                sequences += [sequence for some in sampled for sequence in some]
-                parts += self._eager(chunks, sampled)
+                tables, attention, sampling, picks = self._prepare(chunks, sampled)
+                hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
+                if any(sampled):
+                    sequences += [sequence for some in sampled for sequence in some]
+                    parts.append(self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling))
                 self._copy_tails(chunks)
             if not sequences:
                 return Sampled([], [], [])
@@ -128,8 +131,11 @@ class Runner:
         tables.send()
         return self._choose(hidden, tables, sampling)
 
-    def _eager(self, chunks: list[Chunk], sampled: list[list[Sequence]]) -> list[Tensor]:
-        """Compute chunks; what was chosen for those who get a token after each of them, if there are any."""
+    def _prepare(
+        self, chunks: list[Chunk], sampled: list[list[Sequence]]
+    ) -> tuple[Tables, AttentionContext, SlotSampling, bool]:
+        """What a pass over chunks needs on the device; whether `index` is there, which picks the hidden states that are
+        sampled from."""
         tables = Tables(self._model.device)
         sequences = [sequence for some in sampled for sequence in some]
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
@@ -142,10 +148,7 @@ class Runner:
             self._add_sampling(tables, sequences, sampling)
         attention = self._add_pass(tables, chunks)
         tables.send()
-        hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
-        if not sequences:
-            return []
-        return [self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling)]
+        return tables, attention, sampling, picks
 
     def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
         """Add what the layers need of the chunks, one after the other."""
