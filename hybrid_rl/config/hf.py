@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from hybrid_rl.config.schema import ENGINES, RolloutConfig
+from hybrid_rl.config.schema import ENGINES, RolloutConfig, TrainerConfig
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -30,5 +31,20 @@ class HFConfig:
 class HFRolloutConfig(RolloutConfig):
     """rollout.engine=hf."""
 
+    is_packed: ClassVar[bool] = False
+
     engine: Literal["hf"] = key("hf", ENGINES)
     hf: HFConfig = field(default_factory=HFConfig)
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError for what only packed rows can do."""
+        if config.model.torch_compile:
+            raise ConfigError(
+                "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
+                "leave it out"
+            )
+        if "router_scores" in config.policy_loss.needs:
+            raise ConfigError(
+                f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
+                f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
+            )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from hybrid_rl.config.algorithm import learns_from_demonstrations
-from hybrid_rl.config.schema import TrainerConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
 
 CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
@@ -16,10 +16,10 @@ LIKELIHOODS = ("reinforce", "cispo")
 
 def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
     """Yield sentences about a resolved config. given: the paths that the user set."""
-    if config.model.cast_lm_head_to_fp32 and isinstance(config.rollout, VLLMRolloutConfig):
+    if config.model.cast_lm_head_to_fp32 and config.rollout.placement != "embedded":
         yield (
-            "cast_lm_head_to_fp32=True applies only to the trainer's models: vLLM rounds its logits to bfloat16, "
-            "so engine and trainer differ more than with an embedded engine (see mismatch/*); "
+            f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
+            "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs

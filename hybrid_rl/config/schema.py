@@ -10,12 +10,13 @@ wherever it is given. Keys with the same meaning as in TRL have TRL's name. Batc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl_terms import NoKL
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -183,7 +184,17 @@ ENGINES = (
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The generation of completions for training."""
+    """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
+
+    placement: embedded = it decodes from the actor's own modules; colocated = in the trainer's process, with weights of
+        its own; separate = in a process of its own.
+    is_packed: whether models run packed rows, in training too.
+    library: what must be installed, and how, as (module, command).
+    """
+
+    placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "embedded"
+    is_packed: ClassVar[bool] = True
+    library: ClassVar[tuple[str, str] | None] = None
 
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
@@ -201,6 +212,15 @@ class RolloutConfig:
         None, "largest logprob gap of the probe before the run stops; None = 1e-3 in float32, 0.25 in bfloat16", above=0
     )
 
+    @property
+    def ranks_per_engine(self) -> int:
+        """Consecutive ranks that run one engine together."""
+        return 1
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError for what this engine cannot do in this configuration."""
+        return
+
 
 @dataclass(frozen=True)
 class InPlaceRolloutConfig(RolloutConfig):
@@ -211,10 +231,11 @@ class InPlaceRolloutConfig(RolloutConfig):
 
 
 @dataclass(frozen=True)
-class VLLMRolloutConfig(RolloutConfig):
-    """rollout.engine=vllm."""
+class ColocatedRolloutConfig(RolloutConfig):
+    """Keys of all engines in the trainer's process with weights of their own."""
 
-    engine: Literal["vllm"] = key("vllm", ENGINES)
+    placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "colocated"
+
     transport: Literal["auto", "ipc", "distributed", "disk"] = key(
         "auto",
         "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "
@@ -228,7 +249,50 @@ class VLLMRolloutConfig(RolloutConfig):
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError if the way of the weights does not fit the ranks."""
+        if self.transport in ("ipc", "distributed") and num_ranks == 1:
+            raise ConfigError(
+                f"rollout.transport={self.transport} carries weights between ranks, but num_ranks=1; leave it out"
+            )
+        if self.adopt_weights and (num_ranks > 1 or self.transport != "auto"):
+            raise ConfigError(
+                f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
+                f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
+            )
+        if (self.transport == "disk") != (self.weights_path is not None):
+            raise ConfigError(
+                f"rollout.transport={self.transport} with weights_path={self.weights_path}: transport=disk and the "
+                f"folder go together; set both or neither"
+            )
+
+
+@dataclass(frozen=True)
+class VLLMRolloutConfig(ColocatedRolloutConfig):
+    """rollout.engine=vllm."""
+
+    library: ClassVar[tuple[str, str] | None] = (
+        "vllm",
+        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+    )
+
+    engine: Literal["vllm"] = key("vllm", ENGINES)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Ranks of a tensor-parallel replica."""
+        return self.vllm.tensor_parallel_size
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError if ranks cannot be cut into replicas, or the way of the weights does not fit them."""
+        if num_ranks % self.ranks_per_engine:
+            raise ConfigError(
+                f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
+                f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
+            )
+        super().check(config, num_ranks)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
-from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
@@ -39,10 +38,11 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
 
     The architecture is checked later, with the model. Logs that rollout.engine=hf uses the model's own forward."""
     settings = config.model
-    if isinstance(config.rollout, HFRolloutConfig):
+    if not config.rollout.is_packed:
         logger.warning(
-            "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
-            "and nothing packed"
+            "rollout.engine=%s: rollout and training run through the model's own forward, every sample with its prompt "
+            "and nothing packed",
+            config.rollout.engine,
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
-from hybrid_rl.config.schema import RayControllerConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import RayControllerConfig
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
 from hybrid_rl.run.guard import StepGuard
 
@@ -193,8 +193,8 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
         what = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
             what = f"the run folder {folder}"
-        elif _has_vllm(config) and _has_vllm(other.config):
-            what = "vLLM, which can run only once in a process"
+        elif (engine := _colocated(config)) and engine == _colocated(other.config):
+            what = f"the {engine} engine, which can run only once in a process"
         if not what:
             continue
         if other._work:
@@ -203,8 +203,10 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
         other.close(f"a later one of this process needed {what};")
 
 
-def _has_vllm(config: TrainerConfig) -> bool:
-    return isinstance(config.rollout, VLLMRolloutConfig) and not isinstance(config.controller, RayControllerConfig)
+def _colocated(config: TrainerConfig) -> str | None:
+    """The engine with weights of its own in this process, if there is one."""
+    is_here = config.rollout.placement == "colocated" and not isinstance(config.controller, RayControllerConfig)
+    return config.rollout.engine if is_here else None
 
 
 def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:

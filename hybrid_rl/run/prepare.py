@@ -27,7 +27,7 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.notices import notices
-from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
 from hybrid_rl.data import PromptRow, SizedSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
@@ -308,10 +308,10 @@ def prepare(
     for notice in notices(resolved, given):
         logger.warning(notice)
     check_trackers(resolved.report_to)
-    if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
+    library = resolved.rollout.library
+    if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(
-            "rollout.engine=vllm needs vLLM, which is not installed: make vllm (CPU), or pip install vllm (CUDA; "
-            "README, Two commands)"
+            f"rollout.engine={resolved.rollout.engine} needs {library[0]}, which is not installed: {library[1]}"
         )
     # Locked before it is read: a run that is just ending may still write a checkpoint.
     folder = resumed_folder(resolved.resume, resolved.output_dir, resolved.run_name)

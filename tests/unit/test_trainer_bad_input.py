@@ -160,7 +160,7 @@ def test_a_reward_model_that_is_not_there_is_refused(refused, tmp_path) -> None:
 def test_without_vllm_its_engine_is_refused(refused, keys: dict, monkeypatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
-    refused(ConfigError, "needs vLLM, which is not installed: make vllm", **keys)
+    refused(ConfigError, "needs vllm, which is not installed: make vllm", **keys)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def worker(trainer):
 
 @pytest.fixture
 def writer(worker):
-    return worker._side._vllm._writer
+    return worker._side._engine._writer
 
 
 @pytest.fixture

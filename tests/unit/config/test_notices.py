@@ -48,7 +48,7 @@ def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:
 def test_a_float32_head_that_vllm_does_not_share() -> None:
     keys: dict[str, Any] = {"dtype": "bfloat16", "cast_lm_head_to_fp32": True}
     assert told(**keys, engine="vllm").startswith(
-        "cast_lm_head_to_fp32=True applies only to the trainer's models: vLLM"
+        "cast_lm_head_to_fp32=True applies only to the trainer's models: vllm"
     )
     assert not told(**keys) and not told(dtype="bfloat16", engine="vllm")
 

@@ -17,7 +17,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.hybrid import causes
-from hybrid_rl.workers.rollout_side import VLLMSide
+from hybrid_rl.workers.rollout_side import ColocatedSide
 from tests.tiny import build_tokenizer, ids_of, spread
 
 
@@ -207,7 +207,7 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
 
 
 def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
-    prove: Any = VLLMSide.proof
+    prove: Any = ColocatedSide.proof
     side = SimpleNamespace(_config=SimpleNamespace(adopt_weights=False))
     adopting = SimpleNamespace(_config=SimpleNamespace(adopt_weights=True))
     assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"
