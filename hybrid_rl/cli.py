@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
        hybrid-rl algorithms          every algorithm by name, with its paper and the keys that it sets
        hybrid-rl doctor [KEY=VALUE]  this machine, and whether ranks (num_ranks=2) fit together on it
-       hybrid-rl version             versions of this library and of what it stands on"""
+       hybrid-rl version             versions of this library and its dependencies"""
 
 INTERRUPTED = 130  # the shell's convention for Ctrl-C
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model."""
+"""Reading of a checkpoint's training state, all that is not the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KINDS: Mapping[str, type] = {"global_step": int, "num_tokens": int, "sampler": d
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """The trainer's state of a checkpoint. Raises CheckpointError where it, or a required entry, is missing or cannot
-    be, and where it is of another training step than the folder's name says."""
+    """Read the trainer's state of a checkpoint. Raises CheckpointError if it, or a required entry, is missing or
+    impossible, or if it is of another training step than the folder's name says."""
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
@@ -44,18 +44,18 @@ def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_name(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise ValueError where a folder is named after another training step than its state is of."""
+    """Raise ValueError if a folder is named after another training step than that of its state."""
     named, step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name), state.get("global_step")
     if named is not None and isinstance(step, int) and int(named[1]) != step:
         raise ValueError(f"its global_step is {step}, but the folder is named {folder.name}; name it as it is")
 
 
 def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of an optimizer's state from a checkpoint that any number of ranks wrote, and return the state:
+    """Fill the tensors of an optimizer's state from a checkpoint written by any number of ranks, and return the state:
     those tensors, and the checkpoint's numbers.
 
-    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, where
-    the files are damaged or of another model.
+    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, if the
+    files are damaged or of another model.
     """
     path = folder / OPTIMIZER_FOLDER
     rest = _read_scalars(path)
@@ -67,7 +67,7 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_optimizer(folder: Path) -> dict[str, Any]:
-    """The optimizer's state of a checkpoint in full, on the CPU."""
+    """Read the optimizer's whole state of a checkpoint onto the CPU."""
     path = folder / OPTIMIZER_FOLDER
     state = _read_scalars(path)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(path).items()}
@@ -93,7 +93,7 @@ def _read_scalars(folder: Path) -> dict[str, Any]:
 
 
 def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of nested mappings by path ("exp_avg.<parameter>"), and the same mappings without them."""
+    """Split nested mappings into their tensors by path ("exp_avg.<parameter>"), and the same mappings without them."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for key, value in state.items():
@@ -108,7 +108,7 @@ def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor]
 
 
 def _joined(state: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of `state` and everything else of `rest`."""
+    """Join the tensors of `state` with everything else of `rest`."""
     found = dict(rest)
     for key, value in state.items():
         if isinstance(value, Tensor):

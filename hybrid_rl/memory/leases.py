@@ -63,7 +63,7 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class _Stand:
+class _RankState:
     """One rank's state before a lease. problem: why it cannot take part, empty if it can."""
 
     wanted: tuple[str, ...]
@@ -164,13 +164,13 @@ class Leases:
                 raise MemoryStateError(problem)
             return
         # A rank with a problem takes part as well, because the others would wait for it.
-        mine = _Stand(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
-        stands: list[_Stand] = self._gather(mine)
-        problems = [f"rank {rank}: {stand.problem}" for rank, stand in enumerate(stands) if stand.problem]
+        mine = _RankState(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
+        states: list[_RankState] = self._gather(mine)
+        problems = [f"rank {rank}: {state.problem}" for rank, state in enumerate(states) if state.problem]
         if problems:
             raise MemoryStateError(f"nothing was moved in memory on any rank: {'; '.join(problems)}")
         for field in ("residents", "wanted", "awake"):
-            values = [getattr(stand, field) for stand in stands]
+            values = [getattr(state, field) for state in states]
             if len(set(values)) > 1:
                 told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
                 raise MemoryStateError(

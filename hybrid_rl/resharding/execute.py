@@ -41,7 +41,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True)
-class Walk(Table):
+class HashedBoxes(Table):
     """Boxes of global tensors in memory, to be hashed.
 
     tensor [R]: index of the tensor that holds the box.
@@ -113,33 +113,38 @@ def copy_pieces(
 
 
 def hash_pieces(
-    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], *, hashes: Tensor, seeds: Tensor
+    boxes: HashedBoxes,
+    tensors: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    *,
+    hashes: Tensor,
+    seeds: Tensor,
 ) -> None:
     """Add the content hash of every box to that of its parameter. Only `hashes` is written.
 
     Args:
-        walk: the boxes; `walk.dtype` numbers `dtypes`, into which elements are converted before they are hashed.
-        tensors: by `walk.tensor`.
-        hashes, seeds: int64 [parameters], by `walk.parameter`.
+        boxes: the boxes; `boxes.dtype` numbers `dtypes`, into which elements are converted before they are hashed.
+        tensors: by `boxes.tensor`.
+        hashes, seeds: int64 [parameters], by `boxes.parameter`.
 
     Raises:
         HandoffError: as in copy_pieces.
     """
-    read = _Tensors.of(tensors, walk.tensor, "tensor")
+    read = _Tensors.of(tensors, boxes.tensor, "tensor")
     device = _one_device(read.used)
-    read.check_reach(walk.tensor, walk.offset, walk.strides, walk.shape)
-    _check_dtypes(read, walk.tensor, dtypes, walk.dtype)
-    _check_hashes(hashes, seeds, walk.parameter, device)
+    read.check_reach(boxes.tensor, boxes.offset, boxes.strides, boxes.shape)
+    _check_dtypes(read, boxes.tensor, dtypes, boxes.dtype)
+    _check_hashes(hashes, seeds, boxes.parameter, device)
     operator = native.operator(_OPERATOR, device.type)
     if operator is None:
-        _hash_torch(walk, tensors, dtypes, hashes, seeds)
+        _hash_torch(boxes, tensors, dtypes, hashes, seeds)
         return
-    table = _Columns(len(walk))
-    table.put(0, read.addresses[walk.tensor] + walk.offset * read.sizes[walk.tensor])
-    table.put(2, read.types[walk.tensor])
-    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[walk.dtype])
-    table.put_dims(0, walk.shape, walk.strides, np.zeros_like(walk.strides), walk.global_strides)
-    table.run(operator, walk.global_offset, walk.parameter, hashes, seeds, device)
+    table = _Columns(len(boxes))
+    table.put(0, read.addresses[boxes.tensor] + boxes.offset * read.sizes[boxes.tensor])
+    table.put(2, read.types[boxes.tensor])
+    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[boxes.dtype])
+    table.put_dims(0, boxes.shape, boxes.strides, np.zeros_like(boxes.strides), boxes.global_strides)
+    table.run(operator, boxes.global_offset, boxes.parameter, hashes, seeds, device)
 
 
 def content_hash(
@@ -163,7 +168,7 @@ def content_hash(
             f"at most {MAX_DIMS}; flatten dims that are contiguous"
         )
     zero = np.zeros(1, dtype=np.int64)
-    walk = Walk(
+    boxes = HashedBoxes(
         tensor=zero,
         offset=zero,
         strides=_row(view.stride(), 0),
@@ -175,7 +180,7 @@ def content_hash(
     )
     hashes = torch.zeros(1, dtype=torch.int64, device=view.device)
     seeds = torch.tensor([seed], dtype=torch.int64)
-    hash_pieces(walk, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
+    hash_pieces(boxes, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
     return int(hashes)
 
 
@@ -333,14 +338,14 @@ def _copy_torch(
 
 @torch.no_grad()
 def _hash_torch(
-    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], hashes: Tensor, seeds: Tensor
+    boxes: HashedBoxes, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], hashes: Tensor, seeds: Tensor
 ) -> None:
-    for i in range(len(walk)):
-        tensor, number = tensors[int(walk.tensor[i])], int(walk.parameter[i])
+    for i in range(len(boxes)):
+        tensor, number = tensors[int(boxes.tensor[i])], int(boxes.parameter[i])
         assert tensor is not None
-        view = _view(tensor, walk.shape[i].tolist(), walk.strides[i], walk.offset[i])
-        values = _cast(view, dtypes[int(walk.dtype[i])])
-        offset, strides = int(walk.global_offset[i]), walk.global_strides[i].tolist()
+        view = _view(tensor, boxes.shape[i].tolist(), boxes.strides[i], boxes.offset[i])
+        values = _cast(view, dtypes[int(boxes.dtype[i])])
+        offset, strides = int(boxes.global_offset[i]), boxes.global_strides[i].tolist()
         hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
 
 

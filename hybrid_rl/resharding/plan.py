@@ -60,11 +60,6 @@ class PlanReport:
         return self.local + self.host + self.remote
 
     @property
-    def pull_staging_bytes(self) -> int:
-        """Extra peak memory if ranks read each other's memory: none."""
-        return 0
-
-    @property
     def point_to_point_staging_bytes(self) -> int:
         """Extra peak memory of a receiver: one bucket that arrives, and one that is copied out."""
         return 2 * self.largest_bucket_bytes
@@ -80,8 +75,8 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive buckets from one rank, with all of their pieces."""
+class RankShare:
+    """The part of a plan that comes from one rank: its buckets, with all of their pieces."""
 
     source_rank: int
     buckets: tuple[Bucket, ...]
@@ -99,10 +94,10 @@ class Plan:
     report: PlanReport
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def shares(self) -> tuple[RankShare, ...]:
         """The buckets by source rank: what is read in place need not be cut into buckets."""
         found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
-        return tuple(Run(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
+        return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
 
     def of_ranks(self, ranks: Collection[int]) -> Plan:
         """Return the part of the plan that comes from these ranks; the report stays that of the whole."""

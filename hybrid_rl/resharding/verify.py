@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.execute import Walk, hash_pieces, name_seed
+from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, alone, gathered
 from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
@@ -79,7 +79,7 @@ class Verifier:
         for number, sharded in enumerate(layout.tensors):
             shape[number, : sharded.check_dims()] = sharded.spec.shape
         self._strides = contiguous_strides(shape)  # of the global tensors
-        self._reading: Walk | None = None
+        self._reading: HashedBoxes | None = None
         own: _Image | None = None
         if trace is not None:
             self._reading, own = self._of_trace(trace)
@@ -94,7 +94,7 @@ class Verifier:
         self.images = [image for image in told if image is not None]
         numbers = {image.digest(): number for number, image in enumerate(self.images)}
         self._image_of = [None if theirs is None else numbers[theirs] for _, theirs, _ in answers]
-        self._walks: dict[int, list[Walk]] = {}
+        self._boxes: dict[int, list[HashedBoxes]] = {}
 
     def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> Verified:
         """Prove that every engine holds the sources' present weights. Collective.
@@ -129,10 +129,10 @@ class Verifier:
         here; and the names of the engine's tensors whose constants differ from those of its loader."""
         expected = np.zeros((len(self.images), len(self._names)), dtype=np.int64)
         for rank, parts in held.items():
-            if rank not in self._walks:
-                self._walks[rank] = [self._of_rank(rank, image) for image in self.images]
-            for number, walk in enumerate(self._walks[rank]):
-                expected[number] += self._sums(walk, parts)
+            if rank not in self._boxes:
+                self._boxes[rank] = [self._of_rank(rank, image) for image in self.images]
+            for number, boxes in enumerate(self._boxes[rank]):
+                expected[number] += self._sums(boxes, parts)
         if self._trace is None or self._reading is None:
             return expected, None, []
         return expected, self._sums(self._reading, destinations), _wrong_constants(self._trace, destinations)
@@ -156,7 +156,7 @@ class Verifier:
 
     # ----------------------------------------------------------------------------------------------- what to hash
 
-    def _of_trace(self, trace: Trace) -> tuple[Walk, _Image]:
+    def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
         """Return where the engine keeps the boxes that it takes, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
         known = {sharded.spec.name: (i, sharded.spec.shape) for i, sharded in enumerate(self._layout.tensors)}
@@ -172,7 +172,7 @@ class Verifier:
             numbers[i] = number
         copies, parameter = trace.copies, numbers[trace.copies.source]
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
-        walk = Walk(
+        boxes = HashedBoxes(
             tensor=copies.destination,
             offset=copies.offset,
             strides=copies.strides,
@@ -183,9 +183,9 @@ class Verifier:
             global_strides=self._strides[parameter],
         )
         order = np.lexsort((*copies.high.T, *copies.low.T, code, parameter))
-        return walk, _Image(parameter, code, copies.low, copies.high).select(order)
+        return boxes, _Image(parameter, code, copies.low, copies.high).select(order)
 
-    def _of_rank(self, rank: int, image: _Image) -> Walk:
+    def _of_rank(self, rank: int, image: _Image) -> HashedBoxes:
         """Return the parts of an image in a rank's cells; of several ranks that hold a cell the first one counts."""
         low, high = self._layout.parts(rank)
         answers = [bool((sharded.owners[..., 0] == rank).any()) for sharded in self._layout.tensors]
@@ -195,7 +195,7 @@ class Verifier:
         rows = np.flatnonzero((end > begin).all(axis=1))
         parameter, begin, shape = image.source[rows], begin[rows], (end - begin)[rows]
         strides = contiguous_strides((cell_high - cell_low)[rows])
-        return Walk(
+        return HashedBoxes(
             tensor=parameter,
             offset=((begin - cell_low[rows]) * strides).sum(axis=1),
             strides=strides,
@@ -206,21 +206,21 @@ class Verifier:
             global_strides=self._strides[parameter],
         )
 
-    def _sums(self, walk: Walk, tensors: Parts) -> Hashes:
+    def _sums(self, boxes: HashedBoxes, tensors: Parts) -> Hashes:
         """Return the hash of each parameter over the boxes, int64 [parameters]."""
         found: Hashes = np.zeros(len(self._names), dtype=np.int64)
         devices = {tensor.device for tensor in tensors if tensor is not None}
         for device in devices:
             is_there = np.array([tensor is not None and tensor.device == device for tensor in tensors], dtype=bool)
-            rows = walk if len(devices) == 1 else walk.select(is_there[walk.tensor])
+            rows = boxes if len(devices) == 1 else boxes.select(is_there[boxes.tensor])
             sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
             hash_pieces(rows, tensors, DTYPES, hashes=sums, seeds=self._seeds)
             found += sums.cpu().numpy()
         return found
 
 
-def _num_bytes(walk: Walk) -> int:
-    return int((walk.shape.prod(axis=1) * _SIZES[walk.dtype]).sum())
+def _num_bytes(boxes: HashedBoxes) -> int:
+    return int((boxes.shape.prod(axis=1) * _SIZES[boxes.dtype]).sum())
 
 
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from hybrid_rl.errors import HandoffError, PeerFailedError
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
-from hybrid_rl.resharding.plan import Plan, Run
+from hybrid_rl.resharding.plan import Plan, RankShare
 from hybrid_rl.resharding.tables import Column, Pieces
 from hybrid_rl.tensors.boxes import local_tensor
 
@@ -198,19 +198,19 @@ def _words(answer: tuple[Any, ...]) -> str:
     return f"{stage} of policy version {version}" + (f" with layout {digest}" if digest else "")
 
 
-def read_bytes(run: Run, parts: Parts) -> int:
-    """Count the bytes that a run of buckets reads, in the dtypes of the parts."""
-    return _bytes_of(run.pieces.source, run, parts)
+def read_bytes(share: RankShare, parts: Parts) -> int:
+    """Count the bytes that a share of a plan reads, in the dtypes of the parts."""
+    return _bytes_of(share.pieces.source, share, parts)
 
 
-def written_bytes(run: Run, destinations: Parts) -> int:
-    """Count the bytes that a run of buckets writes, in the dtypes of the engine's tensors."""
-    return _bytes_of(run.pieces.destination, run, destinations)
+def written_bytes(share: RankShare, destinations: Parts) -> int:
+    """Count the bytes that a share of a plan writes, in the dtypes of the engine's tensors."""
+    return _bytes_of(share.pieces.destination, share, destinations)
 
 
-def _bytes_of(index: Column, run: Run, tensors: Parts) -> int:
+def _bytes_of(index: Column, share: RankShare, tensors: Parts) -> int:
     sizes = np.array([0 if tensor is None else tensor.itemsize for tensor in tensors], dtype=np.int64)
-    return int((run.pieces.num_elements * sizes[index]).sum())
+    return int((share.pieces.num_elements * sizes[index]).sum())
 
 
 def pull(
@@ -224,23 +224,23 @@ def pull(
     """Execute a plan whose sources this process can read in place: `parts(rank)`."""
     link_bytes: Counter[str] = Counter()
     num_launches = staging_bytes = 0
-    for run in plan.runs:
-        held = parts(run.source_rank)
-        launches, staged = copy_run(run, held, destinations, hashes, seeds)
+    for share in plan.shares:
+        held = parts(share.source_rank)
+        launches, staged = copy_share(share, held, destinations, hashes, seeds)
         num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
-        link_bytes[link(run.source_rank)] += read_bytes(run, held)
+        link_bytes[link(share.source_rank)] += read_bytes(share, held)
     return Delivered(
-        num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+        num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
         link_bytes=dict(link_bytes),
-        num_pieces=sum(len(run.pieces) for run in plan.runs),
+        num_pieces=sum(len(share.pieces) for share in plan.shares),
         num_buckets=num_launches,
         staging_bytes=staging_bytes,
         minimum_bytes=plan.report.minimum.written_bytes,
     )
 
 
-def copy_run(
-    run: Run, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
+def copy_share(
+    share: RankShare, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
 ) -> tuple[int, int]:
     """Copy everything from one rank whose parts this process can read, in one launch on the device of the engine's
     tensors, whatever the dtypes and strides.
@@ -249,9 +249,9 @@ def copy_run(
     the case for shards in host memory and an engine on a GPU. Returns the number of launches, and the most bytes staged
     at a time.
     """
-    groups = by_device(run.pieces, held, destinations)
+    groups = by_device(share.pieces, held, destinations)
     if any(_crosses(pieces, held, destinations) for pieces in groups):
-        groups = [group for bucket in run.buckets for group in by_device(bucket.pieces, held, destinations)]
+        groups = [group for bucket in share.buckets for group in by_device(bucket.pieces, held, destinations)]
     staging_bytes = 0
     for pieces in groups:
         if not _crosses(pieces, held, destinations):

@@ -27,7 +27,7 @@ from hybrid_rl.resharding.handoff.base import (
     PeerError,
     Source,
     cells,
-    copy_run,
+    copy_share,
     link_between,
     local_parts,
     number_of,
@@ -117,7 +117,7 @@ class DistributedSource(Source):
         room_in, room_out = _room(sizes_in, self._device), _room(sizes_out, self._device)
         under_way: list[dist.Work] = []
         num_launches = room_own = 0
-        own = [run for run in plan.runs if run.source_rank == self._rank]
+        own = [share for share in plan.shares if share.source_rank == self._rank]
         senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
         for k in range(num_rounds + 1):
             started: list[dist.Work] = []
@@ -126,8 +126,8 @@ class DistributedSource(Source):
                 into = room_in[k % 2][: sizes_in[k]]
                 started = self._start(outgoing[k], room_out[k % 2], sender, into)
             if k == 0:
-                for run in own:
-                    num_launches, room_own = copy_run(run, self._parts, destinations, hashes, seeds)
+                for share in own:
+                    num_launches, room_own = copy_share(share, self._parts, destinations, hashes, seeds)
                 under_way = started
                 continue
             self._wait(under_way)
@@ -137,15 +137,15 @@ class DistributedSource(Source):
         hosts = self._layout.hosts
         link = link_between(hosts, self._rank, hosts[self._rank])
         link_bytes: Counter[str] = Counter()
-        for run in plan.runs:
-            is_own = run.source_rank == self._rank
-            link_bytes[link(run.source_rank)] += (
-                read_bytes(run, self._parts) if is_own else written_bytes(run, destinations)
+        for share in plan.shares:
+            is_own = share.source_rank == self._rank
+            link_bytes[link(share.source_rank)] += (
+                read_bytes(share, self._parts) if is_own else written_bytes(share, destinations)
             )
         return Delivered(
-            num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+            num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
             link_bytes=dict(link_bytes),
-            num_pieces=sum(len(run.pieces) for run in plan.runs),
+            num_pieces=sum(len(share.pieces) for share in plan.shares),
             num_buckets=num_launches + len(senders),
             staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
             minimum_bytes=plan.report.minimum.written_bytes,

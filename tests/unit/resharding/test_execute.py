@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.execute import Walk, content_hash, copy_pieces, hash_pieces, name_seed
+from hybrid_rl.resharding.execute import HashedBoxes, content_hash, copy_pieces, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -281,19 +281,19 @@ def test_elements_in_other_places_show(form: str) -> None:
 def test_hashes_add_up_over_any_partition(form: str) -> None:
     tensor = torch.randn(30, 50, generator=torch.Generator().manual_seed(4))
     whole = content_hash(tensor, 9, 0, (50, 1), torch.float16)
-    boxes = [(0, 7, 0, 50), (7, 30, 0, 13), (7, 20, 13, 50), (20, 30, 13, 50)]
-    walk = Walk(
+    cells = [(0, 7, 0, 50), (7, 30, 0, 13), (7, 20, 13, 50), (20, 30, 13, 50)]
+    boxes = HashedBoxes(
         tensor=np.zeros(4, np.int64),
-        offset=column(*(50 * b[0] + b[2] for b in boxes)),
+        offset=column(*(50 * b[0] + b[2] for b in cells)),
         strides=np.repeat(dims((50, 1), 0), 4, axis=0),
-        shape=np.concatenate([dims((b[1] - b[0], b[3] - b[2]), 1) for b in boxes]),
+        shape=np.concatenate([dims((b[1] - b[0], b[3] - b[2]), 1) for b in cells]),
         dtype=np.zeros(4, np.int64),
         parameter=column(0, 1, 0, 1),
-        global_offset=column(*(50 * b[0] + b[2] for b in boxes)),
+        global_offset=column(*(50 * b[0] + b[2] for b in cells)),
         global_strides=np.repeat(dims((50, 1), 0), 4, axis=0),
     )
     hashes = torch.zeros(2, dtype=torch.int64)
-    hash_pieces(walk, [tensor], [torch.float16], hashes=hashes, seeds=torch.tensor([9, 9]))
+    hash_pieces(boxes, [tensor], [torch.float16], hashes=hashes, seeds=torch.tensor([9, 9]))
     assert int(hashes.sum()) == whole
 
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_read_is_sent_and_the_rest_still_read(monkeypatch, sent, 
     assert dict(sent.plans) == {rank: wanted.get(rank, []) for rank in range(4)}
     for rank, (_, source, delivered, plan) in enumerate(results):
         assert isinstance(source, MixedSource)
-        by_rank = {run.source_rank: 4 * int(run.pieces.num_elements.sum()) for run in plan.runs}
+        by_rank = {share.source_rank: 4 * int(share.pieces.num_elements.sum()) for share in plan.shares}
         far = sum(by_rank[peer] for peer in wanted.get(rank, []))
         links_wanted = {"local": by_rank[rank], "peer": sum(by_rank.values()) - by_rank[rank] - far, "host": far}
         assert delivered.link_bytes == {link: size for link, size in links_wanted.items() if size}
