@@ -81,7 +81,7 @@ class RewardProcess:
     """
 
     def __init__(self) -> None:
-        from hybrid_rl.controller import child_environment  # imports torch: see `on_own_device`
+        from hybrid_rl.controller import child_environment  # imports torch: see `start_thread`
 
         self.socket, theirs = socket.socketpair()
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
