@@ -171,6 +171,20 @@ def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
     assert ["not called again" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 2
 
 
+def test_after_eight_samples_that_end_their_process_the_rest_is_given_up():
+    """Also if other samples do not fail, so that the function is not at fault."""
+
+    def f(completions):
+        if "end" in completions:
+            os._exit(1)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples("a", *["end"] * 12, "b"), None)
+    np.testing.assert_array_equal(result.rewards, [1.0, *[NAN] * 13])
+    assert ["not called again: 8 samples" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 5
+
+
 def test_killing_a_process_also_kills_what_the_function_started(tmp_path):
     pid_file = tmp_path / "pid"
 
