@@ -191,8 +191,8 @@ class ProcessCaller:
         if outcome.failure is not None and outcome.failure[0] == FORKED:
             raise RewardError(
                 f"reward function {spec.name!r}, or one that was called before it, forked its process, and "
-                "the child came back from the function too, so that there were two answers: end the child inside of "
-                "it, with os._exit()"
+                "the child came back from the function too, so that there were two answers: end the child inside the "
+                "function, with os._exit()"
             )
         return outcome
 
