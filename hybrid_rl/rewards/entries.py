@@ -15,7 +15,6 @@ from hybrid_rl.rewards.functions import (
     RewardFunction,
     function_name,
     inspect_function,
-    refuse_unusable,
     reserved_column_message,
     unique_names,
 )
@@ -62,20 +61,16 @@ class RewardList:
         given = [as_entry(entry) for entry in as_list(reward_funcs)]
         if not given:
             raise ConfigError("reward_funcs is empty; pass at least one function")
-        for entry in given:
-            if not isinstance(entry, RewardModelEntry | EngineJudge):
-                refuse_unusable(entry)
         columns = set(available_columns or ()) - UNPASSED_COLUMNS
         if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
             raise ConfigError(reserved_column_message(reserved))
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
-        places = range(len(given))
-        models = {i: given[i] for i in places if isinstance(given[i], RewardModelEntry)}
-        judges = {i: given[i] for i in places if isinstance(given[i], EngineJudge)}
+        models = {place: entry for place, entry in enumerate(given) if isinstance(entry, RewardModelEntry)}
+        judges = {place: entry for place, entry in enumerate(given) if isinstance(entry, EngineJudge)}
         functions = {
-            i: inspect_function(given[i], names[i], available_columns)
-            for i in places
-            if i not in models and i not in judges
+            place: inspect_function(entry, names[place], available_columns)
+            for place, entry in enumerate(given)
+            if not isinstance(entry, RewardModelEntry | EngineJudge)
         }
         return cls(names, functions, models, judges)
 

@@ -128,16 +128,13 @@ def is_async_callable(function: Any) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def refuse_unusable(function: Any) -> None:
-    """Raise ConfigError for a class, and for anything else that cannot be a reward function."""
+def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
+    """Read a signature. Raises ConfigError for what cannot be called by keyword, and, if the columns are known, for
+    parameters that nothing can fill."""
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; pass an instance of it")
     if not callable(function):
         raise ConfigError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
-
-
-def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
-    """Read a signature. Raises ConfigError for parameters that nothing can fill (if the columns are known)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

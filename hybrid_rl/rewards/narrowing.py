@@ -49,7 +49,7 @@ async def call_narrowed(
             if num_hung >= MAX_HUNG_SAMPLES:
                 return given_up(sample)
             single = await call([sample])
-        num_hung += single.failure is not None and single.failure[0] in HUNG
+            num_hung += single.failure is not None and single.failure[0] in HUNG
         parts.append(([sample], single))
         return [sample], single._replace(repeats=failure)
 

@@ -81,7 +81,7 @@ class RewardProcess:
     """
 
     def __init__(self) -> None:
-        from hybrid_rl.controller import child_environment  # imports torch: see `on_own_device`
+        from hybrid_rl.controller import child_environment  # imports torch: see `start_thread`
 
         self.socket, theirs = socket.socketpair()
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -191,8 +191,8 @@ class ProcessCaller:
         if outcome.failure is not None and outcome.failure[0] == FORKED:
             raise RewardError(
                 f"reward function {spec.name!r}, or one that was called before it, forked its process, and "
-                "the child came back from the function too, so that there were two answers: end the child inside of "
-                "it, with os._exit()"
+                "the child came back from the function too, so that there were two answers: end the child inside the "
+                "function, with os._exit()"
             )
         return outcome
 

@@ -22,7 +22,7 @@ from hybrid_rl.rewards.functions import RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
 from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
 from hybrid_rl.rewards.results import Part, RewardResult, assemble
-from hybrid_rl.rewards.threads import LoopThread, ThreadCaller
+from hybrid_rl.rewards.threads import JOIN_SECONDS, LoopThread, ThreadCaller
 
 ScoreBy = Literal["sample", "group"]
 
@@ -165,7 +165,8 @@ class RewardRunner:
             atexit.unregister(self.close)
             with contextlib.suppress(TimeoutError):
                 loop.start(self._stop()).result(2 * END_SECONDS)
-            loop.close()
+            loop.stop()
+            loop.thread.join(JOIN_SECONDS)
 
     async def _stop(self) -> None:
         """Cancel what is open, then end threads and processes."""

@@ -21,79 +21,71 @@ CANCEL_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class DeviceThread:
-    """A daemon thread on the GPU of its rank."""
+def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread on the GPU of its rank."""
 
-    def __init__(self, name: str) -> None:
-        self.thread = threading.Thread(target=self._on_own_device, name=name, daemon=True)
-        self.thread.start()
-
-    def _on_own_device(self) -> None:
+    def run() -> None:
         # Not above: a reward process imports this package for a reward or a state that is of it, and must not import
         # torch for that.
         from hybrid_rl.controller import enter_device
 
         enter_device()
-        self.run()
+        body()
 
-    def run(self) -> None:
-        """Do the thread's work until `stop`."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Ask the thread to end; this takes effect if what it runs ever returns."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop, and wait a moment for the end."""
-        self.stop()
-        if self.thread is not threading.current_thread():
-            self.thread.join(JOIN_SECONDS)
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
-class CallThread(DeviceThread):
-    """A thread that runs one plain call at a time."""
+class CallThread:
+    """A thread that runs one plain call at a time, and can be left behind if a call hangs."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[Callable[[], CallOutcome], Future[CallOutcome]] | None]
         self.calls = queue.SimpleQueue()
-        super().__init__("reward call")
+        self.thread = start_thread("reward call", self._run)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (item := self.calls.get()) is not None:
             call, future = item
-            if future.set_running_or_notify_cancel():
+            try:
                 future.set_result(call())
+            except BaseException as error:  # an exception that cannot even be formatted
+                future.set_exception(error)
             del item, call, future  # the samples of the last call are not kept while waiting for the next
 
     def start(self, call: Callable[[], CallOutcome]) -> Future[CallOutcome]:
+        """Run a call after those before it."""
         future: Future[CallOutcome] = Future()
         self.calls.put((call, future))
         return future
 
     def stop(self) -> None:
+        """End the thread, as soon as its call returns."""
         self.calls.put(None)
 
 
-class LoopThread(DeviceThread):
-    """A thread that runs an event loop. What is still running at its end is cancelled."""
+class LoopThread:
+    """A thread that runs an event loop."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
-        super().__init__(name)
+        self.thread = start_thread(name, self._run)
 
-    def run(self) -> None:
+    def _run(self) -> None:
+        async def wait() -> None:
+            await self._ending.wait()
+
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._wait())
-
-    async def _wait(self) -> None:
-        await self._ending.wait()
+            runner.run(wait())
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine beside all others."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self) -> None:
+        """Cancel what is still running and end the thread, as soon as nothing blocks the loop."""
         self.loop.call_soon_threadsafe(self._ending.set)
 
 
@@ -166,7 +158,8 @@ class ThreadCaller:
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; one that hangs is not waited for."""
         for thread in (self._thread, self._loop and self._loop[0]):
             if thread is not None:
-                thread.close()
+                thread.stop()
+                thread.thread.join(JOIN_SECONDS)

@@ -142,8 +142,8 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
     assert "SIGSEGV" in result.failures[1].detail
 
 
-def test_what_is_no_exception_is_told_with_its_traceback_too():
-    """It ends the process no more than the call: whoever collects the samples ends the run by it."""
+def test_a_base_exception_is_reported_with_its_traceback_too():
+    """It does not end the process; the collector of the samples ends the run because of it."""
 
     class Unforgiving(BaseException):
         pass
@@ -171,7 +171,21 @@ def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
     assert ["not called again" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 2
 
 
-def test_killing_takes_along_what_the_function_started(tmp_path):
+def test_after_eight_samples_that_end_their_process_the_rest_is_given_up():
+    """Also if other samples do not fail, so that the function is not at fault."""
+
+    def f(completions):
+        if "end" in completions:
+            os._exit(1)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples("a", *["end"] * 12, "b"), None)
+    np.testing.assert_array_equal(result.rewards, [1.0, *[NAN] * 13])
+    assert ["not called again: 8 samples" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 5
+
+
+def test_killing_a_process_also_kills_what_the_function_started(tmp_path):
     pid_file = tmp_path / "pid"
 
     def f(completions):
@@ -360,7 +374,7 @@ def test_processes_do_not_outlive_a_killed_trainer(tmp_path):
 
 
 def test_processes_end_with_a_script_that_forgets_close(tmp_path):
-    """It ends when the function runs, however long that took to start."""
+    """The script ends while the function runs, however long that took to start."""
     script, [pid] = start_script(tmp_path, ["sleeps"], "sys.stdin.read()")
     script.stdout.close()
     script.stdin.close()
@@ -369,7 +383,7 @@ def test_processes_end_with_a_script_that_forgets_close(tmp_path):
 
 
 def test_a_reward_process_does_not_import_torch():
-    """Not even where state and reward are the library's own."""
+    """Not even if state and reward are the library's own."""
 
     def modules(completions, trainer_state):
         return [float("torch" in sys.modules or trainer_state is None and "numpy" in sys.modules)]
@@ -395,7 +409,7 @@ def test_a_fork_does_not_close_the_pool_of_its_parent():
 
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
-def test_a_fork_that_comes_back_from_a_function_is_told_of(how):
+def test_a_fork_that_comes_back_from_a_function_is_reported(how):
     """Whichever of the two answers came first: the child's, which is another number, is never taken."""
 
     def forks(completions):

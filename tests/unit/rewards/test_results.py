@@ -114,8 +114,8 @@ def test_failure_report_groups_by_function_and_reason():
 
 
 @pytest.mark.parametrize(("given", "weights"), [([1e308, 0.0], [1.0, 1.0]), ([1e301, -1e308], [9e200, 9e200])])
-def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, weights, recwarn):
-    """Their mean and their advantages would be NaN, without a word. Others are not concerned."""
+def test_the_error_of_an_infinite_sum_of_rewards_says_what_to_do(given, weights, recwarn):
+    """Their mean and their advantages would silently be NaN. Other samples are not affected."""
     parts = [(index, (SAMPLES, outcome(value, 2.0, -2.0))) for index, value in enumerate(given)]
     result = assemble(["f", "g"], weights, SAMPLES, parts)
     assert np.isnan(result.rewards).tolist() == [True, False, False]
@@ -126,7 +126,7 @@ def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, we
 
 
 def test_the_cause_comes_first():
-    """In an error's first line, of a traceback the exception that stands last there."""
+    """In the first line of an error; for a traceback it is the exception at its end."""
 
     def f(log_metric):
         log_metric("step", 1)
