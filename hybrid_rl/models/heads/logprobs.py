@@ -1,6 +1,6 @@
 """Log-probability and entropy of given tokens from hidden states, without ever holding all logits.
 
-Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass. Where tensor cores
+Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass. If tensor cores
 multiply, Triton kernels do the same without writing logits to memory at all (`triton_logprobs.py`).
 """
 
@@ -116,7 +116,7 @@ def token_logprobs(
 def chunked_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` by operators of PyTorch alone, on any device."""
+    """`token_logprobs` by PyTorch's operators only, on any device."""
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
