@@ -108,28 +108,39 @@ def config_view(config: _Config, chosen: Callable[[PreTrainedConfig], str | None
 
 def viewed_config(config: _Config) -> _Config:
     """The config that a view shows; a config that is not a view, as it is."""
-    own: _Config = config._viewed if "_viewed" in vars(type(config)) else config  # type: ignore[attr-defined]
+    own: _Config = config._viewed if isinstance(config, _View) else config
     return own
 
 
+class _View:
+    """What the views of all classes of configs have in common."""
+
+    __slots__ = ()
+    _viewed: Any
+
+    def __copy__(self) -> PreTrainedConfig:
+        return copy.copy(self._viewed)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _itself, (self._viewed,)
+
+
+def _itself(config: PreTrainedConfig) -> PreTrainedConfig:
+    return config
+
+
 @functools.cache
-def _view_class(cls: Any, chosen: Callable[[PreTrainedConfig], str | None]) -> type[PreTrainedConfig]:
+def _view_class(cls: Any, chosen: Callable[[PreTrainedConfig], str | None]) -> type[Any]:
     named: Any = PreTrainedConfig._attn_implementation
     members = {
         "__slots__": ("_viewed",),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__init__": cls.__init__,  # else transformers makes one of the fields
+        "__init__": cls.__init__,  # what is not here transformers makes of the fields of the class
         "__eq__": lambda view, other: view._viewed == viewed_config(other),
-        "__copy__": lambda view: copy.copy(view._viewed),
-        "__reduce_ex__": lambda view, _: (_itself, (view._viewed,)),
         "_attn_implementation": property(lambda view: chosen(view) or named.fget(view), named.fset),
     }
-    return type(cls.__name__, (cls,), members)
-
-
-def _itself(config: PreTrainedConfig) -> PreTrainedConfig:
-    return config
+    return type(cls.__name__, (_View, cls), members)
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:

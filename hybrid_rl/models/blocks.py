@@ -14,7 +14,7 @@ from hybrid_rl.compat.transformers import block_class_names
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import NAME, attention_forward
 
-# A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
+# A compiled block is cut around its attention: what that does depends on the row, so each row would be compiled again.
 APART = f"{NAME}_apart"
 AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
 
@@ -22,7 +22,7 @@ AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
 def transformer_blocks(module: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks of a model, in order: what transformers will not split over devices.
 
-    Raises ModelError where there are none.
+    Raises ModelError if there are none.
     """
     names = block_class_names(module)
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]

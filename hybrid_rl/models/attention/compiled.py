@@ -45,7 +45,7 @@ class CompiledAttention:
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
+        """Same arguments as AttentionContext.attend."""
         self._layout.check_num_tokens(query)
         scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         settings = (*self._segments, scale, options.window or 0, options.softcap or 0.0)

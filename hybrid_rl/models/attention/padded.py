@@ -46,7 +46,7 @@ class PaddedAttention:
         self._restore: Tensor | None = next(sent)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
+        """Same arguments as AttentionContext.attend."""
         self._layout.check_num_tokens(query)
         out = torch.cat([bucket.attend(query, key, value, options) for bucket in self._buckets])
         return out if self._restore is None else out.index_select(0, self._restore)

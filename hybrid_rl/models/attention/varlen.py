@@ -81,7 +81,7 @@ class TorchKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """See Kernel."""
+        """Same arguments as Kernel.forward."""
         left, right = segments.window(options)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *(query, key, value, *segments[:4], 0.0, segments.causal and left < 0, False),
@@ -92,7 +92,7 @@ class TorchKernel:
         return out, lse
 
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
-        """See Kernel."""
+        """Same arguments as Kernel.backward."""
         left, right = segments.window(options)
         # The state of a random generator and what belongs to it, for the dropout that there is not.
         random = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
@@ -114,14 +114,14 @@ class FlashAttnKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """See Kernel."""
+        """Same arguments as Kernel.forward."""
         out, lse, *_ = self._functions._flash_attn_varlen_forward(
             query, key, value, *segments[:4], **self._settings(query, segments, options)
         )
         return out, lse
 
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
-        """See Kernel."""
+        """Same arguments as Kernel.backward."""
         gradients = (torch.empty_like(state.query), torch.empty_like(state.key), torch.empty_like(state.value))
         self._functions._flash_attn_varlen_backward(
             grad,
@@ -206,7 +206,7 @@ class VarlenAttention:
         self._layout, self._kernel, self._device = layout, kernel, torch.device(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
+        """Same arguments as AttentionContext.attend."""
         layout = self._layout
         layout.check_num_tokens(query)
         if not layout.children or options.window is None or options.window >= layout.longest:

@@ -130,6 +130,6 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def _lead(tensor: Tensor, num_tokens: int) -> int | None:
-    """The last of the leading dimensions that run along the tokens, None where there are none."""
+    """The last of the leading dimensions that run along the tokens, None if there are none."""
     sizes = list(accumulate(tensor.shape[:-1], mul))
     return next((place for place, size in enumerate(sizes) if size == num_tokens), None)

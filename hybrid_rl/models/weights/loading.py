@@ -23,7 +23,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
     or have memory already, into which they are read; plain, or sharded by fully_shard. Of a sharded parameter only this
     rank's box is read, and nothing is communicated. Peak memory beside the module: one local parameter; for a
     conversion that has no lazy form one whole parameter.
-    Raises ModelError, before anything is overwritten, where tensors are missing, left over, or of another shape.
+    Raises ModelError, before anything is overwritten, if tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
         found = match(module, source)
@@ -47,7 +47,7 @@ def lazy_weights(
     """What a source has for a module, a tied tensor once, under its first name that the source has. optional: names of
     parameters that it need not have.
 
-    Raises ModelError where other tensors are missing, left over, or of another shape.
+    Raises ModelError if other tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
         return _checked(module, match(module, source), source, optional)

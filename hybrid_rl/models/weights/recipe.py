@@ -58,10 +58,10 @@ class ModelRecipe:
 
 
 def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The module in evaluation mode: parameters of `dtype` on the meta device, tied where the config ties them;
+    """The module in evaluation mode: parameters of `dtype` on the meta device, tied if the config ties them;
     buffers real, since code computes them.
 
-    What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError where the
+    What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError if the
     model cannot be built, or holds quantised weights.
     """
     try:

@@ -103,7 +103,7 @@ def _to_save(
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """The full tensor on the CPU; collective where it is sharded. Cast first: less to send."""
+    """The full tensor on the CPU; collective if it is sharded. Cast first: less to send."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):
         found = found.full_tensor()

@@ -1,4 +1,4 @@
-"""Where weights come from: tensors by name, of which any box can be read alone."""
+"""Where weights come from: tensors by name, of which any box can be read by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WeightSource(ABC):
         return found
 
     def close(self) -> None:  # noqa: B027
-        """Release files and blocks, where it holds any; the next `read` opens them again."""
+        """Release files and blocks, if it holds any; the next `read` opens them again."""
 
 
 class FolderSource(WeightSource):

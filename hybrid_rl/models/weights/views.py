@@ -69,7 +69,7 @@ class _KeepStorage(TorchDispatchMode):
 def _run(
     module: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The results of a conversion, or why it has none on tensors that are not laid out anew."""
+    """The results of a conversion, or why it has none on tensors that are not laid out again."""
     try:
         with torch.no_grad(), _KeepStorage():
             return conversion.run(module, tensors.__getitem__), None
