@@ -10,6 +10,7 @@ PACKAGE = "hybrid_rl"
 # ROOT is hybrid_rl/__init__.py, the users' door: only the top line may come in through it.
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"compat"}),
     frozenset({"errors", "options", "files", "metrics", "process", "tensors"}),
     frozenset({"algos", "batch", "native", "owners", "memory", "data"}),
     frozenset({"config", "controller", "models", "resharding"}),
@@ -26,12 +27,35 @@ SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cl
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
 
-# A library and the one place (file, or folder with a slash) that may import it.
-LIBRARY_HOMES: dict[str, str] = {
-    "vllm": "hybrid_rl/engines/vllm/",
-    "ray": "hybrid_rl/controller/ray_backend.py",
-    "omegaconf": "hybrid_rl/config/load.py",
+# A library and the places (files, or folders with a slash) that may import it.
+LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
+    "vllm": ("hybrid_rl/engines/vllm/", "hybrid_rl/compat/vllm.py"),
+    "ray": ("hybrid_rl/controller/ray_backend.py", "hybrid_rl/compat/ray.py"),
+    "omegaconf": ("hybrid_rl/config/load.py",),
 }
+
+# Private names of other libraries stand here only. Python's own, and operators (torch.ops.aten._x), are found by name.
+COMPAT = "hybrid_rl/compat/"
+PRIVATE_NAMES_ALLOWED = frozenset({"_current_frames", "_replace"})
+# Of transformers and flash-attn, and not in compat yet: this shrinks, nothing is added.
+PRIVATE_NAMES_LEFT = frozenset(
+    {
+        "_adjust_missing_and_unexpected_keys",
+        "_attn_implementation",
+        "_can_record_outputs",
+        "_flash_attn_varlen_backward",
+        "_flash_attn_varlen_forward",
+        "_from_config",
+        "_get_dtype_plan",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+        "_keys_to_ignore_on_save",
+        "_name_or_path",
+        "_no_split_modules",
+        "_raise_exceptions_for_missing_entries",
+        "_weight_conversions",
+    }
+)
 
 # torch.ops is the door to the extension; PyTorch's own operators may be named anywhere.
 EXTENSION_HOME = "hybrid_rl/native.py"

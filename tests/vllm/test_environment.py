@@ -21,11 +21,11 @@ from hybrid_rl.engines.vllm.environment import (
     Guest,
     RandomState,
     classes_kept,
-    environment_kept,
     process_kept,
 )
 from hybrid_rl.engines.vllm.meta import stand_in_model
 from hybrid_rl.engines.vllm.switches import INDUCTOR, compile_alone
+from hybrid_rl.process.environment import environment_kept
 from tests.unit.engines.test_threaded import Streams
 from tests.unit.models.families import BASE
 
