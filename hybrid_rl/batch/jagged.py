@@ -81,14 +81,6 @@ class Jagged:
         within = torch.arange(int(offsets[-1]), device=self.values.device) - offsets[:-1].repeat_interleave(lengths)
         return Jagged(self.values[self.offsets[:-1][indices].repeat_interleave(lengths) + within], offsets)
 
-    def to_padded(self, value: float | int | bool, length: int | None = None) -> Tensor:
-        """[N, longest, ...], rows on the left, `value` behind them."""
-        longest = int(self.lengths.max()) if length is None and len(self) else (length or 0)
-        out = self.values.new_full((len(self), longest, *self.values.shape[1:]), value)
-        mask = torch.arange(longest, device=self.values.device) < self.lengths[:, None]
-        out[mask] = self.values
-        return out
-
     def with_values(self, values: Tensor) -> Jagged:
         """The same rows holding other values ([total, ...])."""
         return Jagged(values, self.offsets)

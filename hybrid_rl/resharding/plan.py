@@ -58,11 +58,6 @@ class PlanReport:
         return self.local + self.host + self.remote
 
     @property
-    def pull_staging_bytes(self) -> int:
-        """Extra peak memory where ranks read each other's memory: none."""
-        return 0
-
-    @property
     def point_to_point_staging_bytes(self) -> int:
         """Extra peak memory of a receiver: two buckets, one that arrives and one that is copied out."""
         return 2 * self.largest_bucket_bytes

@@ -53,8 +53,6 @@ def test_jagged_by_hand() -> None:
     assert column.lengths.tolist() == [2, 0, 1]
     assert column.row_index().tolist() == [0, 0, 2]
     assert column.row_sum().tolist() == [3, 0, 3]
-    assert column.to_padded(-1).tolist() == [[1, 2], [-1, -1], [3, -1]]
-    assert column.to_padded(0, length=3).tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0]]
     assert [column[i].tolist() for i in (0, 1, 2, -1, -3)] == [[1, 2], [], [3], [3], [1, 2]]
     assert rows_of(column.with_values(column.values * 10)) == [[10, 20], [], [30]]
 
@@ -62,13 +60,12 @@ def test_jagged_by_hand() -> None:
 def test_jagged_carries_inner_dims() -> None:
     column = Jagged(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 3]))
     assert column.row_sum().tolist() == [[0, 1], [6, 8]]
-    assert column.to_padded(9).tolist() == [[[0, 1], [9, 9]], [[2, 3], [4, 5]]]
     assert rows_of(column.select(torch.tensor([1]))) == [[[2, 3], [4, 5]]]
 
 
 def test_no_rows_at_all() -> None:
     column = Jagged.from_rows([], torch.int64)
-    assert (len(column), list(column), column.to_padded(0).shape) == (0, [], (0, 0))
+    assert (len(column), list(column), column.row_sum().shape) == (0, [], (0,))
 
 
 @given(rows=ROWS, data=st.data())
