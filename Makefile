@@ -49,7 +49,7 @@ KERNEL_TESTS := tests/unit/test_native.py tests/unit/test_csrc_cuda.py tests/uni
     tests/unit/resharding/test_execute.py tests/unit/engines/test_sampling.py tests/unit/engines/test_triton_decode.py \
     tests/unit/engines/test_triton_sampling.py tests/unit/models/heads/test_triton_logprobs.py
 PINNED := tests/pins tests/distributed tests/vllm $(KERNEL_TESTS)
-PINNED_PART := tests/pins tests/distributed/test_fsdp_versions.py \
+PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 

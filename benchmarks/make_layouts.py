@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
-from hybrid_rl.engines.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
+from benchmarks.vllm_meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"
 SIZES = (1, 2, 4, 8)

@@ -18,7 +18,6 @@ from hybrid_rl.checkpoint.reading import (
     OPTIMIZER_FOLDER,
     SCALARS_FILE,
     STATE_FILE,
-    read_optimizer,
     read_optimizer_into,
     read_state,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "clear_up",
     "find_checkpoint",
     "newest_checkpoint",
-    "read_optimizer",
     "read_optimizer_into",
     "read_state",
     "resumed_folder",

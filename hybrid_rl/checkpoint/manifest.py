@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.files import content_digest
-from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.resharding.folders import MANIFEST_FILE, Content, read_manifest
 
 logger = logging.getLogger("hybrid_rl")
 
-MANIFEST_FILE = "manifest.json"
 STATE_FILE = "trainer_state.json"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a file holds: its size in bytes, and a hash of them."""
-
-    size: int
-    digest: str
-
-    @classmethod
-    def of(cls, path: Path) -> Content:
-        """Of a file as it is. Raises OSError."""
-        mark_progress()
-        return cls(path.stat().st_size, content_digest(path))
-
-
-def write_manifest(folder: Path, known: Mapping[str, Content]) -> None:
-    """Write the manifest of all files in a folder. known: those that others have read, by name in the folder."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {name: asdict(known.get(name) or Content.of(path)) for name, path in found.items()}
-    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files, "digest": _digest(files)}, indent=2))
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -77,7 +51,7 @@ def check_model(folder: Path) -> None:
 
 def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> None:
     for name in names:
-        problem = _problem(folder / name, files[name])
+        problem = files[name].problem_of(folder / name)
         if problem and _is_text_of_the_model(name) and _is_readable(folder / name):
             logger.warning(
                 "%s is not as it was written: %s. If nobody edited it, it is damaged", folder / name, problem
@@ -87,18 +61,6 @@ def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> 
                 f"{folder / name} is damaged: {problem}. Use another checkpoint; if it was changed on purpose, delete "
                 f"{MANIFEST_FILE} beside it, and nothing is compared any more"
             )
-
-
-def _problem(path: Path, expected: Content) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"it has {size} bytes, but {expected.size} were written"
-        return None if Content.of(path).digest == expected.digest else "its content is not what was written"
-    except FileNotFoundError:
-        return "it is missing"
-    except OSError as error:
-        return f"it cannot be read ({error})"
 
 
 def _is_text_of_the_model(name: str) -> bool:
@@ -119,21 +81,11 @@ def _is_readable(path: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Content] | None:
-    """The contents by name in the folder; None where there is no manifest."""
-    path = folder / MANIFEST_FILE
-    if not path.is_file():
-        return None
+    """The contents by name in the folder; None if there is no manifest."""
     try:
-        found: Any = json.loads(path.read_text())
-        if found["digest"] != _digest(found["files"]):
-            raise ValueError("it does not fit its own hash")
-        return {name: Content(**content) for name, content in found["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        found = read_manifest(folder)
+    except ValueError as error:
         raise CheckpointError(
-            f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint; without the manifest (delete "
-            "it) nothing is compared"
+            f"{error}. Use another checkpoint; without the manifest (delete it) nothing is compared"
         ) from error
-
-
-def _digest(files: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return None if found is None else found[0]

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybrid_rl.checkpoint.manifest import STATE_FILE
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.resharding.shards import read_shards, stored_shapes
+from hybrid_rl.resharding.shards import read_shards
 
 OPTIMIZER_FOLDER = "optimizer"
 SCALARS_FILE = "scalars.json"
@@ -64,21 +63,6 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
         return _joined(state, rest)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path / SCALARS_FILE} is damaged: {type(error).__name__}: {error}") from error
-
-
-def read_optimizer(folder: Path) -> dict[str, Any]:
-    """Read the optimizer's whole state of a checkpoint onto the CPU."""
-    path = folder / OPTIMIZER_FOLDER
-    state = _read_scalars(path)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_shapes(path).items()}
-    read_shards(path, tensors)
-    for name, tensor in tensors.items():
-        kind, _, parameter = name.partition(".")
-        if parameter:
-            state.setdefault(kind, {})[parameter] = tensor
-        else:
-            state[kind] = tensor
-    return state
 
 
 def _read_scalars(folder: Path) -> dict[str, Any]:

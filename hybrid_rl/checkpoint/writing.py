@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.checkpoint.finding import clear_up, hidden_name
-from hybrid_rl.checkpoint.manifest import STATE_FILE, Content, write_manifest
+from hybrid_rl.checkpoint.manifest import STATE_FILE
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, check_name, split
 from hybrid_rl.controller.failures import is_disconnect
 from hybrid_rl.errors import CheckpointError, PeerFailedError
-from hybrid_rl.resharding.shards import write_shards
+from hybrid_rl.resharding.folders import Content, agreed, put_in_place, replacing, write_manifest, write_part
 
 
 def write_checkpoint(
@@ -43,53 +41,33 @@ def write_checkpoint(
     """
     temporary, replaced = hidden_name(folder, "tmp"), hidden_name(folder, "old")
     is_leader = rank == 0
+
+    def complete(known: Mapping[str, Content]) -> None:
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
+        write_manifest(temporary, known)
+        put_in_place(folder, temporary, replaced)
+
+    agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)
     try:
-        common = Path(_agreed(gather, lambda: _begin(folder, temporary, parts, state) if is_leader else None)[0])
-        _agreed(gather, lambda: save_model(common))
-        known: dict[str, Content] = {}
-        for part, its in {"": optimizer, **parts}.items():
-            write = functools.partial(_write_optimizer, common, Path(part) / OPTIMIZER_FOLDER, its, rank)
-            for contents in _agreed(gather, write):
-                known |= contents
-        _agreed(gather, lambda: _complete(folder, temporary, replaced, state, known) if is_leader else None)
+        with replacing(folder, temporary, replaced, is_leader=is_leader):
+            common = Path(agree(lambda: _begin(folder, temporary, parts, state) if is_leader else None)[0])
+            agree(lambda: save_model(common))
+            known: dict[str, Content] = {}
+            for part, its in {"": optimizer, **parts}.items():
+                write = functools.partial(_write_optimizer, common, Path(part) / OPTIMIZER_FOLDER, its, rank)
+                for contents in agree(write):
+                    known |= contents
+            agree(lambda: complete(known) if is_leader else None)
     except (CheckpointError, PeerFailedError):
         raise
     except Exception as error:  # safetensors wraps I/O errors in types of its own
         if is_disconnect(error):
-            # Whose end it was the controller knows; what to do about a full disk would lead astray.
+            # The controller knows which rank ended; what to do about a full disk would be misleading.
             raise PeerFailedError(f"another rank is gone, so checkpoint {folder} was not written") from error
         raise CheckpointError(
             f"cannot write checkpoint {folder}: {error}; earlier checkpoints are untouched. Free space or choose "
             f"another folder"
         ) from error
-    finally:
-        if is_leader:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if replaced.exists() and not folder.exists():
-                replaced.rename(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
-
-
-class _ElsewhereError(Exception):
-    """What another rank failed with."""
-
-
-def _agreed(gather: Callable[[Any], list[Any]], action: Callable[[], Any]) -> list[Any]:
-    """Results of an action by rank. Where it raises on a rank, it raises on all of them once all are done."""
-    result, failure = None, None
-    try:
-        result = action()
-    except BaseException as error:
-        failure = error
-    told = None if failure is None else (f"{type(failure).__name__}: {failure}", is_disconnect(failure))
-    outcomes = gather((result, told))
-    if failure is not None:
-        raise failure
-    for other, (_, theirs) in enumerate(outcomes):
-        if theirs is not None:
-            message, is_of_peer = theirs
-            raise (PeerFailedError if is_of_peer else _ElsewhereError)(f"rank {other}: {message}")
-    return [value for value, _ in outcomes]
 
 
 def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any]) -> str:
@@ -106,39 +84,8 @@ def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[s
 
 def _write_optimizer(common: Path, name: Path, optimizer: Mapping[str, Any], rank: int) -> dict[str, Content]:
     """Write this rank's part into a folder of the checkpoint; what its file holds, by its name in the checkpoint."""
-    folder = common / name
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made; save to a file system "
-            f"that all nodes share"
-        )
     tensors, rest = split(optimizer)
-    written = write_shards(folder, tensors, rank)
+    written = write_part(common / name, tensors, rank)
     if rank == 0:
-        (folder / SCALARS_FILE).write_text(json.dumps(rest, indent=2))
-    if written is None:
-        return {}
-    _sync(written)
-    return {(name / written.name).as_posix(): Content.of(written)}
-
-
-def _complete(
-    folder: Path, temporary: Path, replaced: Path, state: Mapping[str, Any], known: Mapping[str, Content]
-) -> None:
-    (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
-    write_manifest(temporary, known)
-    # After a loss of power the renamed folder must hold what was written: files first, then the names.
-    for path in (*temporary.rglob("*"), temporary):
-        _sync(path)
-    if folder.exists():
-        folder.rename(replaced)
-    temporary.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        (common / name / SCALARS_FILE).write_text(json.dumps(rest, indent=2))
+    return {(name / file).as_posix(): content for file, content in written.items()}

@@ -42,6 +42,14 @@ def family(pids: Sequence[int]) -> list[psutil.Process]:
     return found
 
 
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and was not waited for yet does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end_family(processes: Sequence[psutil.Process], seconds: float) -> None:
     """Kill those that are left, and wait until they are gone."""
     for process in processes:

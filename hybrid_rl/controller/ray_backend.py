@@ -6,38 +6,43 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import psutil
 import ray
-import ray._private.node
-import ray._private.services
-import ray._private.worker
 import torch
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.controller import placement, session
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
 from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
-from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, own_cores
+from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running, own_cores
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.controller.server import Health, Outcome, RankServer
 from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
+from hybrid_rl.process.environment import environment_kept
 
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.
 LOCAL_CPU_SLOTS = 1024
 CLOSE_SECONDS = 10.0
 ENDED = "the workers of this batch have ended: load() a batch before close()"
 VITAL = ("gcs_server", "raylet")
+# A cluster started here has no spare workers (80 MB each), and children of a killed rank end with its process group.
+SMALL = {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_process_group_cleanup_enabled": "1",
+}
 
 
 class RayCluster:
@@ -114,13 +119,15 @@ def joins(address: str | None) -> bool:
 
 @dataclass
 class _Connection:
-    """The connection of this process to Ray. address: as it was asked for, None for a cluster started here."""
+    """The connection of this process to Ray. address: as it was asked for, None for a cluster started here. vital: the
+    processes of a cluster started here without which nothing works, and their names."""
 
     address: str | None
     is_loopback: bool = False
     is_ours: bool = True
     is_closed: bool = False
     num_users: int = 0
+    vital: dict[psutil.Process, str] = field(default_factory=dict)
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
@@ -133,11 +140,9 @@ class _Connection:
             if found is None:
                 connection._start(object_store_memory_bytes)
             else:
-                if found == "auto":
-                    found = ray._private.services.canonicalize_bootstrap_address(found) or found
-                # Ray itself would try for minutes.
-                session.check_reachable(found)
-                with _quiet_ray():
+                found = ray_names.found_cluster(found)
+                session.check_reachable(found)  # Ray itself would try for minutes
+                with ray_names.quiet():
                     ray.init(address=found, log_to_driver=False, configure_logging=False)
             connection.resources.enter_context(session.sigterm_exits(before))
         except Exception as error:
@@ -161,38 +166,35 @@ class _Connection:
         folder = self.resources.enter_context(session.temporary_folder("hrl-ray-"))
 
         def start() -> None:
-            with session.private_token(), _quiet_ray(), _small_and_loopback_only():
-                ray.init(
-                    address="local",
+            with session.private_token(), environment_kept(SMALL), ray_names.quiet():
+                ray_names.start_cluster(
+                    LOOPBACK,
+                    str(folder / "r"),  # Ray opens it to every user; nobody gets through the one above
                     num_cpus=LOCAL_CPU_SLOTS,
                     num_gpus=torch.cuda.device_count(),  # as PyTorch counts, which is what num_ranks=auto goes by
                     include_dashboard=False,
                     object_store_memory=object_store_memory_bytes,
                     log_to_driver=False,
                     configure_logging=False,
-                    _node_ip_address=LOOPBACK,
-                    _temp_dir=str(folder / "r"),  # Ray opens it to every user; nobody gets through the one above
                 )
 
+        before = set(psutil.Process().children())
         # The kernel ends Ray's processes together with the thread that started them.
         self.resources.enter_context(session.alive_thread(start))
+        started = {one: one.name() for one in psutil.Process().children() if one not in before}
+        self.vital = {one: name for one, name in started.items() if name in VITAL}
         self.is_loopback = ray.util.get_node_ip_address() == LOOPBACK
         if not self.is_loopback:
             raise RuntimeError(
                 f"Ray {ray.__version__} listens on {ray.util.get_node_ip_address()} rather than on {LOOPBACK} only; "
-                f"use ray==2.60.0, or start a cluster yourself and give its address"
+                f"use ray=={ray_names.TRIED}, or start a cluster yourself and give its address"
             )
 
-    def _started(self) -> dict[str, Any]:
-        """What nothing works without: the processes of a cluster that was started here, by name."""
-        node = ray._private.worker._global_node
-        if not self.is_loopback or self.is_closed or node is None:
-            return {}
-        return {f"{name} (pid {one.process.pid})": one.process for name in VITAL for one in node.all_processes[name]}
-
     def lost(self) -> str:
-        """See RayCluster."""
-        return ", ".join(name for name, process in self._started().items() if process.poll() is not None)
+        """Same as RayCluster.lost."""
+        if self.is_closed or not ray.is_initialized():
+            return ""
+        return ", ".join(f"{name} (pid {one.pid})" for one, name in self.vital.items() if not is_running(one))
 
     def let_go(self) -> None:
         """One user less; without any the connection ends."""
@@ -202,32 +204,13 @@ class _Connection:
 
     def close(self) -> None:
         """Disconnect, and end what was started here; a second call does nothing."""
-        started = family([process.pid for process in self._started().values()])
+        started = [] if self.is_closed else family([process.pid for process in self.vital])
         if self.is_ours and not self.is_closed and ray.is_initialized():
             ray.shutdown()
         self.is_closed = True
         # Without a gcs_server Ray's own agents would stay for two minutes.
         end_family(started, CLOSE_SECONDS)
         self.resources.close()
-
-
-def _quiet_ray() -> AbstractContextManager[None]:
-    """Connect without messages on the console, now and later: how a rank ended is told by our own errors."""
-    return session.quiet("ray", (ray._private.worker, "listen_error_messages", session.nothing))
-
-
-def _small_and_loopback_only() -> AbstractContextManager[None]:
-    """Make ray.init take the loopback address that it is given, which it otherwise replaces by the machine's own, and
-    leave out what nobody here needs, 80 MB each: dashboard, autoscaler, logs on the console, spare workers."""
-    helpers = ("start_monitor", "start_log_monitor", "start_api_server")
-    return session.changed(
-        *((ray._private.node.Node, helper, session.nothing) for helper in helpers),
-        (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
-        RAY_enable_worker_prestart="0",
-        RAY_prestart_worker_first_driver="0",
-        # Children of a rank that was killed end with its process group.
-        RAY_process_group_cleanup_enabled="1",
-    )
 
 
 class RayBackend(RemoteBackend):

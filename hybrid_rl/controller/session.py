@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import logging
 import os
 import shutil
 import signal
@@ -142,54 +141,3 @@ def check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in address:
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Environment variables inside the block; afterwards all are as they were, also others that the block changed."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """(owner, name, value): other values for attributes inside the block, where the owner has them."""
-    known = [change for change in changes if hasattr(change[0], change[1])]
-    before = [getattr(owner, name) for owner, name, _ in known]
-    for owner, name, value in known:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), value in zip(known, before, strict=True):
-            setattr(owner, name, value)
-
-
-@contextlib.contextmanager
-def changed(*changes: tuple[Any, str, Any], **variables: str) -> Iterator[None]:
-    """Both `replaced` and `environment`."""
-    with environment(**variables), replaced(*changes):
-        yield
-
-
-@contextlib.contextmanager
-def quiet(name: str, *changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Without the warnings of a logger inside the block, and with these attributes `replaced`."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with replaced(*changes):
-            yield
-    finally:
-        logger.setLevel(before)
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """Does nothing, whatever it is called with."""

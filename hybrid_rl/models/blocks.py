@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from hybrid_rl.compat.torch import compiled_form, is_compiled, use_compiled
 from hybrid_rl.compat.transformers import block_class_names
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import NAME, attention_forward
@@ -49,12 +50,12 @@ class CompiledBlocks:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = blocks
-        self._calls: list[Any] = [torch.compile(block._call_impl, dynamic=True) for block in blocks]
+        self._calls: list[Any] = [compiled_form(block) for block in blocks]
 
     @property
     def is_active(self) -> bool:
         """Whether the blocks are switched over now."""
-        return any(block._compiled_call_impl is not None for block in self._blocks[:1])
+        return any(is_compiled(block) for block in self._blocks[:1])
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -63,9 +64,9 @@ class CompiledBlocks:
             yield
             return
         for block, call in zip(self._blocks, self._calls, strict=True):
-            block._compiled_call_impl = call
+            use_compiled(block, call)
         try:
             yield
         finally:
             for block in self._blocks:
-                block._compiled_call_impl = None
+                use_compiled(block, None)

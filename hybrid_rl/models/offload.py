@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hybrid_rl.compat.torch import base_of, storage_id, version_of
+
 SMALLEST_BYTES = 1024  # what is smaller costs more calls than it frees memory
 NUM_AHEAD = 4  # tensors that the backward pass fetches before it needs them
 
@@ -75,7 +77,14 @@ class _Offload:
         if _is_weight(tensor) or tensor.numel() * tensor.element_size() < self._smallest_bytes:
             return tensor
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        key = (
+            storage_id(tensor),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            version_of(tensor),
+        )
         if key in self._known and not self._known[key][0].expired():
             return self._known[key][1]
         if tensor.device.type == "cuda" and self._stream is None:
@@ -96,4 +105,4 @@ class _Offload:
 
 def _is_weight(tensor: Tensor) -> bool:
     """Parameters, also the gathered ones of a sharded model, and views of them."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from hybrid_rl.compat.torch import StridedShard, split_over_axis
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.tables import MAX_DIMS, Column
 from hybrid_rl.tensors.boxes import Box
@@ -206,7 +206,7 @@ def _grid(
     axes: list[list[int]] = [[] for _ in shape]  # the mesh axes that cut each dim
     copies = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
+        if isinstance(placement, (Shard, StridedShard)):
             axes[placement.dim].append(axis)
         elif isinstance(placement, Replicate):
             copies.append(axis)
@@ -233,7 +233,7 @@ def _cells(extent: int, axes: Sequence[tuple[Any, int]]) -> list[tuple[int, int,
     parts = [torch.arange(extent).view(*[1] * dim, extent)]
     for placement, size in axes:
         # The chunks of torch.chunk, or the interleaved ones of FSDP2 over tensor parallelism; some may be empty.
-        parts = [chunk for part in parts for chunk in placement._split_tensor(part, size, with_padding=False)[0]]
+        parts = [chunk for part in parts for chunk in split_over_axis(placement, part, size)]
     cells = []
     for row, part in enumerate(part.flatten() for part in parts):
         if not len(part):

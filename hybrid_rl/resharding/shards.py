@@ -71,11 +71,6 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 raise CheckpointError(f"cannot read {name} of {part.path}: {error}") from error
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return global shape and dtype of every tensor in a folder. Raises CheckpointError if it cannot be read."""
-    return {name: (_global_shape(parts), parts[0].dtype) for name, parts in _parts(folder).items()}
-
-
 def stored_boxes(folder: Path) -> dict[str, list[tuple[str, Box]]]:
     """Return the parts of every tensor in a folder: file name and box. Raises CheckpointError if it cannot be read.
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hybrid_rl.compat.torch import TorchDispatchMode, schema_of, storage_id, tree_leaves
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import TensorSpec
 from hybrid_rl.resharding.strided import Axis, boxes, without_overlaps
@@ -81,11 +80,11 @@ class _Recorder(TorchDispatchMode):
         for index, (name, tensor) in enumerate(sources.items()):
             if not tensor.is_meta or not tensor.is_contiguous() or tensor.storage_offset() != 0:
                 raise HandoffError(f"source {name} must be a contiguous meta tensor with a storage of its own")
-            self._source_of[_storage(tensor)] = (index, tensor.dtype)
+            self._source_of[storage_id(tensor)] = (index, tensor.dtype)
         if len(self._source_of) < len(sources):
             raise HandoffError("two sources share one storage; offer a tied tensor once, with a view for each name")
         for index, tensor in enumerate(self._tensors):
-            self._destinations_of.setdefault(_storage(tensor), []).append(index)
+            self._destinations_of.setdefault(storage_id(tensor), []).append(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,7 +98,7 @@ class _Recorder(TorchDispatchMode):
             self._fill(args[0], _FILLS[func](args), func)
             return args[0]
         if func not in self._kinds:
-            self._kinds[func] = _writes(func), any(result.alias_info is not None for result in func._schema.returns)
+            self._kinds[func] = _writes(func), any(result.alias_info is not None for result in schema_of(func).returns)
         is_write, is_view = self._kinds[func]
         if is_write:
             for tensor in _written(func, args, kwargs):
@@ -191,16 +190,16 @@ class _Recorder(TorchDispatchMode):
         return None
 
     def _is_tracked(self, tensor: Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         return storage in self._source_of or storage in self._destinations_of or storage in self._lost
 
     def _is_source(self, tensor: Any) -> bool:
-        found = self._source_of.get(_storage(tensor))
-        return found is not None and found[1] == tensor.dtype and _storage(tensor) not in self._lost
+        found = self._source_of.get(storage_id(tensor))
+        return found is not None and found[1] == tensor.dtype and storage_id(tensor) not in self._lost
 
     def _destination(self, view: Tensor) -> int | None:
         """Return the destination that a view belongs to."""
-        for index in self._destinations_of.get(_storage(view), ()):
+        for index in self._destinations_of.get(storage_id(view), ()):
             tensor = self._tensors[index]
             begin, end = _span(tensor)
             low, high = _span(view)
@@ -218,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         name = self._names[index]
         offset = int(target.storage_offset() - self._tensors[index].storage_offset())
         if self._is_source(value):
-            source, dtype = self._source_of[_storage(value)]
+            source, dtype = self._source_of[storage_id(value)]
             wanted, given = target.dtype, self._sources[source].dtype
             if dtype != wanted and torch.promote_types(dtype, given) != dtype:
                 self._untraced[name] = f"its source is rounded to {dtype} on the way to {wanted}"
@@ -227,7 +226,7 @@ class _Recorder(TorchDispatchMode):
             axes = list(zip(target.shape, value.stride(), target.stride(), strict=True))
             self._writes[index].append(_Write(offset, axes, source, int(value.storage_offset())))
         elif self._is_tracked(value):
-            self._untraced[name] = self._lost.get(_storage(value), "it is copied from another tensor of the engine")
+            self._untraced[name] = self._lost.get(storage_id(value), "it is copied from another tensor of the engine")
         elif value.numel() == 1 and not value.is_meta:
             self._fill(target, float(value), aten.copy_.default)
         else:
@@ -246,21 +245,21 @@ class _Recorder(TorchDispatchMode):
 
     def _spoil(self, tensor: Tensor, reason: str) -> None:
         """Mark the content of a tensor's storage as unknown."""
-        destinations = self._destinations_of.get(_storage(tensor), ())
+        destinations = self._destinations_of.get(storage_id(tensor), ())
         for index in destinations:
             self._untraced[self._names[index]] = reason
         if not destinations:
-            self._lost[_storage(tensor)] = reason
+            self._lost[storage_id(tensor)] = reason
             self._alive.append(tensor)
 
     def _cast(self, view: Tensor, dtype: torch.dtype) -> Tensor:
         """Trace a copy of a source's view: the same view, of the source in another dtype; it need not be contiguous."""
-        index, _ = self._source_of[_storage(view)]
+        index, _ = self._source_of[storage_id(view)]
         if dtype != view.dtype:
             key = (index, dtype)
             if key not in self._casts:
                 self._casts[key] = torch.empty(self._sources[index].shape, dtype=dtype, device="meta")
-                self._source_of[_storage(self._casts[key])] = key
+                self._source_of[storage_id(self._casts[key])] = key
             return self._casts[key].as_strided(view.shape, view.stride(), view.storage_offset())
         return view.detach()
 
@@ -274,7 +273,7 @@ class _Recorder(TorchDispatchMode):
             return lost
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
-        if not any(isinstance(result.type, torch.TensorType | torch.ListType) for result in func._schema.returns):
+        if not any(isinstance(result.type, torch.TensorType | torch.ListType) for result in schema_of(func).returns):
             raise HandoffError(
                 f"the engine's loader reads the values of weights ({func} on {self._name(tracked[0])}), so it cannot "
                 f"be traced; load this model through the engine's reload"
@@ -282,11 +281,11 @@ class _Recorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
-                self._spoil(result, self._lost.get(_storage(tracked[0]), f"it is computed, not copied ({func})"))
+                self._spoil(result, self._lost.get(storage_id(tracked[0]), f"it is computed, not copied ({func})"))
         return results
 
     def _name(self, tensor: Tensor) -> str:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         if storage in self._source_of:
             return self._sources[self._source_of[storage][0]].name
         found = self._destinations_of.get(storage)
@@ -295,10 +294,6 @@ class _Recorder(TorchDispatchMode):
 
 def _spec(name: str, tensor: Tensor) -> DestinationSpec:
     return DestinationSpec(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -321,12 +316,14 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _writes(func: Any) -> bool:
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found = []
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs[argument.name])
     return [tensor for tensor in tree_leaves(found) if isinstance(tensor, Tensor)]

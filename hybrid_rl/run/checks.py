@@ -15,6 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint import check_model
+from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
@@ -74,7 +75,7 @@ def check_module(module: PreTrainedModel) -> None:
             "cannot be trained: make it outside of that block"
         )
     for name, child in module.named_modules():
-        hooks = [hook for hook in child._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+        hooks = [hook for hook in forward_pre_hooks(child) if isinstance(hook, (WeightNorm, SpectralNorm))]
         if hooks or is_parametrized(child):
             raise ModelError(
                 f"{name} of the module computes its weight from other parameters (torch.nn.utils: weight_norm, "

@@ -23,6 +23,7 @@ from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import BlockSource, WeightSource
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.sharding.shared_shards import move_to_region
+from hybrid_rl.tensors.transfer import move_buffers
 
 
 def build_model(
@@ -99,7 +100,7 @@ def filled(
     if sharding.cpu_offload:
         # Shards stay in host memory; what is computed with on the device is there.
         for child in module.modules():
-            child._buffers.update({n: b if b is None else b.to(context.device) for n, b in child._buffers.items()})
+            move_buffers(child, context.device)
     source.close()
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))

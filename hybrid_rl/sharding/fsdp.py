@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
 from hybrid_rl.memory import Region
 from hybrid_rl.models import CausalLM, PackedRow
@@ -31,8 +32,8 @@ from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
-from hybrid_rl.sharding import fsdp_versions
 from hybrid_rl.sharding.twin import Twin
+from hybrid_rl.tensors.transfer import move_buffers
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 CALL = "_hybrid_rl_call"  # the method of a sharded module that everything runs in
@@ -122,10 +123,10 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **settings)
     # The root holds embedding and head. Its backward pass begins where its forward pass ends: None keeps it gathered.
     fully_shard(module, reshard_after_forward=None if options.reshard_after_forward else False, **settings)
-    for unit in fsdp_versions.units(module):
+    for unit in fsdp2.units(module):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a factor by a premultiplied sum, which gloo does not have
-        fsdp_versions.reduce_unused(unit)
+        fsdp2.reduce_unused(unit)
     return Shards(module, twin, mesh, options)
 
 
@@ -144,7 +145,7 @@ class ShardedCausalLM(CausalLM):
         self._root: Any = shards.module
         self._is_gathered = False
         for module in self._root.modules():  # which cpu_offload leaves beside the shards
-            module._buffers |= {name: b.to(self._device) for name, b in module._buffers.items() if b is not None}
+            move_buffers(module, self._device)
         super().__init__(shards.module, attention, **options)
         # Embedding and head are gathered by the root's hooks, which run around its forward method and this one.
         vars(self._root)[CALL] = _call
@@ -195,13 +196,13 @@ class ShardedCausalLM(CausalLM):
             result: Result = getattr(self._root, CALL)(call)
         except BaseException:
             self.twin.release()
-            fsdp_versions.reset(self._root)
+            fsdp2.reset(self._root)
             raise
         finally:
             self._is_gathered = False
         if not torch.is_grad_enabled() and not self.twin.is_bound:
             # No backward pass comes that would free what stayed gathered, and an update would not reach it.
-            for unit in fsdp_versions.units(self._root):
+            for unit in fsdp2.units(self._root):
                 unit.reshard()
         return result
 
@@ -215,11 +216,8 @@ class ShardedCausalLM(CausalLM):
 
     def discard_gradients(self) -> None:
         """Forget accumulated gradients, and what a forward or backward pass left behind that was broken off."""
-        fsdp_versions.reset(self._root)
-        for parameter in fsdp_versions.parameters(self._root):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        fsdp2.reset(self._root)
+        fsdp2.forget_gradients(self._root)
         for parameter in self._root.parameters():
             parameter.grad = None
 

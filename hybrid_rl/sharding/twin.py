@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.fsdp import units
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.sharding.fsdp_versions import units
 
 
 class Twin:
@@ -53,7 +53,7 @@ class Twin:
         self._assign(dict(self._trained.named_parameters(remove_duplicate=False)))
         buffers = dict(self._trained.named_buffers(remove_duplicate=False))
         for name, module, own in _owners(self.module, buffers):
-            module._buffers[own] = buffers[name]
+            setattr(module, own, buffers[name])
 
     def release(self) -> None:
         """Free the full weights and keep the shards. Nothing happens where the twin is not bound."""

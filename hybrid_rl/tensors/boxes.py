@@ -6,7 +6,8 @@ import math
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hybrid_rl.compat.torch import local_shape_and_offset
 
 Box = tuple[slice, ...]  # one slice per dim, with start and stop, without step
 
@@ -20,7 +21,7 @@ def local_box(tensor: Tensor) -> Box:
     """The box of this rank's part in the global tensor (torch.chunk semantics; it may be empty)."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, extent) for extent in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, shape, strict=True))
 
 

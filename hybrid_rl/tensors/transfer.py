@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ALIGNMENT = 64  # bytes: the alignment that kernels with wide loads, such as Triton's, may expect of a tensor
 
@@ -53,3 +53,9 @@ def _part(packed: Tensor, start: int, like: Tensor) -> Tensor:
     """The view of packed uint8 memory, from byte `start`, with the dtype and shape of `like`."""
     num_bytes = like.numel() * like.element_size()
     return packed[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module, without those of the modules inside, to a device."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        setattr(module, name, buffer.to(device))

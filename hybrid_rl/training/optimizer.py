@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
+from hybrid_rl.compat.torch import foreach_add, foreach_copy, foreach_norm, foreach_zero, mark_stepped, set_schedule
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 
@@ -86,7 +87,7 @@ class Optimizer:
             new, more = ([pair for pair in pairs if (pair[0].grad is None) == is_new] for is_new in (True, False))
             for target, _ in new:
                 target.grad = torch.empty_like(target)
-            for join, its in ((torch._foreach_copy_, new), (torch._foreach_add_, more)):  # both widen to fp32
+            for join, its in ((foreach_copy, new), (foreach_add, more)):  # both widen to fp32
                 if its:
                     gradients = [local_part(cast(Tensor, parameter.grad)) for _, parameter in its]
                     join([cast(Tensor, target.grad) for target, _ in its], gradients)
@@ -151,7 +152,7 @@ class Optimizer:
                 torch.nn.utils.clip_grads_with_norm_(targets, self._max_grad_norm, norm)
             self._adamw.step()
             if self._has_masters:
-                torch._foreach_copy_([local_part(p) for p in self._parameters.values()], targets)
+                foreach_copy([local_part(p) for p in self._parameters.values()], targets)
         else:
             self.not_finite = (
                 [name for name, t in self._targets.items() if t.grad is not None and not t.grad.isfinite().all()],
@@ -159,7 +160,7 @@ class Optimizer:
             )
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
             # instead.
-            self._adamw._opt_called = True  # type: ignore[attr-defined]
+            mark_stepped(self._adamw)
         self._schedule.step()
         self.clear()
         return found, updated
@@ -178,7 +179,7 @@ class Optimizer:
         device = next(iter(self._targets.values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
-            total += torch.stack(torch._foreach_norm(gradients)).double().square().sum()  # type: ignore[attr-defined]
+            total += torch.stack(foreach_norm(gradients)).double().square().sum()
         if self._mesh is not None:
             for axis in reversed(range(self._mesh.ndim)):  # shards first; then replicas, which hold the same
                 dist.all_reduce(total, group=self._mesh.get_group(axis))
@@ -195,7 +196,7 @@ class Optimizer:
     @torch.no_grad()
     def forget_moments(self) -> None:
         """Begin anew: moments and their bias correction; schedule, masters and weights stay."""
-        torch._foreach_zero_([t for target in self._targets.values() for t in self._adamw.state[target].values()])
+        foreach_zero([t for target in self._targets.values() for t in self._adamw.state[target].values()])
 
     def clear(self) -> None:
         """Forget accumulated gradients."""
@@ -257,14 +258,7 @@ class Optimizer:
         ]
         for group, rate in zip(self._adamw.param_groups, rates, strict=True):
             group["lr"] = rate
-        self._schedule.load_state_dict(
-            {
-                "last_epoch": num_steps,
-                "_step_count": num_steps + 1,
-                "_last_lr": rates,
-                "lr_lambdas": [None] * len(rates),
-            }
-        )
+        set_schedule(self._schedule, num_steps, rates)
 
 
 def local_part(tensor: Tensor) -> Tensor:

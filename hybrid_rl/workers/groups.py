@@ -8,7 +8,6 @@ from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
-from hybrid_rl.engines import EngineStats
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
@@ -92,10 +91,6 @@ class PolicyGroup(RankGroup):
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Of policy and critic the last update that was skipped."""
         return self._ranks.call(HybridWorker.skipped_updates)
-
-    def engine_stats(self) -> EngineStats:
-        """Counters of the first rank's engine."""
-        return self._ranks.call(HybridWorker.engine_stats)
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 

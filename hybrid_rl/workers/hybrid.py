@@ -14,7 +14,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.engines import EngineStats, RolloutRequest, SamplingParams
+from hybrid_rl.engines import RolloutRequest, SamplingParams
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.logging.report import JsonLines
@@ -295,11 +295,6 @@ class HybridWorker(WorkerBase):
     def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:
         """Write this rank's samples so that they can be replayed."""
         save_rollout(folder, step, self._context.rank, self._context.num_ranks, batch)
-
-    @dispatch(collect="leader")
-    def engine_stats(self) -> EngineStats:
-        """Counters of the engine."""
-        return self._client.stats()
 
     def close(self) -> None:
         """Stop scoring and generating."""

@@ -21,17 +21,23 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli")})
+SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli"), ("tensors", "compat")})
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
 
-# A library and the one place (file, or folder with a slash) that may import it.
-LIBRARY_HOMES: dict[str, str] = {
-    "vllm": "hybrid_rl/engines/vllm/",
-    "ray": "hybrid_rl/controller/ray_backend.py",
-    "omegaconf": "hybrid_rl/config/load.py",
+# A library and the places (files, or folders with a slash) that may import it.
+LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
+    "vllm": ("hybrid_rl/engines/vllm/", "hybrid_rl/compat/vllm.py"),
+    "ray": ("hybrid_rl/controller/ray_backend.py", "hybrid_rl/compat/ray.py"),
+    "omegaconf": ("hybrid_rl/config/load.py",),
 }
+
+# Private names of other libraries stand here only. Python's own, and operators (torch.ops.aten._x), are found by name.
+COMPAT = "hybrid_rl/compat/"
+PRIVATE_NAMES_ALLOWED = frozenset({"_current_frames", "_make", "_replace"})
+# Of flash-attn, which has no others: the package is optional, and its names are looked up in one place.
+PRIVATE_NAMES_LEFT = frozenset({"_flash_attn_varlen_backward", "_flash_attn_varlen_forward"})
 
 # torch.ops is the door to the extension; PyTorch's own operators may be named anywhere.
 EXTENSION_HOME = "hybrid_rl/native.py"

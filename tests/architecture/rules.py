@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .layers import (
+    COMPAT,
     EXTENSION_HOME,
     LAYERS,
     LIBRARY_HOMES,
@@ -21,12 +22,24 @@ from .layers import (
     NOT_OURS,
     ONLY_IMPORTS,
     PACKAGE,
+    PRIVATE_NAMES_ALLOWED,
+    PRIVATE_NAMES_LEFT,
     ROOT,
     SIBLINGS_ALLOWED,
     TORCH_OPS_ALLOWED,
     UNMENTIONABLE,
 )
-from .source import Import, Module, dotted_name, imported_module, num_code_lines, read_modules, room_of
+from .source import (
+    Import,
+    Module,
+    defined_names,
+    dotted_name,
+    imported_module,
+    num_code_lines,
+    private_uses,
+    read_modules,
+    room_of,
+)
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -95,11 +108,28 @@ def sizes(root: Path) -> list[str]:
 def libraries(root: Path) -> list[str]:
     """vllm, ray and omegaconf are each imported in their one place."""
     return [
-        f"{module.path}:{item.line}: imports {library}; only {home} may"
+        f"{module.path}:{item.line}: imports {library}; only {' and '.join(homes)} may"
         for module in read_modules(root, (PACKAGE, "recipes"))
         for item in module.imports
-        for library, home in LIBRARY_HOMES.items()
-        if item.target.split(".")[0] == library and not _is_at(module.path, home)
+        for library, homes in LIBRARY_HOMES.items()
+        if item.target.split(".")[0] == library and not any(_is_at(module.path, home) for home in homes)
+    ]
+
+
+def private_names(root: Path) -> list[str]:
+    """Private names of other libraries (attributes, imports, keywords, names given to getattr) are used in compat only.
+
+    An attribute belongs to another library if no file of the tree defines its name.
+    """
+    modules = read_modules(root)
+    ours = {name for module in modules for name in defined_names(module.tree)}
+    ours |= PRIVATE_NAMES_ALLOWED | PRIVATE_NAMES_LEFT
+    return [
+        f"{module.path}:{line}: uses the private name {name}; only {COMPAT} may"
+        for module in modules
+        if not module.path.startswith(COMPAT)
+        for line, name in private_uses(module)
+        if name not in ours
     ]
 
 
@@ -176,6 +206,7 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     cycles,
     sizes,
     libraries,
+    private_names,
     extension,
     unmentionables,
     docstrings,

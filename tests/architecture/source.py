@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .layers import PACKAGE, ROOT
 
+ATTRIBUTE_CALLS = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 IMPORT_CALLS = frozenset({"import_module", "__import__"})
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Tokens that make no line a line of code.
@@ -102,6 +103,43 @@ def imported_module(item: Import, names: frozenset[str]) -> str | None:
     if item.name is not None and f"{item.target}.{item.name}" in names:
         return f"{item.target}.{item.name}"
     return item.target if item.target in names else None
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a file defines: functions, classes, arguments, variables, and attributes that it sets on self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted_name(node.value) == "self":
+            yield node.attr
+
+
+def private_uses(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each private attribute, keyword, import, and name given to getattr, hasattr, setattr or delattr;
+    operators of torch.ops do not count."""
+    for node in ast.walk(module.tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            chain = dotted_name(node)
+            found = [] if chain.startswith(("torch.ops.", "aten.")) else [node.attr]
+        elif isinstance(node, ast.keyword):
+            found = [node.arg or ""]
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ATTRIBUTE_CALLS:
+            found = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
+        yield from ((node.lineno, name) for name in found if is_private(name))
+    for item in module.imports:
+        names = [*item.target.split("."), item.name or ""]
+        if names[0] != PACKAGE:
+            yield from ((item.line, name) for name in names if is_private(name))
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def dotted_name(node: ast.AST) -> str:

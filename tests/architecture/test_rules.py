@@ -28,6 +28,20 @@ MAP = "## Rooms\n" + "".join(
     for number, line in enumerate(layers.LAYERS, start=1)
 )
 
+# Names that a file defines itself, of a class, a function, an argument and a module.
+OWN_PRIVATE = """
+class A:
+    def __init__(self, other):
+        self._x = other._x + other._g
+
+    def _g(self):
+        _h(_k=self.__dict__)
+
+
+def _h(_k):
+    from . import _b
+"""
+
 # rule, tree, and a part of the one finding that it must give
 BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
     (rules.layers, {"hybrid_rl/batch.py": "import hybrid_rl.workers.base"}, "batch.py:1: batch imports workers"),
@@ -74,6 +88,21 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
     (rules.libraries, {"hybrid_rl/engines/base.py": "def f():\n    from vllm import LLM"}, "base.py:2: imports vllm"),
     (rules.libraries, {"hybrid_rl/controller/group.py": "import ray.util"}, "imports ray"),
     (rules.libraries, {"recipes/grpo.py": "import omegaconf"}, "imports omegaconf"),
+    (
+        rules.private_names,
+        {"hybrid_rl/data/a.py": "def f(x):\n    return x.grad._base"},
+        "a.py:2: uses the private name _base",
+    ),
+    (
+        rules.private_names,
+        {"hybrid_rl/data/a.py": "def f(x): return getattr(x, '_base', None)"},
+        "the private name _base",
+    ),
+    (rules.private_names, {"hybrid_rl/data/a.py": "import torch._dynamo"}, "the private name _dynamo"),
+    (rules.private_names, {"hybrid_rl/data/a.py": "from torch.utils._pytree import tree_map"}, "name _pytree"),
+    (rules.private_names, {"hybrid_rl/data/a.py": "from torch.x import _Shard"}, "the private name _Shard"),
+    (rules.private_names, {"hybrid_rl/data/a.py": "f(_temp_dir=1)"}, "the private name _temp_dir"),
+    (rules.private_names, {"hybrid_rl/data/a.py": "def f(x): x._calls = 1"}, "the private name _calls"),
     (rules.extension, {"hybrid_rl/engines/sampling.py": "import torch\ntorch.ops.hybrid_rl.f()"}, "uses torch.ops"),
     (rules.extension, {"hybrid_rl/memory/region.py": "from torch import ops"}, "imports the extension"),
     (rules.extension, {"hybrid_rl/memory/region.py": "import torch as t\nt.ops.load_library(1)"}, "calls load_library"),
@@ -116,6 +145,16 @@ KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
     (rules.libraries, {"hybrid_rl/engines/base.py": "from . import vllm\nfrom .vllm import engine"}),
     (rules.libraries, {"hybrid_rl/controller/ray_backend.py": "import ray"}),
     (rules.libraries, {"hybrid_rl/config/load.py": "import omegaconf"}),
+    (rules.libraries, {"hybrid_rl/compat/ray.py": "import ray", "hybrid_rl/compat/vllm.py": "import vllm"}),
+    (rules.private_names, {"hybrid_rl/compat/torch.py": "import torch._dynamo\nx = torch._C"}),
+    (
+        rules.private_names,
+        {"hybrid_rl/data/a.py": OWN_PRIVATE},
+    ),
+    (
+        rules.private_names,
+        {"hybrid_rl/data/a.py": "torch.ops.aten._to_copy(sys._current_frames(), y._replace())"},
+    ),
     (rules.extension, {"hybrid_rl/native.py": "import torch\ntorch.ops.load_library(1)"}),
     (rules.extension, {"hybrid_rl/resharding/trace.py": "import torch\nx = torch.ops.aten.copy_.default"}),
     (rules.unmentionables, {"hybrid_rl/trainer.py": "array = num_ranks"}),

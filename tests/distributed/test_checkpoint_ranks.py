@@ -122,7 +122,7 @@ def fail_somewhere(rank: int, num_ranks: int, root: Path) -> list[str]:
         state = state_of(mesh, filled=True)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
             if mine and place == "optimizer":
-                patch.setattr("hybrid_rl.checkpoint.writing.write_shards", failing_shards)
+                patch.setattr("hybrid_rl.resharding.folders.write_shards", failing_shards)
             write_checkpoint(
                 root / ("thesis" if place == "folder" else "checkpoint-4"),
                 save_model,

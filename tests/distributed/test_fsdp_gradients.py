@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
-from hybrid_rl.sharding import fsdp_versions
 from hybrid_rl.sharding.build import shard_options
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
@@ -31,7 +31,7 @@ def model_of(options: ShardOptions) -> ShardedCausalLM:
 def held_bytes(model: ShardedCausalLM) -> dict[str, int]:
     """Bytes of gradients, of whole parameters and of shards."""
     whole = sharded = 0
-    for parameter in fsdp_versions.parameters(model.module):
+    for parameter in fsdp2.parameters(model.module):
         gathered = getattr(parameter, "_unsharded_param", None)
         for gradient in (parameter.unsharded_accumulated_grad, None if gathered is None else gathered.grad):
             whole += 0 if gradient is None else gradient.nbytes

@@ -168,7 +168,7 @@ def test_bfloat16_keeps_its_masters_over_a_change_of_ranks(train, tmp_path):
     checkpoint.rename(start / "checkpoint-1")
     two = train(2, build_model(dtype=torch.bfloat16), **keys, resume=str(start / "checkpoint-1"))
     two.fit()
-    from hybrid_rl.checkpoint import read_optimizer
+    from tests.optimizer_state import read_optimizer
 
     states = [read_optimizer(t.run_folder / "checkpoint-2") for t in (one, two)]
     begun = read_optimizer(start / "checkpoint-1")

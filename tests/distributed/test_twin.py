@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl.compat.fsdp import parameters
 from hybrid_rl.config import InPlaceConfig, OptimizerConfig
 from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
@@ -13,7 +14,6 @@ from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.sharding.fsdp_versions import parameters
 from hybrid_rl.training.optimizer import Optimizer
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.families import VOCABULARY, build

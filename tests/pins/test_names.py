@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.engines.vllm import versions as vllm_versions
-from hybrid_rl.sharding import fsdp_versions
 from tests.pins import names
 
 pytestmark = pytest.mark.slow
@@ -24,9 +24,7 @@ OLD_VLLM = (vllm_versions.installed_version() or "").startswith("0.25.1")
 
 def tabled() -> set[str]:
     """Names that the tables say are not here."""
-    found = [
-        set(row.names) for row in fsdp_versions.DIFFERENCES.values() if not (row.in_2_11 if OLD_TORCH else row.in_2_13)
-    ]
+    found = [set(row.names) for row in fsdp2.DIFFERENCES.values() if not (row.in_2_11 if OLD_TORCH else row.in_2_13)]
     if importlib.util.find_spec("vllm") is not None:
         rows = vllm_versions.DIFFERENCES.values()
         found += [set(row.names) for row in rows if not (row.in_0_25_1 if OLD_VLLM else row.in_0_32)]

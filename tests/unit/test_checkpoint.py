@@ -27,13 +27,13 @@ from hybrid_rl.checkpoint import (
     check_resumed,
     find_checkpoint,
     newest_checkpoint,
-    read_optimizer,
     read_optimizer_into,
     read_state,
     write_checkpoint,
 )
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.owners import Owner
+from tests.optimizer_state import read_optimizer
 
 SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
 SCALARS = f"{OPTIMIZER_FOLDER}/{SCALARS_FILE}"
@@ -218,7 +218,12 @@ def test_a_damaged_optimizer(folder: Path, file: str, keep: int) -> None:
     write(folder)
     (folder / file).write_bytes((folder / file).read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FOLDER}"):
-        read_optimizer(folder)
+        read_optimizer_into(folder, own_state())
+
+
+def own_state() -> dict[str, Any]:
+    """Of the model whose optimizer `write` writes."""
+    return {"exp_avg": {"layer.weight": torch.zeros(3), "bias": torch.zeros(())}, "master": {}, "step": 0}
 
 
 def test_an_optimizer_is_read_into_the_memory_that_is_there(folder: Path) -> None:
@@ -252,14 +257,14 @@ def test_missing_parts(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=f"is not a checkpoint: it has no {STATE_FILE}"):
         read_state(folder)
     with pytest.raises(CheckpointError, match=f"cannot read .*{OPTIMIZER_FOLDER}"):
-        read_optimizer(folder)
+        read_optimizer_into(folder, own_state())
 
 
 def test_an_optimizer_file_runs_no_code(folder: Path) -> None:
     write(folder)
     torch.save({"code": Path("x")}, folder / SHARDS)
     with pytest.raises(CheckpointError, match="cannot read"):
-        read_optimizer(folder)
+        read_optimizer_into(folder, own_state())
 
 
 # ------------------------------------------------------------------------------------------------------------- damage

@@ -130,7 +130,8 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.global_step == step
-    assert trainer.policy.engine_stats().num_running == trainer.policy.engine_stats().num_waiting == 0
+    stats = trainer.policy._backend._worker._engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
     for one in (trainer, straight):
@@ -262,7 +263,7 @@ def test_full_disk_is_a_clear_error_and_leaves_the_earlier_checkpoint(forked, tm
     resumed.fit()
 
 
-WRITER = "hybrid_rl.checkpoint.writing.write_shards"  # of the optimizer's state, behind the weights
+WRITER = "hybrid_rl.resharding.folders.write_shards"  # of the optimizer's state, after the weights
 
 
 def full(*_: object, **__: object) -> None:

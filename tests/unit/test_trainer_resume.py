@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.checkpoint import newest_checkpoint, read_optimizer
+from hybrid_rl.checkpoint import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
+from tests.optimizer_state import read_optimizer
 from tests.tiny import build_model, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole

@@ -19,9 +19,9 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from hybrid_rl.engines.vllm import meta
+from benchmarks import vllm_meta as meta
+from benchmarks.vllm_meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.engines.vllm.loader import check_reloadable, trace_model
-from hybrid_rl.engines.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from tests.vllm.live import write_by

@@ -20,6 +20,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from hybrid_rl.compat.vllm import detach_finalizer, drop_world
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.controller.session import temporary_folder
 from hybrid_rl.engines.vllm.arguments import kv_cache_bytes
@@ -205,7 +206,7 @@ def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
     """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
     core = llm.engine_core.engine_core
     if has("shuts_down_when_collected", llm):
-        llm.engine_core._finalizer.detach()
+        detach_finalizer(llm.engine_core)
     llm.renderer.shutdown()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
@@ -218,12 +219,8 @@ def release_groups(*, with_all: bool) -> None:
     """Take vLLM's process groups down. with_all: and torch.distributed, which is the trainer's where it has ranks."""
     try:
         parallel_state.destroy_model_parallel()
-        # vLLM would take its group of all ranks for the next engine too, whatever became of torch.distributed; its own
-        # call that drops it ends torch.distributed.
-        world = parallel_state._WORLD
-        parallel_state._WORLD = parallel_state._NODE_COUNT = None
-        if world is not None:
-            world.destroy()
+        # vLLM would take its group of all ranks for the next engine too, whatever became of torch.distributed.
+        drop_world()
     finally:
         _folders.close()
         if with_all and dist.is_initialized():

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.engines.vllm.loader import LoadedWeights
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.weights.views import CheckpointViews
@@ -78,11 +79,11 @@ def _whole_views(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, cut out of whole tensors of the trainer, of which one is held at a time."""
     wanted = set(names)
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in views.tensors.items()}
+    owners = {storage_id(tensor): name for name, tensor in views.tensors.items()}
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for name, view in views.views:
         if name in wanted:
-            groups.setdefault(owners[view.untyped_storage()._cdata], []).append((name, view))
+            groups.setdefault(owners[storage_id(view)], []).append((name, view))
     for owner, parts in groups.items():
         whole = full(owner).contiguous()
         for name, view in parts:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.engines.vllm.switches import switches_kept
+from hybrid_rl.process.environment import environment_kept
 
 # Set while vLLM is imported and built, unless the user set them: no logging of its own, no reports to its makers.
 QUIET = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -106,22 +107,6 @@ class EngineRandom:
             torch.set_rng_state(before[0])
             if before[1] is not None:
                 torch.cuda.set_rng_state(before[1])
-
-
-@contextmanager
-def environment_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Environment variables are the same behind the block as before it; inside, `variables` are set too."""
-    # The mapping that os.environ decodes from: a copy of it takes a microsecond, of the decoded one a hundred.
-    encoded: dict[bytes, bytes] = vars(os.environ)["_data"]
-    before = encoded.copy()
-    os.environ.update(variables or {})
-    try:
-        yield
-    finally:
-        if encoded != before:
-            for name in encoded.keys() - before.keys():
-                del os.environb[name]
-            os.environb.update(before)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
+from hybrid_rl.compat.torch import plain_attributes, storage_id
 from hybrid_rl.errors import ConfigError, HandoffError, HybridRLError, ModelError
 from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.trace import Trace
@@ -41,7 +42,7 @@ class _Place:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a tensor lies here."""
-        return self._storage.cdata == tensor.untyped_storage()._cdata and self._view == _view(tensor)
+        return self._storage.cdata == storage_id(tensor) and self._view == _view(tensor)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class TracingLoader(BaseModelLoader):
         for tensor in destinations:
             tensor.zero_()
         self._trace.fill(destinations)
-        self._attributes = {module: _set_attributes(module) for module in model.modules()}
+        self._attributes = {module: plain_attributes(module) for module in model.modules()}
         self._constants = _constants(model)
 
     def _compared(self, model: nn.Module, trace: Trace) -> LoadedWeights:
@@ -194,7 +195,7 @@ class TracingLoader(BaseModelLoader):
     def _made(self, module: nn.Module) -> str | None:
         """An attribute that post-processing gave to a module, through which old weights could be computed with."""
         before = self._attributes.get(module, {})
-        for name, value in _set_attributes(module).items():
+        for name, value in plain_attributes(module).items():
             if (isinstance(value, Tensor) or callable(value)) and before.get(name) is not value:
                 return name
         return None
@@ -260,15 +261,15 @@ def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _constants(model: nn.Module) -> list[Tensor]:
     """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are no
     part of a parameter or buffer."""
-    known = {tensor.untyped_storage()._cdata for tensor in _engine_tensors(model).values()}
+    known = {storage_id(tensor) for tensor in _engine_tensors(model).values()}
     found: dict[int, Tensor] = {}
     for module in model.modules():
-        held = list(_set_attributes(module).values())
+        held = list(plain_attributes(module).values())
         inside = [value for one in held if hasattr(one, "__dict__") for value in vars(one).values()]
         for value in (*held, *inside):
             if not isinstance(value, Tensor) or value.is_meta or not value.numel():
                 continue
-            if value.untyped_storage()._cdata not in known:
+            if storage_id(value) not in known:
                 found[id(value)] = value
     return list(found.values())
 
@@ -291,15 +292,11 @@ def _view(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _set_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
-
-
 def _checkpoint_names(views: CheckpointViews, trace: Trace, derived: Mapping[str, str]) -> tuple[str, ...]:
     """What a reload of the derived tensors takes: all of the weights that flow into one, and all that flow nowhere."""
     if not derived:
         return ()
     rows = [trace.destinations[int(i)].name in derived for i in trace.copies.destination]
     needed = {trace.sources[int(i)].name for i in trace.copies.source[rows]} | set(trace.unused)
-    names = {tensor.untyped_storage()._cdata: name for name, tensor in views.tensors.items()}
-    return tuple(name for name, view in views.views if names[view.untyped_storage()._cdata] in needed)
+    names = {storage_id(tensor): name for name, tensor in views.tensors.items()}
+    return tuple(name for name, view in views.views if names[storage_id(view)] in needed)

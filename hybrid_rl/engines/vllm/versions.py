@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_rl.compat.vllm import has_finalizer
 from hybrid_rl.errors import ConfigError
 
 OLDEST, NEWEST = (0, 25, 1), (0, 32)  # tested; NEWEST with any patch level
@@ -78,7 +79,7 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "shuts_down_when_collected": Difference(
         "the engine's client takes torch.distributed down, the trainer's groups included, when it is collected",
-        lambda llm: hasattr(llm.engine_core, "_finalizer"),
+        lambda llm: has_finalizer(llm.engine_core),
         False,
         True,
         "nothing to prevent",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.torch import apply_to_tensors
 from hybrid_rl.compat.transformers import relevant_keys, remember_conversions
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.weights.lazy import LazyTensor
@@ -114,7 +115,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     def give_memory(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    module._apply(give_memory)
+    apply_to_tensors(module, give_memory)
     for name, source in tied.items():
         if name != source and isinstance(state[name], nn.Parameter):
             parent, _, leaf = name.rpartition(".")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
 from hybrid_rl.compat.transformers import keys_not_saved
 from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
 
@@ -39,11 +39,11 @@ def checkpoint_views(module: PreTrainedModel) -> CheckpointViews:
         conversions = checkpoint_conversions(module, list(tensors))
         views: list[tuple[str, Tensor]] = []
         without_view: dict[str, str] = {}
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+        storages = {storage_id(tensor) for tensor in tensors.values()}
         for conversion in conversions:
             results, failure = _run(module, conversion, tensors)
             for name, view in results.items():
-                if view.untyped_storage()._cdata in storages:
+                if storage_id(view) in storages:
                     views.append((name, view))
                 else:
                     without_view[name] = f"{type(conversion.transform).__name__} computes new values or a new order"

@@ -1,18 +1,15 @@
 """Handoff through files, to engines that share nothing with the trainer but a folder.
 
-A version is a folder of its own. Every rank writes its shards; hashes of all files go into a manifest that is written
-last, and the folder gets its name when everything in it is on the disk: a version is there whole or not at all.
+A version is a folder of its own (`resharding/folders.py`): every rank writes its shards, and the version is there whole
+or not at all.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybrid_rl.errors import CheckpointError, HandoffError
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.folders import (
+    Content,
+    ElsewhereError,
+    agreed,
+    put_in_place,
+    read_manifest,
+    replacing,
+    write_manifest,
+    write_part,
+)
 from hybrid_rl.resharding.handoff.base import (
     DISK,
     Delivered,
@@ -36,15 +43,13 @@ from hybrid_rl.resharding.handoff.base import (
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
-from hybrid_rl.resharding.shards import stored_boxes, write_shards
+from hybrid_rl.resharding.shards import stored_boxes
 from hybrid_rl.tensors.boxes import Box
 
 logger = logging.getLogger("hybrid_rl")
 
-MANIFEST = "manifest.json"
 _PREFIX = "version-"
-_PARTIAL = ".partial"  # how what is no version yet, or none any more, ends
-_CHUNK_BYTES = 2**24
+_PARTIAL = ".partial"  # suffix of unfinished or replaced versions
 
 
 def version_folder(root: Path, version: int) -> Path:
@@ -64,49 +69,33 @@ def write_version(
     Raises HandoffError on every rank where one cannot write; what was there before is then there still, and no more.
     """
     folder = version_folder(root, version)
-    partial = root / f".{folder.name}{_PARTIAL}"
-    try:
-        _write(root, folder, partial, version, tensors, rank, gather, keep)
-    finally:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-    return folder
+    partial, replaced = (root / f".{folder.name}{kind}{_PARTIAL}" for kind in ("", ".replaced"))
+    is_leader = rank == 0
 
-
-def _write(
-    root: Path,
-    folder: Path,
-    partial: Path,
-    version: int,
-    tensors: Mapping[str, Tensor],
-    rank: int,
-    gather: Gather,
-    keep: int,
-) -> None:
-    if rank == 0:
+    def begin() -> None:
         for left_over in root.glob(f".{_PREFIX}*{_PARTIAL}"):  # of writers that were killed
             shutil.rmtree(left_over, ignore_errors=True)
-    _agree(gather, None, version)
-    written: dict[str, Any] = {}
-    failure: Exception | None = None
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        path = write_shards(partial, tensors, rank)
-        if path is not None:
-            written = {path.name: {"bytes": path.stat().st_size, "blake2b": _hash(path)}}
-            _sync(path)
-    except Exception as error:  # safetensors raises errors of its own
-        failure = error
-    files: dict[str, Any] = {}
-    for part in _agree(gather, failure, version, written):
-        files.update(part)
-    failure = None
-    if rank == 0:
-        try:
-            _finish(root, folder, partial, _manifest(version, tensors, files), keep)
-        except OSError as error:
-            failure = error
-    _agree(gather, failure, version)
+        partial.mkdir(parents=True)
+
+    def complete(files: Mapping[str, Content]) -> None:
+        before = _versions(root)
+        specs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sorted(tensors.items())}
+        write_manifest(partial, files, version=version, tensors=specs)
+        put_in_place(folder, partial, replaced)
+        kept = [there for there in _versions(root) if there <= version][-keep:]
+        for other in {*before} - {*kept}:
+            shutil.rmtree(version_folder(root, other), ignore_errors=True)
+        if others := [there for there in before if there >= version]:
+            told = "%s held policy versions %s of another run; version %d takes their place"
+            logger.warning(told, root, others, version)
+
+    with replacing(folder, partial, replaced, is_leader=is_leader):
+        _agree(gather, version, lambda: begin() if is_leader else None)
+        files: dict[str, Content] = {}
+        for part in _agree(gather, version, lambda: write_part(partial, tensors, rank)):
+            files |= part
+        _agree(gather, version, lambda: complete(files) if is_leader else None)
+    return folder
 
 
 class DiskSource(Source):
@@ -130,19 +119,18 @@ class DiskSource(Source):
         self._folder = version_folder(root, version)
         self._version, self._reader, self._num_readers, self._gather = version, reader, num_readers, gather
         self._device = torch.device(device)
-        failure: Exception | None = None
-        files: dict[str, Any] = {}
-        try:
+
+        def read() -> dict[str, Content]:
             self._identity = _identity(self._folder)
-            manifest = _read_manifest(root, self._folder, version)
-            files = manifest["files"]
+            files, tensors = _read_manifest(root, self._folder, version)
             self._names = sorted(files)
             _check_files(self._folder, files, reader, num_readers)
-            self._layout = _layout(self._folder, self._names, manifest["tensors"], num_readers)
+            self._layout = _layout(self._folder, self._names, tensors, num_readers)
             self._check_same()
-        except (OSError, CheckpointError, HandoffError) as error:
-            failure = error
-        if any(theirs != files for theirs in _agree(gather, failure, version, files)):
+            return files
+
+        first, *others = _agree(gather, version, read)
+        if any(files != first for files in others):
             raise self._replaced()
         self._opened: dict[int, list[Tensor | None]] = {}
 
@@ -203,50 +191,17 @@ class DiskSource(Source):
         )
 
 
-# --------------------------------------------------------------------------------------------------------- writing
-
-
-def _manifest(version: int, tensors: Mapping[str, Tensor], files: Mapping[str, Any]) -> dict[str, Any]:
-    specs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sorted(tensors.items())}
-    return {"version": version, "files": files, "tensors": specs}
-
-
-def _finish(root: Path, folder: Path, partial: Path, manifest: Mapping[str, Any], keep: int) -> None:
-    path = partial / MANIFEST
-    path.write_text(json.dumps(manifest))
-    _sync(path)
-    _sync(partial)
-    version, before = manifest["version"], _versions(root)
-    replaced = root / f".{folder.name}.replaced{_PARTIAL}"
-    if folder.is_dir():
-        os.rename(folder, replaced)
+def _agree(gather: Gather, version: int, action: Callable[[], Any]) -> list[Any]:
+    """What an action gives on every participant. Raises HandoffError on each of them if it fails on one."""
+    what = f"the files of policy version {version}"
     try:
-        os.rename(partial, folder)
-    except OSError:
-        if replaced.exists():
-            os.rename(replaced, folder)
+        return agreed(lambda value: gathered(gather, value, what), action)
+    except HandoffError:
         raise
-    _sync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
-    kept = [there for there in _versions(root) if there <= version][-keep:]
-    for other in {*before} - {*kept}:
-        shutil.rmtree(version_folder(root, other), ignore_errors=True)
-    if others := [there for there in before if there >= version]:
-        logger.warning("%s held policy versions %s of another run; version %d takes their place", root, others, version)
-
-
-def _agree(gather: Gather, failure: Exception | None, version: int, value: Any = None) -> list[Any]:
-    """The values of all. Raises HandoffError on every participant where one failed."""
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    answers = gathered(gather, (said, value), f"the files of policy version {version}")
-    if isinstance(failure, HandoffError):
-        raise failure
-    if failure is not None:
-        raise HandoffError(f"files of policy version {version}: {said}") from failure
-    for number, (theirs, _) in enumerate(answers):
-        if theirs is not None:
-            raise PeerError(f"participant {number} failed over the files of policy version {version}: {theirs}")
-    return [theirs for _, theirs in answers]
+    except ElsewhereError as error:
+        raise PeerError(f"another participant failed over {what}: {error}") from None
+    except Exception as error:  # safetensors raises errors of its own
+        raise HandoffError(f"files of policy version {version}: {type(error).__name__}: {error}") from error
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
@@ -258,56 +213,32 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _hash(path: Path) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
-
-
 def _versions(root: Path) -> list[int]:
     names = [path.name for path in root.glob(f"{_PREFIX}*")]
     return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdecimal())
 
 
-# --------------------------------------------------------------------------------------------------------- reading
-
-
-def _read_manifest(root: Path, folder: Path, version: int) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.exists():
-        there = _versions(root)
-        raise HandoffError(f"{root} does not hold policy version {version}; it holds {there[-3:] or 'none'}")
+def _read_manifest(root: Path, folder: Path, version: int) -> tuple[dict[str, Content], dict[str, Any]]:
+    """The files of a version, and dtype and shape of its tensors by name."""
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        stored = manifest["version"], manifest["files"].keys(), manifest["tensors"].keys()
-    except (ValueError, KeyError, AttributeError) as error:
-        raise HandoffError(f"{path} is damaged ({error}); write the version again") from error
-    if stored[0] != version:
-        raise HandoffError(f"{folder} holds policy version {stored[0]}, not {version}; it was moved or copied")
-    return manifest
+        found = read_manifest(folder)
+        if found is None:
+            there = _versions(root)
+            raise HandoffError(f"{root} does not hold policy version {version}; it holds {there[-3:] or 'none'}")
+        files, manifest = found
+        stored, tensors = manifest["version"], dict(manifest["tensors"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise HandoffError(f"{error}; write the version again") from error
+    if stored != version:
+        raise HandoffError(f"{folder} holds policy version {stored}, not {version}; it was moved or copied")
+    return files, tensors
 
 
-def _check_files(folder: Path, files: Mapping[str, Any], reader: int, num_readers: int) -> None:
-    for number, (name, expected) in enumerate(sorted(files.items())):
-        path = folder / name
-        size = path.stat().st_size if path.exists() else None
-        if size != expected["bytes"]:
-            raise HandoffError(
-                f"{path} has {size if size is not None else 'no'} bytes where {expected['bytes']} were written; write "
-                f"the version again"
-            )
-        if number % num_readers == reader and _hash(path) != expected["blake2b"]:
-            raise HandoffError(f"{path} is not what was written: its hash differs; write the version again")
+def _check_files(folder: Path, files: Mapping[str, Content], reader: int, num_readers: int) -> None:
+    for number, (name, content) in enumerate(sorted(files.items())):
+        problem = content.problem_of(folder / name, is_read=number % num_readers == reader)
+        if problem is not None:
+            raise HandoffError(f"{folder / name} is damaged: {problem}; write the version again")
 
 
 def _layout(folder: Path, names: Sequence[str], tensors: Mapping[str, Any], num_readers: int) -> SourceLayout:

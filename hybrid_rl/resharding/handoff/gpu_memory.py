@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from hybrid_rl.compat.torch import release_exported
 from hybrid_rl.errors import HandoffError
 
 # PyTorch reduces a tensor to a function and its arguments; these are the positions of some of them.
@@ -104,7 +105,7 @@ def give_back(handles: Sequence[Handle]) -> None:
     would be kept for ever.
     """
     for _, arguments in handles:
-        torch.UntypedStorage._release_ipc_counter(arguments[_COUNTER], arguments[_COUNTER_OFFSET], device=None)
+        release_exported(arguments[_COUNTER], arguments[_COUNTER_OFFSET])
 
 
 def _index(device: torch.device) -> int:

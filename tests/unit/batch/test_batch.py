@@ -66,7 +66,7 @@ def test_jagged_carries_inner_dims() -> None:
 
 def test_no_rows_at_all() -> None:
     column = Jagged.from_rows([], torch.int64)
-    assert (len(column), list(column)) == (0, [])
+    assert (len(column), list(column), column.row_sum().shape) == (0, [], (0,))
 
 
 @given(rows=ROWS, data=st.data())

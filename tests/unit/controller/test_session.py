@@ -113,25 +113,6 @@ def test_what_the_thread_raises_is_raised() -> None:
     assert len(caught) == 1
 
 
-def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEPT", "before")
-    monkeypatch.delenv("NEW", raising=False)
-    with session.environment(KEPT="inside", NEW="1"):
-        os.environ["LATER"] = "by a library"
-        assert os.environ["KEPT"] == "inside" and os.environ["NEW"] == "1"
-    assert os.environ["KEPT"] == "before" and "NEW" not in os.environ and "LATER" not in os.environ
-
-
-def test_attributes_are_put_back() -> None:
-    class Owner:
-        value = 1
-
-    with pytest.raises(KeyError), session.replaced((Owner, "value", 2), (Owner, "unknown", 3)):
-        assert Owner.value == 2 and not hasattr(Owner, "unknown")
-        raise KeyError
-    assert Owner.value == 1
-
-
 def test_the_end_comes_once() -> None:
     class Owner:
         pass

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.folders import MANIFEST_FILE
 from hybrid_rl.resharding.handoff.base import PeerError
-from hybrid_rl.resharding.handoff.disk import MANIFEST, DiskSource, version_folder, write_version
+from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder, write_version
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
     engine_trace,
@@ -78,7 +80,7 @@ def test_whole_tensors_are_read_too(tmp_path):
 def test_a_damaged_file_is_refused(tmp_path, at):
     folder = write_version(tmp_path, 1, globals_of())
     damage(next(folder.glob("*.safetensors")), at)
-    with pytest.raises(HandoffError, match="is not what was written: its hash differs; write the version again"):
+    with pytest.raises(HandoffError, match="is damaged: its content is not what was written; write the version again"):
         DiskSource(tmp_path, 1)
 
 
@@ -87,19 +89,19 @@ def test_a_torn_file_is_refused(tmp_path):
     path = next(folder.glob("*.safetensors"))
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(HandoffError, match=f"has {size - 4} bytes where {size} were written"):
+    with pytest.raises(HandoffError, match=f"it has {size - 4} bytes, but {size} were written"):
         DiskSource(tmp_path, 1)
     path.unlink()
-    with pytest.raises(HandoffError, match=f"has no bytes where {size} were written"):
+    with pytest.raises(HandoffError, match="safetensors is damaged: it is missing"):
         DiskSource(tmp_path, 1)
 
 
 def test_a_version_without_its_manifest_is_not_there(tmp_path):
     folder = write_version(tmp_path, 7, globals_of())
-    (folder / MANIFEST).unlink()
+    (folder / MANIFEST_FILE).unlink()
     with pytest.raises(HandoffError, match=r"does not hold policy version 7; it holds \[7\]"):
         DiskSource(tmp_path, 7)
-    (folder / MANIFEST).write_text("{")
+    (folder / MANIFEST_FILE).write_text("{")
     with pytest.raises(HandoffError, match="manifest.json is damaged"):
         DiskSource(tmp_path, 7)
 
@@ -119,9 +121,9 @@ def test_an_old_version_is_refused(tmp_path):
 def test_a_part_that_no_file_has_is_noticed(tmp_path):
     """A writer that forgot a tensor of the manifest: all hashes are right."""
     folder = write_version(tmp_path, 1, globals_of())
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
     manifest["tensors"]["bias"] = ["float32", [5]]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     with pytest.raises(HandoffError, match=r"is incomplete: 1 of 1 parts of bias \[5\] are in none of its files"):
         DiskSource(tmp_path, 1)
 
@@ -165,8 +167,8 @@ def test_readers_of_a_version_before_and_after_it_was_replaced_do_not_mix(tmp_pa
 
     def replacing(gather):
         def replaced(value):
-            said, files = value
-            return gather((said, {name: {**file, "blake2b": "0"} for name, file in files.items()}))
+            files, told = value
+            return gather(({name: replace(content, digest="0") for name, content in files.items()}, told))
 
         return replaced
 
@@ -208,7 +210,8 @@ def test_where_one_rank_cannot_write_there_is_no_version(tmp_path):
 
     first, second = run_threads(work, 2)
     assert isinstance(first, HandoffError) and "files of policy version 1" in str(first)
-    assert isinstance(second, PeerError) and "participant 0 failed over the files of policy version 1" in str(second)
+    assert isinstance(second, PeerError) and second.__cause__ is None  # it is an echo, and nobody is gone
+    assert "another participant failed over the files of policy version 1: rank 0: " in str(second)
     with pytest.raises(HandoffError, match="does not hold policy version 1; it holds none"):
         DiskSource(tmp_path, 1)
     assert not list(tmp_path.iterdir()), "half of a version takes space on a disk that may be full"
@@ -233,5 +236,6 @@ def test_readers_share_the_hashing_and_all_hear_of_damage(tmp_path):
         return DiskSource(tmp_path, 1, reader=rank, num_readers=2, gather=gather)
 
     first, second = run_threads(work, 2)
-    assert isinstance(first, HandoffError) and "its hash differs" in str(first)
-    assert isinstance(second, PeerError) and "participant 0 of" not in str(second) and "hash differs" in str(second)
+    assert isinstance(first, HandoffError) and "its content is not what was written" in str(first)
+    assert isinstance(second, PeerError) and ": rank 0: HandoffError: " in str(second)
+    assert "its content is not what was written" in str(second)

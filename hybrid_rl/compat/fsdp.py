@@ -1,7 +1,7 @@
-"""What FSDP2 keeps inside, and how torch 2.11 and torch 2.13 differ in it: the one table.
+"""Private names of PyTorch's FSDP2, and the one table of how torch 2.11 and torch 2.13 differ in it.
 
-Everything that reads or writes FSDP's own books goes through this file. Read against torch 2.11.0 (which vLLM 0.25.1
-requires) and 2.13.0, torch/distributed/fsdp/_fully_shard.
+Everything that reads or writes FSDP's own state goes through this file. Read and tried with torch 2.11.0 (which vLLM
+0.25.1 requires) and 2.13.0, torch/distributed/fsdp/_fully_shard.
 """
 
 from __future__ import annotations
@@ -11,10 +11,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+_ROOM = "torch.distributed.fsdp._fully_shard"
+# Each private name that this file uses, and why there is no public way.
+NAMES = {
+    f"{_ROOM}._fsdp_common.TrainingState": "a unit that forgets a pass is idle again",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup": "the public interface has no unit's groups",
+    f"{_ROOM}._fully_shard.FSDPModule._get_fsdp_state": "the way from a unit to its groups",
+    f"{_ROOM}._fsdp_state.FSDPState._fsdp_param_groups": "the groups of a unit (2.13)",
+    f"{_ROOM}._fsdp_state.FSDPState._fsdp_param_group": "the group of a unit (2.11)",
+    f"{_ROOM}._fsdp_state.FSDPState._comm_ctx": "what is under way on this rank",
+    f"{_ROOM}._fsdp_state.FSDPState._state_ctx": "whether a pass is under way",
+    f"{_ROOM}._fsdp_state.FSDPState._device_handle": "the stream that waits",
+    f"{_ROOM}._fsdp_state.FSDPState._training_state": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._all_gather_result": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._post_reduce_event": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._all_reduce_state": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._partial_reduce_output": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._post_forward_indices": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._training_state": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._to_sharded": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param_group.FSDPParamGroup._wait_all_gather_streams_on_event": "2.11 cannot forget a pass",
+    f"{_ROOM}._fsdp_param.FSDPParam._unsharded_param": "the gradient that was not reduced yet",
+    f"{_ROOM}._fsdp_param.FSDPParam._sharded_param_data": "the memory of a shard, which other processes are to map",
+    "torch.distributed.tensor.DTensor._local_tensor": "the shard that the optimizer steps, in the same memory",
+}
 
 
 @dataclass(frozen=True)
@@ -157,3 +183,24 @@ def _reset_group(group: Any, stream: Any) -> None:
     group._post_forward_indices.clear()
     group._training_state = TrainingState.IDLE
     group._to_sharded()
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Drop the gradients of gathered parameters, which FSDP has not reduced yet."""
+    for parameter in parameters(module):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def padded_shard(parameter: Any) -> Tensor:
+    """The shard of an FSDPParam, with the padding that makes all ranks' equally large, as FSDP gathers it."""
+    padded: Tensor = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+    return padded
+
+
+def move_shard(parameter: Any, memory: Tensor) -> None:
+    """Let the shard of an FSDPParam lie in `memory` from now on, which holds what `padded_shard` gives."""
+    sharded, dim = parameter.sharded_param, parameter.fsdp_placement.dim
+    sharded._local_tensor = memory.narrow(dim, 0, sharded._local_tensor.shape[dim])
+    parameter._sharded_param_data = memory.view(-1)

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from hybrid_rl.sharding import fsdp_versions
+from hybrid_rl.compat import fsdp as fsdp2
+from hybrid_rl.compat.fsdp import DIFFERENCES
 from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh
-from hybrid_rl.sharding.fsdp_versions import DIFFERENCES
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -53,10 +53,10 @@ def sharded(*, replicas: int = 1) -> Any:
     model = Model()
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-    for unit in fsdp_versions.units(model):
+    for unit in fsdp2.units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        fsdp_versions.reduce_unused(unit)
+        fsdp2.reduce_unused(unit)
     return model
 
 
@@ -75,14 +75,14 @@ def rows_on_a_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     model = sharded()
     num_parameters = len(list(model.parameters()))
     return {
-        "rows": {name: fsdp_versions.has(name, model) for name in DIFFERENCES},
+        "rows": {name: fsdp2.has(name, model) for name in DIFFERENCES},
         "names": {
             name: any(hasattr(thing, name) for thing in (model, model._get_fsdp_state()))
             for row in DIFFERENCES.values()
             for name in row.names
         },
-        "parameters": (len(fsdp_versions.parameters(model)), num_parameters),
-        "groups": [len(fsdp_versions.groups(unit)) for unit in fsdp_versions.units(model)],
+        "parameters": (len(fsdp2.parameters(model)), num_parameters),
+        "groups": [len(fsdp2.groups(unit)) for unit in fsdp2.units(model)],
     }
 
 
@@ -130,7 +130,7 @@ def test_ranks_may_use_different_parameters(sync: bool) -> None:
 def broken_off_on_ranks(rank: int, num_ranks: int, replicas: int) -> dict[str, Any]:
     """A micro-batch that was reduced, then one that breaks off in the backward pass of the second block."""
     model = sharded(replicas=replicas)
-    fsdp_versions.reset(model)  # before the first forward pass nothing is there
+    fsdp2.reset(model)  # before the first forward pass nothing is there
     plain = train(model, rank)
     for parameter in model.parameters():
         parameter.grad = None
@@ -140,9 +140,9 @@ def broken_off_on_ranks(rank: int, num_ranks: int, replicas: int) -> dict[str, A
     with pytest.raises(KeyboardInterrupt):
         model(inputs(rank), (0, 1)).sum().backward()
     out.remove()
-    fsdp_versions.reset(model)
-    held = [p for p in fsdp_versions.parameters(model) if p.sharded_state.name != "SHARDED"]
-    for parameter in fsdp_versions.parameters(model):
+    fsdp2.reset(model)
+    held = [p for p in fsdp2.parameters(model) if p.sharded_state.name != "SHARDED"]
+    for parameter in fsdp2.parameters(model):
         parameter._unsharded_param.grad = None
     for parameter in model.parameters():
         parameter.grad = None

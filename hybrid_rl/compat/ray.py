@@ -1,0 +1,87 @@
+"""Ray's private names. Tried with Ray 2.60.0.
+
+The patches keep two promises that Ray has no argument for: a cluster that is started for one driver listens on the
+loopback interface only, and it is small. All are taken back as soon as `ray.init` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import ray._private.node
+import ray._private.services
+import ray._private.worker
+
+TRIED = "2.60.0"
+# Each private name that this file uses, and why there is no public way.
+NAMES = {
+    "ray._private.services.resolve_ip_for_localhost": (
+        "turns 127.0.0.1 into the machine's own address, on which the cluster would then listen. Any other loopback "
+        "address (127.0.0.2) is taken as it is, but gcs_server and raylet then listen on every interface; "
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 counts only if nobody imported ray before"
+    ),
+    "ray.init(_node_ip_address)": "the only argument for the address on which a cluster listens",
+    "ray.init(_temp_dir)": "the variable RAY_TMPDIR would move the files of all that a rank starts, too",
+    "ray._private.node.Node.start_monitor": "the autoscaler, 80 MB, listens on 0.0.0.0; no argument leaves it out",
+    "ray._private.node.Node.start_log_monitor": "80 MB; runs whatever log_to_driver says",
+    "ray._private.node.Node.start_api_server": "100 MB; runs whatever include_dashboard says",
+    "ray._private.worker.listen_error_messages": "prints on the console, whatever log_to_driver says",
+    "ray._private.services.canonicalize_bootstrap_address": (
+        "which address 'auto' is: ray.init tries for minutes to reach a cluster that is gone"
+    ),
+}
+
+
+def found_cluster(address: str) -> str:
+    """The "host:port" that ray.init would take for "auto"; other addresses as they are."""
+    found = ray._private.services.canonicalize_bootstrap_address(address) if address == "auto" else None
+    return found or address
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Connect inside the block without messages on the console, then and later: our errors tell how a rank ended."""
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with _replaced((ray._private.worker, "listen_error_messages", _nothing)):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def start_cluster(address: str, folder: str, **arguments: Any) -> None:
+    """Start a small cluster in this process and connect to it: no autoscaler, no dashboard, no logs on the console.
+
+    address: of the loopback interface, which the cluster then listens on, and on no other. folder: for Ray's files;
+    Ray opens it to every user. arguments: of ray.init.
+    """
+    node = ray._private.node.Node
+    with _replaced(
+        (node, "start_monitor", _nothing),
+        (node, "start_log_monitor", _nothing),
+        (node, "start_api_server", _nothing),
+        (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
+    ):
+        ray.init(address="local", _node_ip_address=address, _temp_dir=folder, **arguments)
+
+
+@contextlib.contextmanager
+def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, value): these attributes have other values inside the block, if the owner has them at all."""
+    known = [(owner, name, getattr(owner, name), value) for owner, name, value in changes if hasattr(owner, name)]
+    for owner, name, _, value in known:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, before, _ in known:
+            setattr(owner, name, before)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, whatever the arguments."""
