@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, is_datacl
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Needs
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
@@ -61,7 +61,7 @@ def _loss_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     # Of a loss that compares with the policy that sampled, nothing could be read where nobody did.
     named = given.get("advantage", given.get("estimator"))
     estimator = ADVANTAGES.get(named) if isinstance(named, str) else None
-    return "reinforce" if estimator is not None and "demonstrations" in estimator.needs else None
+    return "reinforce" if estimator is not None and Needs.DEMONSTRATIONS in estimator().needs else None
 
 
 def _kl_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
@@ -89,7 +89,7 @@ def _model_section(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None
 
 
 def _critic_section(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
-    return "value_head" if "values" in ADVANTAGES[chosen["advantage"]].needs else "none"
+    return "value_head" if Needs.VALUES in ADVANTAGES[chosen["advantage"]]().needs else "none"
 
 
 # In an order in which each is inferred from those before it.

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.hf import HFRolloutConfig
@@ -171,7 +172,7 @@ def _check_hf(config: TrainerConfig) -> None:
             "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
             "leave it out"
         )
-    if "router_scores" in config.policy_loss.needs:
+    if Needs.ROUTER_SCORES in config.policy_loss.needs:
         raise ConfigError(
             f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
             f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"

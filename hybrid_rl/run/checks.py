@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint import check_model
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
@@ -182,7 +183,7 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError where a teacher is wanted but not named, or speaks in other tokens."""
-    if "teacher_logprobs" not in config.advantage.needs:
+    if Needs.TEACHER_LOGPROBS not in config.advantage.needs:
         return
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
@@ -211,6 +212,6 @@ def check_demonstrations_of(
 ) -> None:
     """Raise DataError where the algorithm learns from the dataset's own completions and they cannot be used. room: that
     of prompts beside the longest completion."""
-    if "demonstrations" in config.advantage.needs:
+    if Needs.DEMONSTRATIONS in config.advantage.needs:
         max_length = None if room is None else room.num_tokens + params.max_tokens
         check_demonstrations(source, demonstration_encoder(tokenizer, config), params, max_length=max_length)

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.engines import SamplingParams
@@ -47,10 +48,10 @@ def collect_step(
             config.algorithm.num_generations,
             run.reward_names,
             version,
-            greedy_baseline="baseline_rewards" in config.advantage.needs,
+            greedy_baseline=Needs.BASELINE_REWARDS in config.advantage.needs,
             success_reward=config.eval.success_reward,
         )
-    if "demonstrations" in config.advantage.needs:
+    if Needs.DEMONSTRATIONS in config.advantage.needs:
         return collector.demonstrate(sampler, num_prompts, run.train_params, version, state)
     return collector.collect(
         sampler,
@@ -60,7 +61,7 @@ def collect_step(
         version,
         state,
         max_refills=config.algorithm.max_refills,
-        greedy_baseline="baseline_rewards" in config.advantage.needs,
+        greedy_baseline=Needs.BASELINE_REWARDS in config.advantage.needs,
     )
 
 

@@ -4,12 +4,11 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, registry
+from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, interface
 from hybrid_rl.config import load_config, visible_leaves
 
 PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
@@ -17,16 +16,16 @@ PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
 
 @pytest.fixture
 def namespace() -> Iterator[dict[str, object]]:
-    homes: list[dict[str, Any]] = [registry._policy_losses, registry._advantages]
-    before = [dict(home) for home in homes]
+    homes = interface._registered
+    before = {tag: dict(home) for tag, home in homes.items()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     found: dict[str, object] = {"__name__": "example"}
     exec(compile("\n".join(blocks), str(PAGE), "exec", dont_inherit=True), found)
     yield found
-    for home, records in zip(homes, before, strict=True):
+    for tag, home in homes.items():
         home.clear()
-        home.update(records)
+        home.update(before[tag])
 
 
 def test_a_registered_record_is_a_choice_of_the_configuration(namespace: dict[str, object]) -> None:

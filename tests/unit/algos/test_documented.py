@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.algos.registry import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.algos.interface import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
 from hybrid_rl.config import AlgorithmConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.config.presets import PRESETS
