@@ -183,11 +183,11 @@ class _Weighing(Correction):
 @register
 @dataclass(frozen=True)
 class TruncatedImportanceSampling(_Weighing):
-    """min(pi_old / pi_rollout, C), detached, with TRL's lower bound where one is given (F. Yao et al., "Your efficient
-    RL framework secretly brings you off-policy RL training", 2025: per token, C = 2).
+    """Truncated importance sampling: `min(max(q, floor), cap)`, detached, q = p_old / p_roll.
 
-    For the ratio of a completion verl says C = 2 to 10 and TRL has 3; for the geometric mean C must be near 1 to do
-    anything.
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025: per token, cap = 2.
+    The floor is TRL's (`vllm_importance_sampling_clip_min`). For the ratio of a completion verl says 2 to 10 and TRL
+    has 3; for the geometric mean the cap must be near 1 to do anything.
     """
 
     correction_mode: Literal["tis"] = key("tis", _MODE)
@@ -203,11 +203,10 @@ class TruncatedImportanceSampling(_Weighing):
 @register
 @dataclass(frozen=True)
 class MaskedImportanceSampling(_Weighing):
-    """pi_old / pi_rollout where it lies within bounds, 0 elsewhere (J. Liu, Y. Li et al., "When speed kills stability",
-    2025).
+    """Masked importance sampling: q if low <= q <= high, else 0.
 
-    They bound the product over a completion from above only (correction_low=0 here; so does TRL); verl's preset has 0.5
-    and 2.
+    J. Liu, Y. Li et al., "When speed kills stability", 2025. They bound the product over a completion from above only
+    (correction_low=0 here; so does TRL); verl's preset has 0.5 and 2.
     """
 
     correction_mode: Literal["mis"] = key("mis", _MODE)
@@ -225,8 +224,7 @@ class MaskedImportanceSampling(_Weighing):
 @register
 @dataclass(frozen=True)
 class IcePop(_Weighing):
-    """pi_old / pi_rollout of each token where it lies within [0.5, 5], 0 elsewhere: M(k) of IcePop (Ring-1T,
-    arXiv:2510.18855)."""
+    """As `mis`, token by token, within [0.5, 5]: M(k) of IcePop (Ring-1T, arXiv:2510.18855)."""
 
     correction_mode: Literal["icepop"] = key("icepop", _MODE)
     correction_low: float = key(0.5, "ratios below this have weight 0 (alpha)", minimum=0, maximum=1)
@@ -240,7 +238,8 @@ class IcePop(_Weighing):
 @register
 @dataclass(frozen=True)
 class KLRejection(_Weighing):
-    """Whole completions are left out where engine and trainer lie too far apart per token; the others have weight 1.
+    """0 for completions whose KL(engine, trainer) per token is above a threshold; the others have weight 1, or `min(q,
+    cap)`.
 
     verl's rollout correction (Y. Li et al.): its preset of k3 has 0.01, that of k1, the geometric mean, 0.001.
     """

@@ -338,8 +338,12 @@ class AdvantageEstimator(Record):
 
 @dataclass(frozen=True)
 class PolicyObjective(Record):
-    """From advantages to a loss per token. A subclass sets its name in the field `objective`; the properties below are
-    plain class attributes there, or properties if they follow from its options."""
+    """From advantages to a loss per token.
+
+    In the equations of the subclasses p is the policy, p_old the policy that ratios compare with, p_roll the engine
+    that sampled, w = p / p_old, A the advantage of the token, and sg a stopped gradient. A subclass sets its name in
+    the field `objective`; the properties below are plain class attributes there, or properties if they follow from its
+    options."""
 
     objective: str = key("", "the policy loss")
     # Numbers that are learned beside the model, by Adam at parameter_learning_rate: what they start from.

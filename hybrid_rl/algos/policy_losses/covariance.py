@@ -28,7 +28,9 @@ from hybrid_rl.options import key
 class ClipCov(ClipRange):
     """Clip-Cov: clip's loss, without gradient for tokens drawn from those whose covariance lies between two bounds.
 
-    arXiv:2505.22617. The ratio is not bounded below, and by 2 above. The tokens that are drawn count as clipped.
+    arXiv:2505.22617. The covariance of a token is `(ln p_old - mean)(A - mean)`; the paper takes the present p, which
+    is the same in the first update. The ratio is not bounded below, and by 2 above. The tokens that are drawn count as
+    clipped.
     """
 
     objective: Literal["clip_cov"] = key("clip_cov", "the policy loss")

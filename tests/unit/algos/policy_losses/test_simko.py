@@ -11,6 +11,9 @@ from torch import Tensor
 
 from hybrid_rl.algos import Clip, LossInputs
 from hybrid_rl.algos.policy_losses.simko import SimKO, row_quantile
+from hybrid_rl.config import load_config, resolve
+from tests.unit.training.written_estimators import Sample, Token
+from tests.unit.training.written_losses import Case, Ratio, Slopes, entropy_of, is_open, own, token_ratios
 
 OPTIONS: dict[str, Any] = {
     "epsilon": 0.2,
@@ -250,3 +253,29 @@ def test_bad_arguments() -> None:
         SimKO().loss(micro_batch(log_probs=torch.zeros(2, 8)))
     with pytest.raises(ValueError, match=r"quantile=1.5 is not a quantile"):
         row_quantile(torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, 1.5)
+
+
+def test_the_preset_has_the_numbers_of_the_paper() -> None:
+    """arXiv:2510.14807: alpha = .01, lambda_top1 = 1.1, K = 3, tau = .8."""
+    loss = resolve(*load_config({"algorithm": "simko"})).policy_loss
+    assert loss == SimKO(num_candidates=3, mix_topk_coef=0.01, lambda_top1=1.1, forking_quantile=0.8)
+
+
+def written(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
+    ratios = token_ratios(tokens, case)
+    entropies = [entropy_of(token) for token in tokens]
+    place = record.forking_quantile * (len(tokens) - 1)
+    low, ordered = math.floor(place), sorted(entropies)
+    threshold = ordered[low] + (ordered[min(low + 1, len(tokens) - 1)] - ordered[low]) * (place - low)
+    for token, ratio, entropy, weight in zip(tokens, ratios, entropies, up, strict=True):
+        forks, advantage = entropy > threshold, token.advantage
+        best = sorted(range(len(token.logs)), key=lambda i: -token.logs[i])[: record.num_candidates]
+        if forks and advantage < 0 and token.id == best[0]:
+            advantage *= record.lambda_top1
+        if not is_open(record, ratio, token.advantage):
+            continue
+        share = record.mix_topk_coef if forks and advantage > 0 else 0.0
+        slopes.add(token, -weight * advantage * ratio * (1 - share))
+        for entry in best:
+            slopes.add(token, -weight * advantage * ratio * share / record.num_candidates, entry)
+    return own(tokens, ratios)
