@@ -1,7 +1,7 @@
 """Every configuration key, once: type, default, allowed range and meaning.
 
 Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `controller.backend` and others are tags
-that select the class of their section (unions.py), so that a key of another choice does not exist and is refused; the
+that select the class of their section (choices.py), so that a key of another choice does not exist and is refused; the
 sections of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf
 names are unique over the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its
 path (`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say
