@@ -14,9 +14,9 @@ import pytest
 
 import hybrid_rl
 from hybrid_rl.config import TrainerConfig, load_config, visible_leaves
+from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS
 from hybrid_rl.config.presets import PRESETS
-from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import ConfigError
 
 PLACES = [{"rollout": engine, "controller": backend} for engine in ("inplace", "vllm") for backend in ("local", "ray")]
@@ -26,22 +26,24 @@ PLACES.append({"rollout": "hf", "controller": "local"})
 def members(given: dict[str, Any]) -> dict[str, str]:
     """The member of every section of what is given; of a section without a tag, inferred."""
     config = load_config(given)[0]
-    of_class = {section: {cls: name for name, cls in union.members.items()} for section, union in UNIONS.items()}
-    found = {section: of_class[section][type(getattr(config, section))] for section in UNIONS if section != "algorithm"}
+    of_class = {section: {cls: name for name, cls in choice.members.items()} for section, choice in CHOICES.items()}
+    found = {
+        section: of_class[section][type(getattr(config, section))] for section in CHOICES if section != "algorithm"
+    }
     return {"algorithm": config.algorithm.name, **found}
 
 
 # What a user may give, and what he then sees: every algorithm by name at every place, and every member of a section.
 ALGORITHMS = [{"algorithm": name, **place} for name in PRESETS for place in PLACES]
-SECTIONS = [section for section, union in UNIONS.items() if union.tag and section != "algorithm"]
-CHOICES: list[dict[str, Any]] = [{section: name} for section in SECTIONS for name in UNIONS[section].members]
-CHOICES += [{"eval_temperature": 0.5}, {"entropy_target": 0.2}, {"dtype": "bfloat16"}]
-GIVEN = [{}, *CHOICES, *ALGORITHMS]
+SECTIONS = [section for section, choice in CHOICES.items() if choice.tag and section != "algorithm"]
+CHOSEN: list[dict[str, Any]] = [{section: name} for section in SECTIONS for name in CHOICES[section].members]
+CHOSEN += [{"eval_temperature": 0.5}, {"entropy_target": 0.2}, {"dtype": "bfloat16"}]
+GIVEN = [{}, *CHOSEN, *ALGORITHMS]
 # Every key, and the first choice in which it exists.
 LEAVES = {path: leaf for given in reversed(GIVEN) for path, leaf in visible_leaves(members(given)).items()}
 NEEDS = {path: given for given in reversed(GIVEN) for path in visible_leaves(members(given))}
 PACKAGE = Path(hybrid_rl.__file__).parent
-TAGS = {f"{section}.{union.tag}" for section, union in UNIONS.items() if union.tag}
+TAGS = {f"{section}.{choice.tag}" for section, choice in CHOICES.items() if choice.tag}
 # Names under which code holds the config or one of its sections.
 HOLDERS = {path.split(".")[-2] for path in LEAVES if "." in path} | {
     "config",
@@ -84,13 +86,13 @@ def test_few_keys() -> None:
     assert not many
 
 
-@pytest.mark.parametrize("given", CHOICES, ids=str)
+@pytest.mark.parametrize("given", CHOSEN, ids=str)
 def test_every_member_can_be_chosen(given: dict[str, Any]) -> None:
     config, _ = load_config(given)
     for section, name in given.items():
-        if section in UNIONS:
-            chosen, union = getattr(config, section), UNIONS[section]
-            assert type(chosen) is union.members[name] and getattr(chosen, union.tag or "") == name
+        if section in CHOICES:
+            chosen, choice = getattr(config, section), CHOICES[section]
+            assert type(chosen) is choice.members[name] and getattr(chosen, choice.tag or "") == name
 
 
 def test_every_key_is_documented() -> None:
@@ -188,7 +190,7 @@ def test_config_is_frozen() -> None:
 
 def test_habits_are_refused_with_a_key_that_exists() -> None:
     names = set(LEAVES) | set(map(leaf_name, LEAVES)) | set(SECTIONS)
-    names |= {member for section in SECTIONS for member in UNIONS[section].members}
+    names |= {member for section in SECTIONS for member in CHOICES[section].members}
     assert not set(HABITS) & set(map(leaf_name, visible_leaves()))
     for habit, advice in HABITS.items():
         assert set(re.findall(r"[a-z]+(?:[_.][a-z_]+)+|(?<=set )[a-z_.]+", advice)) <= names, habit
