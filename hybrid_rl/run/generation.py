@@ -20,7 +20,7 @@ def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that are not numbers, or not whole numbers if they must be. given: fields of
     SamplingParams, which knows their ranges; None for what training does."""
     if num_generations is None:
-        raise ConfigError("num_generations=None: give how many completions each prompt is to get")
+        raise ConfigError("num_generations=None: give the number of completions per prompt")
     for name, value in {"num_generations": num_generations, **given}.items():
         kind = Integral if name in WHOLE else Real
         shown = "max_completion_length" if name == "max_tokens" else name

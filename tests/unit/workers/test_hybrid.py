@@ -311,8 +311,8 @@ def test_samples_of_a_step_are_logged_and_saved(make_bench, tmp_path) -> None:
     batch = bench.rollout()
     for step in (1, 2):
         bench.group.log_samples(batch.select([3, 1]), step, tmp_path)
-    bench.group.save_rollout(batch, 7, tmp_path / "rollouts")
-    assert bench.group.flush_samples() == [None]
+    bench.group.save_rollout(batch, 7, tmp_path / "rollouts", must=True)
+    assert bench.group.lost_samples() == []
     records = read_jsonl(tmp_path / "samples.jsonl")
     assert records == [record for step in (1, 2) for record in sample_records(step, batch.select([3, 1]), ["spread"])]
     saved = load_rollout(tmp_path / "rollouts", 7)
@@ -326,9 +326,9 @@ def test_samples_that_cannot_be_written_wait_and_are_named(make_bench, tmp_path)
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
     bench = make_bench()
     bench.group.log_samples(bench.rollout(), 1, tmp_path)
-    assert bench.group.flush_samples() == [tmp_path / "samples.jsonl"]
+    assert bench.group.lost_samples() == [tmp_path / "samples.jsonl"]
     (tmp_path / "samples.jsonl").unlink()
-    assert bench.group.flush_samples() == [None]
+    assert bench.group.lost_samples() == []
     assert [record["step"] for record in read_jsonl(tmp_path / "samples.jsonl")] == [1] * 12
 
 
