@@ -171,7 +171,7 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("output_dir", True, "output_dir=True must be of type str"),
         ("dtype", "bfloat61", r"must be one of auto, float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
-        ("loss_type", "luspo", "no choice here: set algorithm=luspo"),
+        ("loss_type", "luspo", "not a valid choice: set algorithm=luspo"),
         ("dtype", "float16", "float16 is not supported: .* without loss scaling; set dtype=bfloat16 or float32"),
         ("dtype", "fp16", "float16 is not supported"),
         ("dtype", torch.float16, "model.dtype='float16' is not a valid choice: float16 is not supported"),
