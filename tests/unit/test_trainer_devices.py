@@ -198,7 +198,7 @@ def test_a_gpu_without_bfloat16_is_told(
     with caplog.at_level(logging.WARNING, "hybrid_rl"), pytest.raises(Loaded):
         make_trainer(str(model_folder))
     assert "dtype=float32: Pretended 9000 has no hardware support for bfloat16" in caplog.messages
-    with pytest.raises(ConfigError, match="dtype=bfloat16, but Pretended 9000 has no hardware support for bfloat16"):
+    with pytest.raises(ConfigError, match="dtype=bfloat16, but Pretended 9000 has no hardware support for it"):
         make_trainer(str(model_folder), dtype="bfloat16")
 
 
