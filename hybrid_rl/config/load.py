@@ -1,4 +1,4 @@
-"""From what a user gives (keywords, YAML, command line) to one frozen `TrainerConfig`."""
+"""Loading of a configuration: from keywords, YAML and command line to one frozen `TrainerConfig`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Leaf:
 
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """All keys that exist under these tags (section -> chosen member; default members where left out), by path."""
+    """All keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
     chosen = _members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
 
 @functools.cache
 def leaf_names() -> frozenset[str]:
-    """The leaf names of all keys, under whatever tags."""
+    """The leaf names of all keys, under any tags."""
     choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
     return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
 
@@ -86,14 +86,14 @@ def load_config(
     preset = dict(PRESETS[_tag("algorithm", CHOICES["algorithm"], layers)[0] or CHOICES["algorithm"].default].settings)
     tags, of_preset = _tags([preset, *layers]), _tags([preset])
     leaves = visible_leaves(tags)
-    # A preset speaks for the members that it chose; whoever chooses another one leaves its values behind.
+    # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
     flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
     explicit: set[str] = set()
     for layer in layers:
         given = _flatten(layer, leaves, tags)
         for path in given.keys() & flat.keys():
-            if leaves[path].metadata["takes_rest"]:  # keys in their own right: each is overridden alone
+            if leaves[path].metadata["takes_rest"]:  # separate keys, each of which is overridden by itself
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
         explicit.update(given)
@@ -113,7 +113,7 @@ def to_yaml(config: Any) -> str:
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
-    """What a YAML file, a mapping or a config holds, whether its keys are known or not. Raises ConfigError."""
+    """The content of a YAML file, a mapping or a config, whether its keys are known or not. Raises ConfigError."""
     if config is None:
         return {}
     if isinstance(config, TrainerConfig):
@@ -143,7 +143,7 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise ConfigError(f"argument {argument!r} is not of the form key=value")
         try:
-            # One argument at a time, so that dots in a value or a list are YAML and nothing else.
+            # One argument at a time, so that dots in a value or a list are only YAML.
             value: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=True)
             parsed[name] = value["value"]
         except Exception as error:  # yaml errors have no common public base outside the yaml package
@@ -206,7 +206,7 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
 
 
 def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all layers give, by leaf name; the last one wins."""
+    """The values of all layers, by leaf name; the last one wins."""
     given: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -278,7 +278,7 @@ def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[st
 
 
 def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
-    """Whether there would be such a key under these tags, which there is not under those of `leaves`."""
+    """Whether such a key, which is not among `leaves`, would exist under these tags."""
     theirs = visible_leaves(tags)
     elsewhere = theirs.keys() - leaves.keys()
     rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
@@ -300,7 +300,7 @@ def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) 
     converted = _typed(path, expected, value)
     problem = range_error(converted, metadata)
     if problem and not metadata["remedy"] and type(None) in typing.get_args(expected):
-        # Elsewhere -1 or 0 may stand for what None stands for here.
+        # In other libraries -1 or 0 may mean what None means here.
         meaning = re.search(r"None = ([^;]+)", metadata["doc"])
         problem += f", or None{f' ({meaning[1]})' if meaning else ''}"
     if problem:
@@ -349,7 +349,7 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
 
 
 def _scalar(path: str, expected: type, value: Any) -> Any:
-    """YAML reads 1e-6 as text and users pass numpy numbers, so numbers are taken by value; nothing else is coerced."""
+    """Take numbers by value, because YAML reads 1e-6 as text and users pass numpy numbers; coerce nothing else."""
     try:
         if expected is bool and isinstance(value, bool):
             return value
