@@ -18,9 +18,9 @@ from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, cho
 from hybrid_rl.models.attention.interface import (
     NAME,
     AttentionContext,
-    attention_configs,
     attention_functions,
     checkpoint_contexts,
+    installed_views,
 )
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.attention.unpacked import UnpackedRow
@@ -71,7 +71,7 @@ class CausalLM:
         self.backbone = _backbone(module)
         self.masked_from: LengthLimit | None = None  # as `verify` finds it
         module.eval()
-        self._configs = attention_configs(module)
+        self._configs = installed_views(module)
         self._activation_offload = activation_offload
         _switch_off_noise(module)
         self._head = _output_head(module)

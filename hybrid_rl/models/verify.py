@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.backends import Backend
-from hybrid_rl.models.attention.interface import AttentionContext, attention_configs, attention_functions
+from hybrid_rl.models.attention.interface import AttentionContext, attention_functions, installed_views
 from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.experts.routing import HeldRouting
@@ -270,7 +270,7 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequ
 def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside the block a module runs as its architecture is defined: eager attention. The others leave out what they
     lack, SDPA Gemma-2's soft-capping."""
-    return attention_functions(attention_configs(module), "eager")
+    return attention_functions(installed_views(module), "eager")
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 |---|---|---|
 | sdpa | PyTorch's scaled_dot_product_attention, padded per bucket of similar lengths | nothing |
 | compiled | csrc/packed_attention.cpp, one call per layer | a CPU, float32, the compiled extension |
-| varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, torch 2.11, no soft-capping |
+| varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, no soft-capping |
 | flash_attn | the flash-attn package | CUDA 8.0 or newer, bfloat16, flash-attn 2.7 |
 | flash_attn_3 | varlen on the kernels of FlashAttention 3 | as varlen, on CUDA 9.0 (Hopper), flash-attn-3 |
 
@@ -43,7 +43,6 @@ from hybrid_rl.models.row import Layout
 NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLASH_ATTN = (2, 7)
-OLDEST_TORCH = (2, 11)
 FLASH_ATTN_3_CAPABILITY = 9  # its kernels are made for this generation only
 FLASH_ATTN_3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 installs, and PyTorch's switch imports
 LARGEST_HEAD = 256
@@ -164,8 +163,6 @@ def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, i
         return found + _flash_attn_obstacles()
     if name == "flash_attn_3":
         found += _flash_attn_3_obstacles(may_import=not found)
-    if _version(torch.__version__) < OLDEST_TORCH:
-        found.append(f"it needs torch 2.11, and this is {torch.__version__}")
     return found
 
 

@@ -110,22 +110,22 @@ def _chosen(view: PreTrainedConfig) -> str | None:
     return _overrides.names.get(id(view))
 
 
-def attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The distinct configs that decide which attention function the layers of a model use, as views that
-    `attention_functions` takes, put in their place once.
+def installed_views(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Put a view in the place of each config that decides which attention function the layers of a model use, once;
+    return the distinct views, as `attention_functions` takes them.
 
     What a config names belongs to its user: other threads (a reward that runs the policy, a judge made from the same
     config) continue with it while this one runs packed. So nothing is written into configs; modules inside the model
     ask a view, which looks here first. `model.config` itself stays the user's object, unless the model is a backbone.
     """
-    views: dict[int, PreTrainedConfig] = {}
-    for child in model.modules():
-        config = vars(child).get("config")
-        if not isinstance(config, PreTrainedConfig) or (child is model and model.base_model is not model):
-            continue
+    inner = (child for child in model.modules() if child is not model or model.base_model is model)
+    holders = [child for child in inner if isinstance(vars(child).get("config"), PreTrainedConfig)]
+    configs: list[PreTrainedConfig] = [vars(child)["config"] for child in holders]
+    views = {id(viewed_config(config)): config for config in configs if viewed_config(config) is not config}
+    for child, config in zip(holders, configs, strict=True):
         own = viewed_config(config)
         if id(own) not in views:
-            views[id(own)] = config_view(own, _chosen) if config is own else config
+            views[id(own)] = config_view(own, _chosen)
         vars(child)["config"] = views[id(own)]
     return list(views.values())
 
@@ -135,7 +135,7 @@ def attention_functions(
     configs: Sequence[PreTrainedConfig], name: str, context: AttentionContext | None = None
 ) -> Iterator[None]:
     """Inside the block, and in this thread only, the layers of these configs use the attention function of that name. A
-    user's own calls of the model stay as they were. configs: as `attention_configs` gives them; context: where the
+    user's own calls of the model stay as they were. configs: as `installed_views` gives them; context: where the
     functions of this module send what they get.
     """
     with _overridden(_overrides.names | {id(config): name for config in configs}, context):

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import (
     AttentionOptions,
-    attention_configs,
     attention_functions,
     current_context,
+    installed_views,
     options_of,
 )
 
@@ -120,6 +120,6 @@ def surveyed(backbone: PreTrainedModel, device: torch.device) -> list[LayerCall]
     """Every call of attention in a forward pass, in order. Raises ModelError for what packed attention does not have,
     and for a mask that is not made by transformers from a rule."""
     survey = _Survey()
-    with attention_functions(attention_configs(backbone), NAME, survey):
+    with attention_functions(installed_views(backbone), NAME, survey):
         backbone(input_ids=torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=False)
     return survey.calls

@@ -168,7 +168,8 @@ class _VarlenAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, parts: Parts, options: AttentionOptions
     ) -> Tensor:
-        state = AttentionState(query, key, value, *kernel.forward(query, key, value, parts.own, options))
+        results = kernel.forward(query, key, value, parts.own, options)
+        state = AttentionState(query, key, value, *(tensor.contiguous() for tensor in results))
         if parts.shared is not None:
             mine = parts.of_shared(state)
             other, other_lse = kernel.forward(mine.query, mine.key, mine.value, parts.shared, options)

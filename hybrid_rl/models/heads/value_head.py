@@ -1,11 +1,11 @@
-"""A critic's module: the backbone of a causal language model with one number per token in the place of its logits.
+"""A critic's module: the backbone of a causal language model with one number per token instead of its logits.
 
 Its class is the one that transformers' AutoModelForTokenClassification takes for the family; a family without one gets
 a class that is put together in the same way, so that its checkpoints have the same form.
 
 A new head is zero. All values are 0 then, whatever the seed, the number of ranks or the backbone: the first advantages
-are those of plain returns, without noise, and ranks need not agree on random numbers. The first update moves the head
-alone, since the gradient of what is below a head of zeros is zero; every later one moves everything.
+are those of plain returns, without noise, and ranks need not agree on random numbers. The first update moves only the
+head, since the gradient of what is below a head of zeros is zero; every later one moves everything.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from hybrid_rl.compat.transformers import (
     GenericForTokenClassification,
 )
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.lazy import LazyTensor
-from hybrid_rl.models.weights.loading import lazy_weights, load_weights
+from hybrid_rl.models.weights.loading import lazy_weights
 from hybrid_rl.models.weights.names import match
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import StateSource, WeightSource
@@ -73,15 +72,6 @@ def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
         parent, _, leaf = name.rpartition(".")
         setattr(found.get_submodule(parent), leaf, torch.nn.Parameter(values.detach().clone()))
     return found.eval()
-
-
-def load_value_model(path: str, *, dtype: str = "float32", trust_remote_code: bool = False) -> PreTrainedModel:
-    """A saved critic, of families too that AutoModelForTokenClassification does not know; or the backbone of a
-    language model with a head of zeros. On the CPU."""
-    recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
-    module, source = value_model_on_meta(recipe, DTYPES[dtype])
-    load_weights(module, source, "cpu")
-    return module
 
 
 def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:

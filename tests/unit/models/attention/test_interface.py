@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import NAME, attention_configs, attention_forward, attention_functions
+from hybrid_rl.models.attention.interface import NAME, attention_forward, attention_functions, installed_views
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.row import Layout
 from tests.unit.models.families import build
@@ -42,7 +42,7 @@ def names(configs):
 
 
 def test_attention_names_are_put_back_after_an_error():
-    configs = [attention_configs(build("qwen2", attention=name))[0] for name in ("eager", "sdpa")]
+    configs = [installed_views(build("qwen2", attention=name))[0] for name in ("eager", "sdpa")]
     with pytest.raises(KeyError), attention_functions(configs, "a"):
         assert names(configs) == ["a", "a"]
         with attention_functions(configs[1:], "c"):
@@ -57,7 +57,7 @@ def test_other_threads_keep_the_attention_that_a_config_names():
     token_ids = torch.arange(2, 9)[None]
     with torch.no_grad():
         expected = module(input_ids=token_ids).logits
-    configs = attention_configs(module)
+    configs = installed_views(module)
     with attention_functions(configs, NAME), ThreadPoolExecutor(1) as pool:
         assert names(configs) == [NAME]
         assert pool.submit(names, configs).result() == ["sdpa"]
@@ -72,8 +72,10 @@ def test_a_config_is_looked_through_and_not_replaced():
     know nothing of views."""
     module = build("qwen2", attention="sdpa")
     config, layer = module.config, module.model.layers[0].self_attn
-    (view,) = attention_configs(module)
-    assert attention_configs(module) == [view] and attention_configs(module.model)[0] is view
+    (view,) = installed_views(module)
+    assert installed_views(module) == [view] and installed_views(module.model)[0] is view
+    module.model.layers[0].config = config  # a module that was added later gets the same view
+    assert installed_views(module)[0] is module.model.layers[0].config is view
     assert module.config is config and type(config) is Qwen2Config
     assert layer.config is module.model.config is view is not config
     module.set_attn_implementation("eager")

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.heads.value_head import load_value_model, value_model_class, value_model_of, value_model_on_meta
+from hybrid_rl.models.heads.value_head import value_model_class, value_model_of, value_model_on_meta
 from hybrid_rl.models.weights import ModelRecipe, StateSource, blocks_of, load_weights, named_state, save_weights
 from tests.float64 import KeepFloat64
 from tests.unit.models.checkpoints import MODELS, build_stored
@@ -28,6 +28,13 @@ from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build
 KNOWN = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2", "phi", *MODELS)
 PROMPTS = ([5, 6, 7], [5, 6, 7], [9], [30, 31, 32, 33])  # the first two are shared
 COMPLETIONS = ([11, 12, 13, 14], [15], [16, 17], [])
+
+
+def load_value_model(path: str) -> PreTrainedModel:
+    """A critic from a saved critic, or from a language model."""
+    module, source = value_model_on_meta(ModelRecipe.of_folder(path), torch.float32)
+    load_weights(module, source, "cpu")
+    return module
 
 
 def head_of(module: PreTrainedModel) -> nn.Linear:
