@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what processes left that were killed while they wrote one."""
+"""The checkpoint from which a run continues, and the remains of processes that were killed while writing one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 
 
 def hidden_name(folder: Path, kind: str) -> Path:
-    """Where this process writes a checkpoint until it is complete ("tmp"), or keeps one that is replaced ("old")."""
+    """The path where this process writes an unfinished checkpoint ("tmp"), or keeps the replaced one ("old")."""
     return folder.with_name(f".{folder.name}.{Owner.here().token}.{kind}")
 
 
 def clear_up(run: Path, *, is_ours: bool = False) -> None:
-    """What processes left that are gone: a checkpoint that was being replaced comes back, an unfinished one goes.
-    is_ours: nobody else can be writing checkpoints of this run, so that those of unknown owners are left over too."""
+    """Clear up after processes that are gone: a checkpoint that was being replaced comes back, an unfinished one goes.
+
+    is_ours: nobody else can be writing checkpoints of this run, so those of unknown owners are left over too.
+    """
     for path in run.glob(".*"):
         match = _LEFT.fullmatch(path.name)
         if match is None or not _is_left(match[2], is_ours=is_ours and match[1].startswith("checkpoint-")):
@@ -45,14 +47,14 @@ def clear_up(run: Path, *, is_ours: bool = False) -> None:
 
 def _is_left(owner: str, *, is_ours: bool) -> bool:
     known = Owner.of_token(owner)
-    if known is None:  # of an earlier version, which wrote the pid alone
+    if known is None:  # of an earlier version, which wrote only the pid
         return is_ours or not owner.isdigit() or not psutil.pid_exists(int(owner))
     standing = known.standing()
     return standing == "gone" or (standing == "unknown" and is_ours)
 
 
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
-    """The checkpoint of a run folder with the most training steps, None for none. is_ours: see `clear_up`."""
+    """The checkpoint of a run folder with the most training steps; None if it has none. is_ours: as for `clear_up`."""
     clear_up(run, is_ours=is_ours)
     named = checkpoints_of(run)
     there = [step for step, path in named.items() if _is_checkpoint(path)]
@@ -60,7 +62,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
     for step in sorted(named):
         if step > newest:
             logger.warning(
-                "%s is passed over: it has neither %s nor %s, as a copy that broke off",
+                "%s is skipped: it has neither %s nor %s, like a copy that was interrupted",
                 named[step],
                 STATE_FILE,
                 MANIFEST_FILE,
@@ -69,7 +71,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not passed over."""
+    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not skipped."""
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
@@ -80,16 +82,16 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 
 def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]:
-    """Rename the checkpoints of a run folder that a training from `checkpoint`, of this step, leaves to another branch:
-    a later `resume=auto` must not take them for the newest ones. None of them is deleted. checkpoint: None for a
-    training from the beginning. Returns the new paths, by steps.
+    """Rename the checkpoints of a run folder that training from `checkpoint`, of this step, leaves to another branch: a
+    later `resume=auto` must not take them for the newest ones. None of them is deleted.
 
-    Killed anywhere in between, the same call again does the rest. Raises StorageError.
+    checkpoint: None for training from the beginning. Returns the new paths, by steps. If the process is killed in
+    between, the same call again does the rest. Raises StorageError.
     """
     clear_up(run, is_ours=True)  # else one that was being replaced would come back later
     moved = []
     try:
-        # From the last one down: whoever is killed in between leaves a run that has lost its end, and no gap.
+        # From the last one down: if killed in between, the run has lost its end, but has no gap.
         for number, path in sorted(checkpoints_of(run).items(), reverse=True):
             is_where_it_began = checkpoint is not None and checkpoint.exists() and path.samefile(checkpoint)
             if number >= step and not is_where_it_began:
@@ -103,9 +105,12 @@ def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
-    """The run folder that goes on: that of run_name where `resume` is "auto", whether it is there or not; the one that
-    a checkpoint lies in, unless another run_name is given. None if a new run begins: also from a checkpoint that was
-    set aside, for what else lies in its folder is of the branch that went on."""
+    """The run folder that is continued: that of run_name if `resume` is "auto", whether it exists or not; else the one
+    that holds the checkpoint, unless another run_name is given.
+
+    None if a new run begins, also from a checkpoint that was set aside: the rest of its folder belongs to the branch
+    that continued.
+    """
     if resume is None:
         return None
     named = None if run_name is None else Path(output_dir).absolute() / run_name
@@ -123,7 +128,9 @@ def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) ->
 
 def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *, is_ours: bool = False) -> Path | None:
     """The checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None while there is none).
-    is_ours: see `clear_up`. Raises CheckpointError for one that cannot be resumed."""
+
+    is_ours: as for `clear_up`. Raises CheckpointError if it cannot be resumed.
+    """
     if resume is None:
         return None
     if resume != "auto":
@@ -143,8 +150,8 @@ def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *
 
 
 def _tell_of_siblings(run: Path, found: Path | None) -> None:
-    """Warn of the runs that got another folder because this name was taken, where one of them has come further, or has
-    a checkpoint that was written later. Nothing in their folders is touched: somebody may be writing there."""
+    """Warn of runs that got another folder because this name was taken, if one of them is further ahead or has a
+    checkpoint that was written later. Nothing in their folders is touched: somebody may be writing there."""
     mine = (-1, -1) if found is None else (int(found.name.removeprefix("checkpoint-")), _written(found))
     for path in sorted(run.parent.glob(f"{glob.escape(run.name)}-*")):
         if not re.fullmatch(r"\d+", path.name.removeprefix(f"{run.name}-")):
@@ -154,19 +161,19 @@ def _tell_of_siblings(run: Path, found: Path | None) -> None:
             if step > mine[0] or (step >= 0 and _written(theirs) > mine[1]):
                 logger.warning(
                     "resume=auto takes %s, but %s is newer: a run gets such a folder when its name is taken. "
-                    "run_name=%r goes on there",
+                    "run_name=%r continues there",
                     *(found or f"nothing, for {run} has no checkpoint", theirs, path.name),
                 )
 
 
 def _written(checkpoint: Path) -> int:
-    """When a checkpoint was written, by its file system."""
+    """The time when a checkpoint was written, in nanoseconds, by its file system."""
     return (checkpoint / STATE_FILE).stat().st_mtime_ns
 
 
 def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
-    """`check_checkpoint`, and where a damaged one is only the newest of its run, the error names the one to go back
-    to. Raises CheckpointError."""
+    """Check a checkpoint as `check_checkpoint` does. is_auto: it is only the newest of its run, so the error for a
+    damaged one names the one to go back to. Raises CheckpointError."""
     try:
         check_checkpoint(checkpoint)
     except CheckpointError as error:
@@ -176,7 +183,7 @@ def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
 
 
 def _newest_intact(damaged: Path) -> str:
-    """What to resume instead of a damaged checkpoint, in words."""
+    """A sentence that says what to resume instead of a damaged checkpoint."""
     for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
         if path == damaged or not (path / MANIFEST_FILE).is_file():
             continue
@@ -186,4 +193,4 @@ def _newest_intact(damaged: Path) -> str:
         except CheckpointError:
             continue
         return f"The newest intact one is resume={str(path)!r}"
-    return f"No other checkpoint of {damaged.parent} can be told to be intact"
+    return f"No other checkpoint of {damaged.parent} is known to be intact"

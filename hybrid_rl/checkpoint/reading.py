@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model."""
+"""Trainer and optimizer state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KINDS: Mapping[str, type] = {"global_step": int, "num_tokens": int, "sampler": d
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """The trainer's state of a checkpoint. Raises CheckpointError where it, or a required entry, is missing or cannot
-    be, and where it is of another training step than the folder's name says."""
+    """The trainer's state of a checkpoint. Raises CheckpointError if it, or a required entry, is missing or
+    impossible, and if its training step is not the one in the folder's name."""
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
@@ -43,7 +43,7 @@ def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_name(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise ValueError where a folder is named after another training step than its state is of."""
+    """Raise ValueError if a folder is named after another training step than its state has."""
     named, step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name), state.get("global_step")
     if named is not None and isinstance(step, int) and int(named[1]) != step:
         raise ValueError(f"its global_step is {step}, but the folder is named {folder.name}; name it as it is")
@@ -53,7 +53,7 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
     """Fill the tensors of an optimizer's state from a checkpoint that any number of ranks wrote, and return the state:
     those tensors, and the checkpoint's numbers.
 
-    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, where
+    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, if
     the files are damaged or of another model.
     """
     path = folder / OPTIMIZER_FOLDER
