@@ -1,1 +1,1 @@
-"""Measurements against other libraries; see README.md."""
+"""Measurements against other libraries, described in README.md."""

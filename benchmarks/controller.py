@@ -1,5 +1,5 @@
-"""What the controller costs: seconds per call and per training step with workers that do nothing, the bytes that pass
-through the driver against the length of completions, and what that makes of 64 to 1024 ranks.
+"""Costs of the controller: seconds per call and per training step with workers that do nothing, bytes through the
+driver by length of completions, and an extrapolation to 64 to 1024 ranks.
 
 Prints a table, and one line of JSON per measurement into benchmarks/results.
 """
@@ -44,7 +44,7 @@ SIMULATED_RANKS = (64, 128, 256, 512, 1024)
 
 
 class NoWork:
-    """A worker whose methods have the shapes of the library's, and do nothing. length: of completions, in tokens."""
+    """A worker whose methods have the library's signatures, and do nothing. length: of completions, in tokens."""
 
     def __init__(self, context: RankContext, length: int = 16) -> None:
         self.length = length
@@ -96,8 +96,30 @@ class NoWork:
         return {}
 
 
-def train_step(group: WorkerGroup) -> None:
-    """The calls of a training step."""
+class NoWorkGroup(WorkerGroup):
+    """The calls of `NoWork`."""
+
+    def rollout(self, prompts: list[int]) -> tuple[Batch | BatchRef, list[float]]:
+        return self._ranks.call(NoWork.rollout, prompts)
+
+    def score(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+        return self._ranks.call(NoWork.score, batch)
+
+    def advantages(self, batch: Batch | BatchRef) -> Batch | BatchRef:
+        return self._ranks.call(NoWork.advantages, batch)
+
+    def update(self, batch: Batch | BatchRef) -> dict[str, float]:
+        return self._ranks.call(NoWork.update, batch)
+
+    def publish(self, version: int) -> dict[str, float]:
+        return self._ranks.call(NoWork.publish, version)
+
+    def nothing(self) -> None:
+        self._ranks.call(NoWork.nothing)
+
+
+def train_step(group: NoWorkGroup) -> None:
+    """Make the calls of a training step."""
     batch, _ = group.rollout(list(range(GROUPS_PER_RANK * group.num_ranks)))
     batch = group.advantages(group.score(batch))
     group.update(batch)
@@ -110,14 +132,14 @@ CALLS_PER_STEP = 6
 
 @dataclass(frozen=True)
 class Handle:
-    """Stands in for a handle of Ray's object store."""
+    """A stand-in for a handle of Ray's object store."""
 
     id: int
 
 
 @dataclass
 class InProcessRanks:
-    """Ranks in this process, one after the other: everything that the controller does, without a transport."""
+    """Ranks in this process, one after the other: all of the controller's work, without a transport."""
 
     is_dead: bool = False
     seconds_on_ranks: float = 0.0
@@ -171,7 +193,7 @@ class InProcessRanks:
 
 
 class Counted:
-    """Ranks behind which bytes and seconds are counted: what is sent and received, serialised."""
+    """Ranks whose sent and received bytes and seconds are counted, serialised."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks = ranks
@@ -198,12 +220,12 @@ class Counted:
 
 
 def splitter(batch: Batch | BatchRef, num_parts: int) -> Sequence[torch.Tensor]:
-    """The library's own."""
+    """Split as the library does."""
     return split_over_ranks(batch, num_parts, pair_cost=1e-6)
 
 
 def measure(num_ranks: int, cluster: Any, given: Namespace) -> list[dict[str, Any]]:
-    """Calls and steps on real ranks, and the bytes of a step for every completion length."""
+    """Measure calls and steps on real ranks, and the bytes of a step for every completion length."""
     from hybrid_rl.controller.ray_backend import RayBackend
 
     lines = []
@@ -218,7 +240,7 @@ def measure(num_ranks: int, cluster: Any, given: Namespace) -> list[dict[str, An
                 options=RayOptions(),
                 log_folder=Path(logs),
             )
-            group = WorkerGroup(NoWork, backend)
+            group = NoWorkGroup(backend)
             train_step(group)
             line: dict[str, Any] = {"part": "measured", "ranks": num_ranks, "length": length}
             if length == given.lengths[0]:
@@ -249,10 +271,10 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-def _transport_seconds(group: WorkerGroup, num_calls: int) -> dict[str, float]:
-    """Seconds of the driver per rank and call to send a small message, and to receive an answer that is there.
+def _transport_seconds(group: NoWorkGroup, num_calls: int) -> dict[str, float]:
+    """Return the driver's seconds per rank and call to send a small message, and to receive an answer that is ready.
 
-    Answers are given time to arrive, so that neither holds work of the ranks, with which the driver shares the cores.
+    Answers are given time to arrive, so neither includes work of the ranks, which share the cores with the driver.
     """
     backend: Any = group._backend
     sends, receives = [], []
@@ -269,7 +291,7 @@ def _transport_seconds(group: WorkerGroup, num_calls: int) -> dict[str, float]:
 
 
 class _Paused:
-    """Ranks that are given time to answer before the answers are asked for."""
+    """Ranks that get time to answer before their answers are requested."""
 
     def __init__(self, ranks: Any) -> None:
         self.ranks = ranks
@@ -290,8 +312,8 @@ class _Paused:
 
 
 def simulate(num_ranks: int, send_seconds: float, receive_seconds: float, steps: int) -> dict[str, Any]:
-    """A step of so many ranks: the controller's own code run for real on ranks in this process, less the time on the
-    ranks, which would work side by side; and the measured seconds of the transport for each rank and call."""
+    """Simulate a step of so many ranks: the controller's own code, run for real on ranks in this process, less the time
+    on the ranks, which would run in parallel; plus the measured seconds of the transport for each rank and call."""
     ranks = InProcessRanks()
     backend = RemoteBackend(
         "nobody",
@@ -302,7 +324,7 @@ def simulate(num_ranks: int, send_seconds: float, receive_seconds: float, steps:
         options=RayOptions(),
         log_folder=Path(),
     )
-    group = WorkerGroup(NoWork, backend)
+    group = NoWorkGroup(backend)
     own = []
     for _ in range(steps):
         ranks.seconds_on_ranks = 0.0
@@ -324,7 +346,7 @@ def simulate(num_ranks: int, send_seconds: float, receive_seconds: float, steps:
 
 
 def show(lines: Sequence[Mapping[str, Any]], step_budget_seconds: float) -> None:
-    """The tables, and a sentence that says what breaks first."""
+    """Print the tables, and a sentence that names the first bottleneck."""
     console = Console()
     columns = ("ranks", "completion tokens", "call, ms", "step, ms", "sent, bytes", "received, bytes")
     measured = Table(*columns, title="measured")
@@ -372,7 +394,7 @@ def main() -> None:
     cluster = RayCluster()
     lines = [line for num_ranks in given.ranks for line in measure(num_ranks, cluster, given)]
     cluster.close()
-    # With most ranks: the fixed cost of a call weighs least there.
+    # With the most ranks, because the fixed cost of a call matters least there.
     last = [line for line in lines if "send_seconds_per_rank" in line][-1]
     costs = last["send_seconds_per_rank"], last["receive_seconds_per_rank"]
     lines += [simulate(num_ranks, *costs, steps=max(1, given.steps // 10)) for num_ranks in given.simulated]

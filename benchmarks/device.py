@@ -1,4 +1,4 @@
-"""What the benchmarks gpu_*.py share: the device, clocks that wait for it, models of Qwen2.5's shapes, the line."""
+"""Shared parts of the benchmarks gpu_*.py: device, clocks that wait for it, models of Qwen2.5's shapes, output."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ TINY_FOR_VLLM = Shape(128, 256, 2, 4, 2, 128)  # heads of 32, the smallest that 
 
 
 def parser_of(doc: str | None, *, repeats: int) -> ArgumentParser:
-    """The arguments that all of them have. repeats: the default."""
+    """Make a parser with the arguments that all of them have. repeats: the default."""
     parser = ArgumentParser(description=(doc or "").partition("\n\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--tiny", action="store_true", help="smallest sizes: whether it runs, not how fast")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes: to see that it runs, not how fast")
     parser.add_argument("--repeats", type=report.positive, default=repeats, help="measurements that count")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def parse(parser: ArgumentParser) -> Namespace:
-    """The arguments. Ends the script where the device is not there."""
+    """Parse the arguments. Ends the script if the device does not exist."""
     given = parser.parse_args()
     if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} finds no CUDA device; --device cpu --tiny shows that the script runs")
@@ -94,12 +94,12 @@ def config_of(shape: Shape, max_positions: int) -> Qwen2Config:
 
 
 def shape_of(name: str, *, layers: int | None = None) -> Shape:
-    """A shape of SHAPES; layers: as many of its layers, for what does not fit whole."""
+    """Return a shape of SHAPES; layers: only so many of its layers, for models that do not fit."""
     return SHAPES[name] if layers is None else replace(SHAPES[name], num_layers=layers)
 
 
 def plain_model(given: Namespace, shape: Shape, max_positions: int, dtype: torch.dtype) -> Qwen2ForCausalLM:
-    """A random Qwen2, made on the device in its dtype: nothing larger is there for a moment."""
+    """Make a random Qwen2 on the device in its dtype, without a larger copy at any moment."""
     torch.manual_seed(given.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -114,12 +114,12 @@ def plain_model(given: Namespace, shape: Shape, max_positions: int, dtype: torch
 def model_of(
     given: Namespace, *, max_positions: int, ends: float | None, shape: Shape | None = None
 ) -> Qwen2ForCausalLM:
-    """A random Qwen2, every position of which ends a completion with probability `ends` (None: never).
+    """Make a random Qwen2 in which every position ends a completion with probability `ends` (None: never).
 
-    shape: None is that of 0.5B; if tiny, the smallest whatever is asked for.
+    shape: None is that of 0.5B; with --tiny always the smallest.
 
-    EOS gets a row of zeros in the head, so that its logit is a bias alone. The other logits of a random model are
-    nearly alike everywhere, so their sum on a few random tokens tells the bias.
+    EOS gets a row of zeros in the head, so its logit is only a bias. The other logits of a random model are nearly
+    equal everywhere, so their sum on a few random tokens gives the bias.
     """
     shape = TINY if given.tiny else shape or SHAPES["0.5B"]
     module: Any = plain_model(given, shape, max_positions, DTYPES[given.dtype])
@@ -136,7 +136,7 @@ def model_of(
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done everything that it was told."""
+    """Wait until the device has done all of its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -164,7 +164,7 @@ def seconds_each(function: Callable[[], Any], given: Namespace, calls: int = 10)
 
 
 def captured(function: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """The kernels of a call as a CUDA graph: what the device takes, without Python's launches. On a CPU the call."""
+    """Return the kernels of a call as a CUDA graph, to time the device without Python's launches; on a CPU the call."""
     if torch.device(device).type != "cuda":
         return function
     function()  # compiles outside of the capture
@@ -229,6 +229,6 @@ def peak_memory_bytes(device: str) -> int | None:
 
 
 def reset_peak(device: str) -> None:
-    """Start counting anew."""
+    """Reset the peak of memory."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Attention alone, on one GPU: training backends over ragged lengths, and the paged decode kernel.
+"""Attention by itself on one GPU: training backends over ragged lengths, and the paged decode kernel.
 
 Training: forward and backward of one layer over a packed row; `peer` is PyTorch's attention over the same sequences
 padded to the longest. Decode: bytes of keys and values read per second; `peer` is what a plain copy reads and writes.
@@ -30,7 +30,7 @@ LENGTHS = {
     "equal": lambda generator: [512] * 64,
 }
 TINY_LENGTHS = {"heavy-tail": lambda generator: [3, 17, 5, 40], "equal": lambda generator: [8] * 4}
-# sequences, context tokens of each: far more bytes than a cache on the chip holds
+# sequences, context tokens of each: far more bytes than a cache on the chip can hold
 DECODES = {"few long": (8, 65536), "many": (128, 4096), "ragged": (128, -4096)}
 TINY_DECODES = {"few long": (1, 70), "many": (3, 20), "ragged": (3, -20)}
 
@@ -79,7 +79,7 @@ def line(
 
 
 def measure_training(given: Namespace, name: str, lengths: list[int]) -> None:
-    """Every backend that runs here against padding."""
+    """Compare every backend that runs here with padding."""
     dtype = device.DTYPES[given.dtype]
     torch.manual_seed(given.seed)
     rows = [
@@ -112,7 +112,7 @@ def measure_training(given: Namespace, name: str, lengths: list[int]) -> None:
 
 
 def both_ways(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], None]:
-    """Forward and backward, gradients thrown away."""
+    """Run forward and backward, and discard the gradients."""
 
     def run() -> None:
         out = attend(*inputs)
@@ -122,7 +122,7 @@ def both_ways(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[
 
 
 def contexts(given: Namespace, lengths: list[int], dtype: torch.dtype) -> dict[str, Any]:
-    """The backends that run here, each with its plan for these lengths."""
+    """Return the backends that run here, each with its plan for these lengths."""
     needs = backends.AttentionNeeds(torch.device(given.device), dtype, given.head_dim, None)
     found = {}
     for name in given.attention:

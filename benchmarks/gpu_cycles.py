@@ -1,8 +1,8 @@
-"""Memory over 50 training steps with vLLM in the process: what each step leaves behind.
+"""Memory over 50 training steps with vLLM in the process, to find what each step leaves behind.
 
-A model of 0.5B's shape trains on short completions; after every step the memory in use on the device and that of the
-process are read. One line of JSON: `ours` is the growth in bytes on the device from the tenth step to the last, by a
-line through the readings; the bar is 64 MiB. In the details the same of host memory, and all readings.
+A model of 0.5B's shape trains on short completions; after every step the memory in use on the device and of the process
+is read. One line of JSON: `ours` is the growth in bytes on the device from the tenth step to the last, by a line fitted
+to the readings; the bar is 64 MiB. The details have the same for host memory, and all readings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Completion tokens per second of both engines against plain vLLM: the same requests, one side after the other.
+"""Completion tokens per second of both engines and of plain vLLM, on the same requests, one side after the other.
 
 A random Qwen2 of 0.5B's shape in bfloat16; every request has a length of its own and ends there, so that all sides make
 equally many tokens: heavy tail (exponential, cut at the longest) and equal. Each side has a process of its own, since
@@ -119,7 +119,7 @@ def lengths_of(given: Namespace) -> dict[str, list[int]]:
 
 
 def prompts_of(given: Namespace, seed: int) -> list[list[int]]:
-    """Token ids of one prompt per group; other ones for every rollout, as a cache would remember them."""
+    """Token ids of one prompt per group; different for every rollout, because a cache would remember them."""
     generator = torch.Generator().manual_seed(1000 + seed)
     size = (given.samples // GROUP, given.prompt_tokens)
     return torch.randint(2, shape_of(given).vocab_size, size, generator=generator).tolist()

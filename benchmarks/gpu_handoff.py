@@ -26,7 +26,7 @@ from benchmarks import device, report  # noqa: E402
 from benchmarks.device import SHAPES, Shape  # noqa: E402
 
 MAX_LENGTH = 64
-# Trainer, engine, a full state; and room for what vLLM and CUDA take besides.
+# Trainer, engine, a full state; and room for the other memory of vLLM and CUDA.
 BYTES_PER_PARAMETER, ROOM_BYTES = 4 + 2 + 2, 6 << 30
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def largest(given: Namespace) -> str:
-    """The first shape for which there is memory; the smallest where that cannot be known."""
+    """The first shape that fits in memory; the smallest if the memory is unknown."""
     if torch.device(given.device).type != "cuda":
         return list(SHAPES)[-1]
     free = torch.cuda.mem_get_info()[0] - ROOM_BYTES
@@ -86,7 +86,7 @@ def measure(given: Namespace, module: Any) -> None:
     weights = engine.weights
     verified = Verifier(weights.trace, source.layout()).verify(source, weights.destinations, version=len(reports) + 1)
     measure_bandwidth(given, source, weights)
-    # Last: what vLLM's reload leaves behind need not be where the plan writes.
+    # Last, because what vLLM's reload leaves behind need not be where the plan writes.
     peers = {name: timed(given, lambda load=load: load(module, engine)) for name, load in PEERS.items()}
     details = {
         "seconds": report.spread(seconds),
@@ -108,7 +108,7 @@ def measure(given: Namespace, module: Any) -> None:
 
 
 def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
-    """The plan alone, beside a plain copy."""
+    """Measure the plan by itself, beside a plain copy."""
     from hybrid_rl.resharding.execute import name_seed
     from hybrid_rl.resharding.plan import make_plan
 
@@ -177,7 +177,7 @@ PEERS: dict[str, Callable[[Any, Any], None]] = {
 
 
 def timed(given: Namespace, call: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of a call, and what it takes above what was there before."""
+    """Seconds of a call, and its memory above what was there before."""
     with torch.no_grad():
         extra = extra_bytes(given, call)
         return {"seconds": median(device.seconds_each(call, given, calls=1)), "extra_bytes": extra}

@@ -1,4 +1,4 @@
-"""What the device can do, measured by plain PyTorch: the ceilings that the other benchmarks are read against.
+"""The limits of the device, measured by plain PyTorch: the ceilings for reading the other benchmarks.
 
 Copies on the device, copies between it and pinned host memory, a large product in bfloat16. One line of JSON each;
 `peer` is the data sheet's figure, if the device has one. Inputs are random: on zeros the product runs faster.

@@ -1,4 +1,4 @@
-"""The quickstart's GRPO on the device in bfloat16: does it learn as it does on a CPU in float32?
+"""The quickstart's GRPO on the device in bfloat16, compared with the one recorded on a CPU in float32.
 
 One line of JSON: `ours` is the held-out accuracy at the end, `peer` the one recorded on a CPU (recipes/curves) from the
 same warm start. In the details both curves and the seconds.
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def untrained() -> Start:
-    """A start without its warm start: whether the script runs, not whether anything is learned."""
+    """Make a start without its warm start, to see that the script runs, not that anything is learned."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, SEED)
     return Start(SEED, build_task(SEED), tokenizer, model, WarmStartReport(accuracy=0.0, steps=0, seconds=0.0))

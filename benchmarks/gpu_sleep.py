@@ -1,8 +1,8 @@
-"""What sleep and wake of vLLM cost in a training step: asleep with both tags, weights awake, a handoff, KV cache awake.
+"""Cost of vLLM's sleep and wake in a training step: asleep with both tags, weights awake, handoff, KV cache awake.
 
-One line of JSON. `ours` is the seconds of all these moves but the handoff; `peer` is what copying the
-weights to pinned host memory and back takes on this device: the least that a sleep which keeps them can do. In the
-details each move by itself, the bytes that sleeping gives back, and what is left awake.
+One line of JSON. `ours` is the seconds of all these moves except the handoff; `peer` is the time to copy the weights to
+pinned host memory and back on this device: the least that a sleep which keeps them can take. The details have each move
+by itself, the bytes that sleeping frees, and the bytes that stay.
 """
 
 from __future__ import annotations

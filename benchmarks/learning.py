@@ -1,4 +1,4 @@
-"""How fast a model learns: exact-match accuracy per sample and per second, this library against TRL's GRPOTrainer.
+"""Speed of learning: exact-match accuracy per sample and per second, this library against TRL's GRPOTrainer.
 
 A random model learns sums such as "3+4=" by GRPO alone, over several seeds. Both sides start from the same weights,
 see the same prompts in the same order with the same settings, and take turns step by step, each in a process of its
@@ -30,7 +30,7 @@ SIDES = ("hybrid_rl", "trl")
 
 @dataclass
 class Curve:
-    """One side of one seed: at every evaluation the accuracy, and the samples and seconds of training behind it."""
+    """One side of one seed: the accuracy at every evaluation, with the samples and seconds of training before it."""
 
     accuracies: list[float] = field(default_factory=list)
     num_samples: list[int] = field(default_factory=list)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def final_words(name: str, curve: Curve) -> str:
-    """How a run ended, for the person who waits."""
+    """The result of a run, for the person who waits."""
     return f"{name} {curve.accuracies[-1]:.2f} in {curve.seconds[-1]:.1f} s"
 
 
@@ -131,8 +131,8 @@ def accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, work: Work) -> floa
 
 
 def compare(runs: list[dict[str, Curve]], goal: float) -> dict[str, Any]:
-    """What the curves say. Differences are ours minus TRL's of the same seed; ratios are TRL's by ours, so that above
-    1 we are better. at_equal_seconds: both as they were when the faster side of the seed was through."""
+    """Compare the curves. Differences are ours minus TRL's of the same seed; ratios are TRL's divided by ours, so above
+    1 we are better. at_equal_seconds: both at the time when the faster side of the seed finished."""
     per_seed = [run["trl"].seconds[-1] / run["hybrid_rl"].seconds[-1] for run in runs]
     at_equal = {name: [accuracy_at(run, name) for run in runs] for name in SIDES}
     return {
@@ -155,7 +155,7 @@ def compare(runs: list[dict[str, Curve]], goal: float) -> dict[str, Any]:
 
 
 def accuracy_at(run: dict[str, Curve], name: str) -> float:
-    """A side's last accuracy when the faster side of the seed was through; 0 where it had not been evaluated."""
+    """A side's last accuracy when the faster side of the seed finished; 0 if it had not been evaluated yet."""
     curve = run[name]
     return report.value_at(curve.accuracies, curve.seconds, min(c.seconds[-1] for c in run.values()), before=0.0)
 

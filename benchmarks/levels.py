@@ -1,8 +1,8 @@
-"""Both sides of a comparison as a processor with fewer instructions runs them.
+"""Comparisons on a processor with fewer instructions: both sides run as if on one.
 
-Libraries read the variables of a level when they are loaded, so `enter` starts the script again with them. The compiled
-extension holds one copy of its functions per level, of which the loader takes the processor's best: for a lower level
-it is built for that alone, into build/.
+Libraries read the variables of a level when they are loaded, so `enter` restarts the script with them. The compiled
+extension holds one copy of its functions per level, of which the loader takes the processor's best; for a lower level
+it is built for that level only, into build/.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def add_argument(parser: ArgumentParser) -> None:
 
 
 def enter(level: str | None) -> None:
-    """Go on with the variables of this level, from the start of the script; returns where they are set, or none is
-    asked for."""
+    """Restart the script with the variables of this level; returns if they are already set, or no level is given."""
     if level is None or os.environ.get(ENTERED) == level:
         return
     variables = {**LEVELS[level], ENTERED: level, "HYBRID_RL_NATIVE_FOLDER": str(library_folder(level))}
@@ -34,7 +33,7 @@ def enter(level: str | None) -> None:
 
 
 def library_folder(level: str) -> Path:
-    """The folder of the extension built for this level and no other, made now."""
+    """Build the extension for this level only, and return its folder."""
     made = ROOT / "build" / level
     build = ["setup.py", "-q", "build_ext", f"--build-lib={made}", f"--build-temp={made / 'temporary'}"]
     environment = {**os.environ, "CXX": f"g++ -march={MARCH[level]} -DHYBRID_RL_TARGETS="}

@@ -1,4 +1,4 @@
-"""Write what vLLM loads where, for models of real sizes: benchmarks/layouts/<model>-tp<size>-rank<rank>.npz.
+"""Traces of vLLM's loaders for models of real sizes: benchmarks/layouts/<model>-tp<size>-rank<rank>.npz.
 
 The models are built on meta, by transformers as the trainer and by vLLM as the engine, with stand-ins for the other
 ranks; nothing is downloaded and no weight exists. Of a tensor-parallel group the first and the last rank are written.

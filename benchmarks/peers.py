@@ -1,4 +1,4 @@
-"""The parent's end: sides in processes of their own, and the environment that TRL lives in."""
+"""The parent of a comparison: its sides in processes of their own, and the environment that TRL runs in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 5
 
 
 class SideFailed(RuntimeError):
-    """A side ended or could not start; the message holds the end of what it wrote to stderr."""
+    """A side ended or could not start; the message has the end of its stderr."""
 
 
 class Side:
@@ -142,9 +142,9 @@ def _public(version: str) -> str:
 
 
 def trl_python(given: Path | None) -> Path:
-    """The interpreter of an environment with TRL, made now where none is given and none was made before.
+    """Return the interpreter of an environment with TRL, made now if none is given and none was made before.
 
-    pip gets the arguments in the environment variable PIP_ARGS. Raises SideFailed where it fails.
+    pip gets the arguments in the environment variable PIP_ARGS. Raises SideFailed if it fails.
     """
     if given is not None:
         if not given.exists():
@@ -163,10 +163,10 @@ def trl_python(given: Path | None) -> Path:
 
 
 def _run(arguments: list[str]) -> None:
-    # pip prints what it does to stdout, which belongs to the line of JSON.
+    # pip prints its progress to stdout, which is reserved for the line of JSON.
     status = subprocess.run(arguments, stdout=sys.stderr, check=False).returncode
     if status:
-        raise SideFailed(f"`{shlex.join(arguments[1:])}` ended with status {status}; its messages stand above")
+        raise SideFailed(f"`{shlex.join(arguments[1:])}` ended with status {status}; its messages are above")
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""What planning a handoff costs, and what the plan moves: seconds and bytes per rank against gathering full tensors.
+"""Cost of planning a handoff, and the bytes that the plan moves, per rank, against gathering full tensors.
 
 Single ranks of models of many billions of parameters on 8 to 1024 ranks are planned on one core, from traces of vLLM's
-loaders (benchmarks/layouts, bf16) and what FSDP2 would make of the trainer's tensors (fp32). Nothing is allocated or
-sent. Prints a table to stderr and one line of JSON per case.
+loaders (benchmarks/layouts, bf16) and FSDP2's placement of the trainer's tensors (fp32). Nothing is allocated or sent.
+Prints a table to stderr and one line of JSON per case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANKS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many ranks, in so many groups that hold everything each; tp: tensor parallel ranks of an engine."""
+    """A model on so many ranks, in groups that each hold everything; tp: tensor parallel ranks of an engine."""
 
     model: str
     tp: int
@@ -44,11 +44,11 @@ class Case:
     replicas: int = 1
 
     def trace(self, rank: int) -> Trace:
-        """What a rank's engine takes. Only traces of the first and the last tensor-parallel rank are kept."""
+        """The trace of a rank's engine. Only those of the first and the last tensor-parallel rank are kept."""
         return Trace.load(LAYOUTS / f"{self.model}-tp{self.tp}-rank{rank % self.tp}.npz")
 
     def ranks(self, count: int) -> list[int]:
-        """So many ranks to plan, the first or the last of their engine each, spread over all engines."""
+        """So many ranks to plan, each the first or the last of its engine, spread over all engines."""
         engines = np.linspace(0, self.num_ranks // self.tp - 1, count).astype(int).tolist()
         return [engine * self.tp + (self.tp - 1) * (number % 2) for number, engine in enumerate(engines)]
 
@@ -108,7 +108,7 @@ def measure(case: Case, given: Namespace) -> dict[str, Any]:
         "num_copies": len(trace.copies),
         "num_pieces": max(found.num_pieces for found in reports),
         "num_buckets": max(found.num_buckets for found in reports),
-        # A rank reads its own part and what its host holds where it lies; what comes from other hosts is cast first.
+        # A rank reads its own part and its host's parts in place; parts from other hosts are cast before sending.
         "local_read_bytes": fmean(found.local.read_bytes for found in reports),
         "host_read_bytes": fmean(found.host.read_bytes for found in reports),
         "remote_sent_bytes": fmean(found.remote.written_bytes for found in reports),

@@ -59,12 +59,12 @@ def t_interval(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def reached_at(values: Sequence[float], positions: Sequence[float], goal: float) -> float | None:
-    """The first position (seconds, samples) whose value is at least the goal; None where there is none."""
+    """The first position (seconds, samples) whose value is at least the goal; None if there is none."""
     return next((position for value, position in zip(values, positions, strict=True) if value >= goal), None)
 
 
 def value_at(values: Sequence[float], positions: Sequence[float], position: float, before: float) -> float:
-    """The value last seen at a position of rising `positions`; `before` where nothing was seen yet."""
+    """The last value seen at a position of increasing `positions`; `before` if nothing was seen yet."""
     seen = [value for value, place in zip(values, positions, strict=True) if place <= position]
     return seen[-1] if seen else before
 
@@ -93,13 +93,13 @@ def _cpu_model() -> str:
 
 
 def settings(arguments: Namespace, **more: Any) -> dict[str, Any]:
-    """What the script was asked for."""
+    """The arguments of the script."""
     kept = {name: value for name, value in vars(arguments).items() if name not in NOT_REPORTED}
     return {**kept, **more, "command": command(sys.argv)}
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line, without what names a path of this machine."""
+    """The command line, without arguments that are paths of this machine."""
     hidden = {f"--{name.replace('_', '-')}" for name in NOT_REPORTED}
     kept, skip = [], False
     for argument in argv[1:]:
@@ -120,7 +120,7 @@ def print_line(
     settings: dict[str, Any],
     details: dict[str, Any],
 ) -> None:
-    """One line of JSON. ratio: above 1, we are better; None where the peer could not run."""
+    """Print one line of JSON. ratio: above 1, we are better; None if the peer could not run."""
     record = {
         "benchmark": benchmark,
         "ours": ours,
@@ -136,7 +136,7 @@ def print_line(
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits are more than any of these measurements has."""
+    """Round to five digits, more than any of these measurements has."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Completion tokens per second of a rollout: this library's embedded engine against another generator.
 
-`generate` is transformers' model.generate on a left-padded batch, `continuous-batching` its generate_batch; both read
-the same module in the same process. `vllm` runs in a process of its own where it is installed. The two take turns,
+`generate` is transformers' model.generate on a left-padded batch, `continuous-batching` its generate_batch; both use
+the same module in the same process. `vllm` runs in a process of its own, if it is installed. The two take turns,
 rollout by rollout. Prints one line of JSON per work and number of threads.
 """
 

@@ -1,8 +1,8 @@
-"""Seconds from a data set of many rows to a source of prompts, against its texts through the bare tokenizer.
+"""Seconds from a dataset of many rows to a source of prompts, against its texts through the bare tokenizer.
 
-That is what a Trainer does with its data before it starts: every row is looked at and every prompt tokenised. Ours and
-the tokenizer's `encode_batch` take turns; `ratio` is the tokenizer's seconds by ours, so at most 1. One line per
-kind of data set.
+A Trainer does this with its data before it starts: every row is checked and every prompt tokenised. Ours and the
+tokenizer's `encode_batch` take turns; `ratio` is the tokenizer's seconds divided by ours, so at most 1. One line per
+kind of dataset.
 """
 
 from __future__ import annotations

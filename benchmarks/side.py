@@ -1,4 +1,4 @@
-"""The child's end: a library that is measured runs in a process of its own and does one step when told to.
+"""The child of a comparison: a library in a process of its own that does one step per command.
 
 Lines of JSON: the first that arrives is the job, every later one a command; each is answered by one line.
 """
@@ -23,8 +23,8 @@ from benchmarks.workload import Work
 
 @dataclass(frozen=True)
 class Job:
-    """What a side is to do. folder: of the model; output: a folder for what the library writes; micro_batch: TRL's,
-    in completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`."""
+    """The task of a side. folder: of the model; output: a folder for the library's files; micro_batch: TRL's, in
+    completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`."""
 
     work: Work
     folder: str
@@ -62,7 +62,7 @@ class Driver:
         print(json.dumps(values), file=self._out, flush=True)
 
     def serve(self, model: nn.Module) -> None:
-        """Answer commands until it is time for a step."""
+        """Answer commands until the next step is due."""
         while (command := self.receive())["command"] != "step":
             if command["command"] != "save":
                 raise ValueError(f"command {command['command']!r} is unknown; use step or save")
@@ -78,7 +78,7 @@ class StepClock:
         self._start = self._read()
 
     def stop(self) -> dict[str, float]:
-        """What has passed."""
+        """Return the seconds that have passed."""
         return {name: value - self._start[name] for name, value in self._read().items()}
 
     @staticmethod

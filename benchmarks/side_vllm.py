@@ -1,4 +1,4 @@
-"""vLLM's side of a comparison of rollouts; started by peers.py where vllm is installed."""
+"""vLLM's side of a comparison of rollouts; started by peers.py if vllm is installed."""
 
 from __future__ import annotations
 

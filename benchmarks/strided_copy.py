@@ -48,7 +48,7 @@ def weights(scale: int) -> list[tuple[int, int, int]]:
 
 
 def pieces_of(shapes: list[tuple[int, int, int]], ranks: int) -> Pieces:
-    """What tensor-parallel rank 1 of 2 takes of weights that `ranks` ranks hold by rows, rank after rank."""
+    """The pieces that tensor-parallel rank 1 of 2 takes of weights sharded by rows over `ranks` ranks."""
     rows: list[list[Any]] = []
     for index, (height, width, cut) in enumerate(shapes):
         low = [height // 2 if cut == 0 else 0, width // 2 if cut == 1 else 0]

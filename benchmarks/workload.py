@@ -1,4 +1,4 @@
-"""What is measured: models, prompts and rewards, the same for every library. Imports none of the libraries compared."""
+"""The work of the benchmarks: models, prompts and rewards, the same for every library. Imports none of them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ transformers.utils.logging.disable_progress_bar()
 class Work:
     """One shape of work.
 
-    prompt_length: characters of every prompt; None = sums such as "12+7=". mean_length: tokens of a completion on
-    average where nothing cuts it, EOS counted; None = completions never end by themselves. max_completion_length: in
-    tokens. max_operand: of the sums. reward: `spread` gives nearly every completion another number, `sum` rewards the
-    right answer.
+    prompt_length: characters of every prompt; None = sums such as "12+7=".
+    mean_length: average tokens of a completion without a limit, EOS included; None = they never end by themselves.
+    max_completion_length: in tokens.
+    max_operand: of the sums.
+    reward: `spread` gives nearly every completion a different number, `sum` rewards the right answer.
     """
 
     name: str
@@ -120,8 +121,8 @@ def token_targets(end_probability: float) -> Tensor:
 def fit_lengths(model: Qwen2ForCausalLM, end_probability: float, *, num_steps: int = FIT_STEPS) -> None:
     """Train until every position ends a completion with this probability, so that lengths are geometric.
 
-    The loss is the cross-entropy to `token_targets` on random characters, and the excess of ln p where a token is to
-    be rare: cross-entropy alone hardly notices a probability of 1e-4 that should be 1e-7.
+    The loss is the cross-entropy to `token_targets` on random characters, plus the excess of ln p of tokens that must
+    be rare: cross-entropy by itself hardly notices a probability of 1e-4 that should be 1e-7.
     """
     generator = torch.Generator().manual_seed(0)
     targets = token_targets(end_probability)
@@ -144,7 +145,7 @@ def fit_lengths(model: Qwen2ForCausalLM, end_probability: float, *, num_steps: i
 
 @torch.no_grad()
 def end_probabilities(model: Qwen2ForCausalLM, prompt_length: int, num_tokens: int) -> Tensor:
-    """Probability of EOS behind random characters, float32 [8, num_tokens], from position prompt_length on."""
+    """Probability of EOS after random characters, float32 [8, num_tokens], from position prompt_length on."""
     generator = torch.Generator().manual_seed(1)
     shape = (8, prompt_length + num_tokens)
     context = torch.randint(len(SPECIALS), len(VOCABULARY), shape, generator=generator)
@@ -152,7 +153,7 @@ def end_probabilities(model: Qwen2ForCausalLM, prompt_length: int, num_tokens: i
 
 
 def check_lengths(model: Qwen2ForCausalLM, work: Work) -> float:
-    """The mean probability of EOS along a completion; ValueError where lengths would not be those of the work."""
+    """The mean probability of EOS along a completion; raises ValueError if lengths would not be those of the work."""
     found = float(end_probabilities(model, work.prompt_length or 6, work.max_completion_length).mean())
     if work.mean_length is None:
         share_cut_short = found * work.max_completion_length
@@ -166,8 +167,8 @@ def check_lengths(model: Qwen2ForCausalLM, work: Work) -> float:
 def continuous_batching(work: Work) -> dict[str, Any]:
     """Sizes for transformers' continuous batching: pages for all sequences of a rollout at their longest.
 
-    It takes its cache anew for every rollout and by default most of the machine's memory, so a larger one is slower;
-    these were the fastest of a few on a CPU.
+    It allocates its cache again for every rollout and by default most of the machine's memory, so a larger one is
+    slower; these were the fastest of a few on a CPU.
     """
     page_size = 32
     num_blocks = work.num_samples * -(-work.longest_tokens // page_size)

@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `import hybrid_rl.algos` loads torch and nothing else.
+    # Lazy, so that `import hybrid_rl.algos` loads only torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")

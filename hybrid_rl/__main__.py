@@ -1,4 +1,4 @@
-"""`python -m hybrid_rl` is `hybrid-rl`."""
+"""`python -m hybrid_rl`, the same command as `hybrid-rl`."""
 
 import sys
 

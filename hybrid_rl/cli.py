@@ -26,7 +26,7 @@ import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.unions import UNIONS
-from hybrid_rl.controller import LocalBackend, WorkerGroup
+from hybrid_rl.controller import Backend, LocalBackend
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
        hybrid-rl algorithms          every algorithm by name, with its paper and the keys that it sets
        hybrid-rl doctor [KEY=VALUE]  this machine, and whether ranks (num_ranks=2) fit together on it
-       hybrid-rl version             versions of this library and of what it stands on"""
+       hybrid-rl version             versions of this library and its dependencies"""
 
 INTERRUPTED = 130  # the shell's convention for Ctrl-C
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_keys(word: str = "") -> int:
-    """Print the configuration keys whose path or meaning contains `word`."""
+    """Print the configuration keys whose path or description contains `word`."""
     leaves = visible_leaves()
     for section, union in UNIONS.items():
         for member in union.members:
@@ -86,7 +86,7 @@ def print_keys(word: str = "") -> int:
 
 
 def print_algorithms() -> int:
-    """Print the presets of `algorithm` and what can be chosen beside them."""
+    """Print the presets of `algorithm`, and the sections and members to combine instead."""
     table = Table(box=None, pad_edge=False)
     for title in ("algorithm", "paper", "sets"):
         table.add_column(title, overflow="fold")
@@ -101,13 +101,13 @@ def print_algorithms() -> int:
 
 
 def _wide_console() -> Console:
-    """What is piped goes to grep: one line per row of a table."""
+    """A console for tables. Piped output is meant for grep: one line per row."""
     console = Console()
     return console if console.is_terminal else Console(width=240)
 
 
 def _show(console: Console, table: Table) -> None:
-    """Print a table. What is piped goes without the spaces that fill its last column up."""
+    """Print a table. Piped output has no trailing spaces."""
     if console.is_terminal:
         console.print(table)
         return
@@ -117,11 +117,11 @@ def _show(console: Console, table: Table) -> None:
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Print what this machine is and has, start the ranks that the `key=value` arguments ask for, and compare them.
+    """Describe this machine, start the ranks that the `key=value` arguments ask for, and compare them.
 
-    Returns 1 where something does not fit; it is then named at the end.
+    Returns 1 if something does not fit; the problems are printed at the end.
     """
-    # Imported here: every other command would wait for them.
+    # Imported here, so that no other command waits for them.
     from hybrid_rl.run.checks import check_attention
     from hybrid_rl.run.prepare import find_hardware
     from hybrid_rl.workers.preflight import check, slow_cpus, versions
@@ -165,7 +165,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _describe_machine(output_dir: Path) -> dict[str, str]:
-    """What a run uses of this machine, by name."""
+    """The resources of this machine that a run uses, by name."""
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -177,7 +177,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     }
     shared = Path("/dev/shm")
     if shared.is_dir():
-        found["shared memory, where ranks leave batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
+        found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
     return found
 
 
@@ -186,34 +186,36 @@ def _gib(num_bytes: int) -> str:
 
 
 def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
-    """Start the ranks of a run, without a model, ask them, and end them."""
+    """Start the ranks of a run without a model, query them, and end them."""
     from hybrid_rl.run.start import RayRanks, local_device
     from hybrid_rl.training.balance import split_over_ranks
+    from hybrid_rl.workers import RankGroup
     from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.preflight import probe_ranks
 
+    ranks: Backend
     with contextlib.ExitStack() as closing:
         if isinstance(config.controller, RayControllerConfig):
             folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-doctor-"))
             assert config.num_ranks != "auto"
             ray = RayRanks(config, Path(folder), closing)
             splitter = functools.partial(split_over_ranks, pair_cost=0.0)
-            group = ray.start("doctor", WorkerBase, WorkerBase, config.num_ranks, splitter)
+            ranks = ray.start("doctor", WorkerBase, config.num_ranks, splitter)
         else:
-            group = WorkerGroup(WorkerBase, LocalBackend("doctor", WorkerBase, local_device(config.model.device)))
-            closing.callback(group.close)
-        return probe_ranks(group)
+            ranks = LocalBackend("doctor", WorkerBase, local_device(config.model.device))
+            closing.callback(ranks.close)
+        return probe_ranks(RankGroup(ranks))
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:
     """Run a recipe on the `key=value` arguments of the command line and exit.
 
-    The library's own errors are shown as one message without a traceback (status 1), Ctrl-C ends with status 130.
+    The library's own errors are printed as one message without a traceback (status 1); Ctrl-C gives status 130.
     """
     try:
         run(sys.argv[1:])
     except HybridRLError as error:
-        # What other ranks add to an error stands in its notes.
+        # Notes hold what other ranks add to an error.
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Errors that users see. Every message says what is wrong, the value, and what to do."""
+"""Errors for users. Every message says what is wrong, the value, and what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 class HybridRLError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base class of all errors that this library raises on purpose."""
 
 
 class PeerFailedError(HybridRLError):
-    """Another participant failed, which ended this one's work too. To be mixed into an error of its field: it is never
-    the cause where another rank tells of a failure of its own. With a `__cause__`: the connection to others broke."""
+    """Work that ended because another participant failed. A mix-in for an error of a specific kind: it is not reported
+    as the cause if another rank reports a failure of its own. With a `__cause__`, a connection broke."""
 
 
 class ConfigError(HybridRLError, ValueError):
@@ -19,7 +19,7 @@ class ConfigError(HybridRLError, ValueError):
 
 
 class NotYetSupportedError(HybridRLError, NotImplementedError):
-    """A documented plan of the project that does not work yet."""
+    """A planned feature, documented as such, is not implemented yet."""
 
 
 class DataError(HybridRLError, ValueError):
@@ -27,11 +27,11 @@ class DataError(HybridRLError, ValueError):
 
 
 class NoSignalError(DataError):
-    """Too few prompts give groups whose rewards differ: there is nothing to learn from."""
+    """Too few prompts have groups whose rewards differ: there is nothing to learn from."""
 
 
 class DivergedError(HybridRLError, RuntimeError):
-    """Nothing is learned any more: updates are skipped one after the other, because they are not finite."""
+    """Learning has stopped: update after update is skipped because gradients are not finite."""
 
 
 class StorageError(HybridRLError, OSError):
@@ -51,11 +51,11 @@ class RewardError(HybridRLError, RuntimeError):
 
 
 class EngineStateError(HybridRLError, RuntimeError):
-    """A rollout engine was asked for something that its state or policy version forbids."""
+    """A rollout engine's state or policy version does not allow the request."""
 
 
 class QueueFullError(HybridRLError, RuntimeError):
-    """More requests were submitted than a rollout engine lets wait."""
+    """More requests were submitted than the queue of a rollout engine may hold."""
 
 
 class HandoffError(HybridRLError, RuntimeError):
@@ -63,7 +63,7 @@ class HandoffError(HybridRLError, RuntimeError):
 
 
 class MemoryStateError(HybridRLError, RuntimeError):
-    """A resident was used, woken or put to sleep against the rules of its lease."""
+    """A resident was used, woken or put to sleep in violation of its lease."""
 
 
 class CheckpointError(HybridRLError, RuntimeError):
@@ -75,12 +75,12 @@ class WorkerError(HybridRLError, RuntimeError):
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 step", "3 steps": for messages."""
+    """ "1 step", "3 steps": a count with its noun, for messages."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def do_all(*actions: Callable[[], object]) -> None:
-    """Do each of them, whatever becomes of the others; then raise the first error, which notes the others."""
+    """Run all actions, even if some fail; then raise the first error, with the others as notes."""
     failures: list[BaseException] = []
     for action in actions:
         try:

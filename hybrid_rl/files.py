@@ -1,4 +1,4 @@
-"""Files as everybody writes them: tensors with the mode of all other files, and what tells a content from another."""
+"""Files: tensors with normal permissions, renaming without replacement, and a hash of the contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_THREADS = 8
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file. safetensors would make it for this user's eyes only, whatever the umask says."""
+    """Write a safetensors file with normal permissions: safetensors ignores the umask and hides it from others."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(dict(tensors), path, metadata=dict(metadata))
@@ -25,8 +25,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def set_aside(path: Path, kind: str) -> Path:
-    """Rename a file or folder to `<name>.<kind>`, or with a number after it (`<name>.<kind>-2`) where that is taken, in
-    one step: whoever is killed has done it or not. Nothing is replaced. Returns its new path; raises OSError."""
+    """Rename a file or folder to `<name>.<kind>`, or `<name>.<kind>-2` and so on if that exists, and return its new
+    path. The rename is atomic and replaces nothing. Raises OSError."""
     target, number = path.with_name(f"{path.name}.{kind}"), 1
     while os.path.lexists(target):
         number += 1
@@ -35,7 +35,7 @@ def set_aside(path: Path, kind: str) -> Path:
 
 
 def content_digest(path: Path) -> str:
-    """A hash of what a file holds: of the hashes of its blocks, of which several are computed at a time."""
+    """Return a hash of a file's content: the hash of the hashes of its blocks, several of them computed at once."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
         starts = range(0, os.fstat(file.fileno()).st_size, BLOCK_BYTES)
@@ -54,7 +54,7 @@ def content_digest(path: Path) -> str:
 
 
 def _read(descriptor: int, start: int) -> bytes:
-    """A block of a file, or what there is of it. One call may give less on some file systems."""
+    """Read a block of a file, shorter at its end. One call may return less on some file systems."""
     found = b""
     while len(found) < BLOCK_BYTES and (part := os.pread(descriptor, BLOCK_BYTES - len(found), start + len(found))):
         found = found + part if found else part

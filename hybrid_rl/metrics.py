@@ -1,4 +1,4 @@
-"""Numbers of a training step: sums that may be joined over micro-batches and ranks, and one way to take time."""
+"""Numbers of a training step: sums that join over micro-batches and ranks, and timers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class MetricSums:
-    """Weighted means, totals, minima and maxima that join exactly, however the batch was cut.
+    """Weighted means, totals, minima and maxima that join exactly, however the batch was split.
 
-    A number may be given as a tensor. It is then read together with all others: when somebody asks for a number, or in
-    a copy of the caller's own from `unread` to `settle`. Until then nobody waits for the device that computes it.
+    Numbers may be added as tensors. They are read all at once: when a number is requested, or from a copy that the
+    caller makes between `unread` and `settle`. Until then nothing waits for the device that computes them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class MetricSums:
         self._unread.append(_Unread("mean", tuple(names), totals.detach(), (count,)))
 
     def parts(self, name: str) -> tuple[float, float]:
-        """Sum and count behind a mean; zeros where nothing was added."""
+        """Sum and count of a mean; zeros if nothing was added."""
         self._read()
         return self._means.get(name, (0.0, 0.0))
 
@@ -49,21 +49,21 @@ class MetricSums:
         self._totals[name] = self._totals.get(name, 0.0) + value
 
     def low(self, name: str, value: float | Tensor) -> None:
-        """Keep the smallest value; NaN is left out."""
+        """Keep the smallest value; NaN is ignored."""
         if isinstance(value, Tensor):
             self._unread.append(_Unread("low", (name,), value.detach()[None]))
         elif not math.isnan(value):
             self._lows[name] = min(value, self._lows.get(name, math.inf))
 
     def high(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value; NaN is left out."""
+        """Keep the largest value; NaN is ignored."""
         if isinstance(value, Tensor):
             self._unread.append(_Unread("high", (name,), value.detach()[None]))
         elif not math.isnan(value):
             self._highs[name] = max(value, self._highs.get(name, -math.inf))
 
     def merge(self, other: MetricSums) -> None:
-        """Add everything another holds."""
+        """Add all sums of another object."""
         for name, (total, count) in other._means.items():
             self.mean(name, total, count)
         for name, value in other._totals.items():
@@ -75,11 +75,11 @@ class MetricSums:
         self._unread += other._unread
 
     def unread(self) -> Tensor:
-        """All numbers that were given as tensors and not read yet, float [K]; empty if there are none."""
+        """All numbers added as tensors and not read yet, float [K]; empty if there are none."""
         return torch.cat([part.values for part in self._unread]) if self._unread else torch.zeros(0)
 
     def settle(self, numbers: Tensor) -> None:
-        """Take what `unread` gave, from the host."""
+        """Take the values of `unread`, read on the host."""
         values = iter(numbers.tolist())
         waiting, self._unread = self._unread, []
         for part in waiting:
@@ -91,11 +91,11 @@ class MetricSums:
             self.settle(self.unread())
 
     def __getstate__(self) -> dict[str, Any]:
-        self._read()  # what travels are numbers
+        self._read()  # pickle numbers, not tensors
         return self.__dict__
 
     def result(self) -> dict[str, float]:
-        """All metrics; a mean over nothing is left out."""
+        """Return all metrics; a mean over nothing is left out."""
         self._read()
         means = {name: total / count for name, (total, count) in self._means.items() if count}
         return {**means, **self._totals, **self._lows, **self._highs}
@@ -103,7 +103,7 @@ class MetricSums:
 
 @dataclass(frozen=True)
 class _Unread:
-    """Numbers that still lie on their device, [len(names)]. kind: the method that adds one; count: of a mean."""
+    """Numbers that are still on their device, [len(names)]. kind: the method that adds each; count: of a mean."""
 
     kind: Literal["mean", "low", "high"]
     names: tuple[str, ...]
@@ -112,7 +112,7 @@ class _Unread:
 
 
 class Timings:
-    """Seconds by name. CUDA work is waited for, so that it is booked where it was done."""
+    """Seconds by name. CUDA work is waited for, so that it counts where it was done."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -127,23 +127,23 @@ class Timings:
             self.add(name, now() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds taken elsewhere."""
+        """Add seconds measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def result(self, prefix: str) -> dict[str, float]:
-        """Seconds under `prefix/name`."""
+        """Return the seconds under `prefix/name`."""
         return {f"{prefix}/{name}": value for name, value in self.seconds.items()}
 
 
 def now() -> float:
-    """Seconds of a clock that only rises, with all CUDA work done."""
+    """Seconds of a monotonic clock, after all CUDA work is done."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def mean_and_std(values: Tensor) -> tuple[float, float]:
-    """Mean and sample standard deviation of float [N], NaN left out; NaN where too few are left."""
+    """Mean and sample standard deviation of float [N], ignoring NaN; NaN if too few values are left."""
     values = values[~values.isnan()].double()
     mean = float(values.mean()) if values.numel() else math.nan
     return mean, float(values.std()) if values.numel() > 1 else (0.0 if values.numel() else math.nan)
@@ -164,7 +164,7 @@ def largest(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def joined(of_ranks: Iterable[MetricSums]) -> dict[str, float]:
-    """Metrics over all ranks, from each rank's part of them."""
+    """Join the parts of all ranks to one set of metrics."""
     sums = MetricSums()
     for part in of_ranks:
         sums.merge(part)

@@ -1,8 +1,8 @@
 """The compiled extension (csrc/): loading it, its operators by name, and the keyed noise of sampling.
 
-No other file touches the extension; each operator's caller holds the PyTorch form that is its oracle. Where the
-extension was not built, the PyTorch forms run and the log says so once; `HYBRID_RL_NATIVE=0` asks for that on purpose.
-`HYBRID_RL_NATIVE_FOLDER` names another folder of libraries than the package, e.g. those built for another torch.
+No other file touches the extension; the caller of each operator holds its PyTorch form, which is the oracle. If the
+extension is not built, the PyTorch forms run and a log line says so once; `HYBRID_RL_NATIVE=0` selects them on purpose.
+`HYBRID_RL_NATIVE_FOLDER` names a folder of libraries other than the package, e.g. those built for another torch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FOLDER = Path(os.environ.get("HYBRID_RL_NATIVE_FOLDER") or Path(__file__).paren
 _LIBRARY_PATH = _FOLDER / "_native.so"
 _CUDA_LIBRARY_PATH = _FOLDER / "_native_cuda.so"
 _SWITCH = "HYBRID_RL_NATIVE"
-_STAND_IN = "slower PyTorch forms stand in for the compiled operators"
+_STAND_IN = "slower PyTorch forms replace the compiled operators"
 _MASK_32 = 0xFFFFFFFF
 _DOMAIN = 0x48524C
 _logger = logging.getLogger("hybrid_rl")
 
 
 def is_available() -> bool:
-    """Whether the compiled extension is loaded (it is loaded on the first question).
+    """Whether the compiled extension is loaded (the first call loads it).
 
-    Raises `ConfigError` where the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
+    Raises ConfigError if the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
     return why_missing() is None
 
 
 def why_missing(device_type: str = "cpu") -> str | None:
-    """Why the compiled operators for a device are not there; None if they are loaded (on the first question).
+    """The reason why the compiled operators for a device are missing; None if they are loaded (by the first call).
 
-    The reason is logged once, with what stands in.
+    The reason is logged once, with what replaces them.
 
     Raises:
         ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
@@ -50,10 +50,10 @@ def why_missing(device_type: str = "cpu") -> str | None:
 
 @functools.cache
 def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
-    """The compiled operator of this name; None where the caller's PyTorch form has to stand in.
+    """Return the compiled operator of this name; None if the caller must use its PyTorch form.
 
-    None means that the extension is missing or switched off, that it was built from older sources without this
-    operator, or that it was built without kernels for this device; each is logged once.
+    None means that the extension is missing or switched off, was built from older sources without this operator, or
+    was built without kernels for this device; each is logged once.
 
     Raises:
         ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
@@ -70,7 +70,7 @@ def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
 def keyed_uniform(
     seeds: Tensor, positions: Tensor, num_columns: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Noise in (0, 1) in which every element is a pure function of (seed, position, column).
+    """Return noise in (0, 1) in which every element is a pure function of (seed, position, column).
 
     A token that is sampled with it does not depend on the composition of its batch. The generator is
     Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the 64-bit
@@ -78,10 +78,10 @@ def keyed_uniform(
     The value is (x + 0.5) / 2^23 for the top 23 bits x of the word: exact in float32, never 0 and never 1.
 
     Args:
-        seeds: int64 [N]; all 64 bits count, negative seeds are welcome.
+        seeds: int64 [N]; all 64 bits count, and negative seeds are allowed.
         positions: int64 [N], of any value.
         num_columns: C, at least 1; usually the size of the vocabulary.
-        device: where the noise is made; the device of `seeds` if None.
+        device: on which the noise is made; the device of `seeds` if None.
 
     Returns:
         float32 [N, C] on `device`.
@@ -97,10 +97,10 @@ def keyed_uniform(
 
 
 def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
-    """`keyed_uniform` in int64 arithmetic of PyTorch, on the device of its arguments; the oracle of the extension."""
+    """Compute `keyed_uniform` in PyTorch int64 arithmetic on the device of its arguments; the extension's oracle."""
     _check(seeds, positions, num_columns)
     blocks = torch.arange((num_columns + 3) // 4, dtype=torch.int64, device=seeds.device)
-    # The words broadcast: position and seed are [N, 1], the block is [1, B], so that the first rounds cost N or B.
+    # The words broadcast: position and seed are [N, 1], the block is [1, B], so the first rounds cost only N or B.
     counter = (_low(positions)[:, None], _high(positions)[:, None], blocks[None, :], torch.full_like(blocks, _DOMAIN))
     words = philox4x32(counter, (_low(seeds)[:, None], _high(seeds)[:, None]))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :num_columns] >> 9
@@ -108,15 +108,15 @@ def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> T
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox-4x32 (Salmon et al. 2011, figure and constants of section 4.3).
+    """Apply ten rounds of Philox-4x32 (Salmon et al. 2011, figure and constants of section 4.3).
 
     All words are int64 tensors that hold values in [0, 2^32) and broadcast against each other; so are the four
-    words that come back.
+    returned words.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # A product of two 32-bit words fills 64 bits: int64 wraps around, and its bits are those of the unsigned one.
+        # A product of two 32-bit words fills 64 bits: int64 wraps around to the same bits as unsigned arithmetic.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = _high(product1) ^ c1 ^ k0, _low(product1), _high(product0) ^ c3 ^ k1, _low(product0)
         k0, k1 = _low(k0 + 0x9E3779B9), _low(k1 + 0xBB67AE85)
@@ -128,7 +128,7 @@ def _low(words: Tensor) -> Tensor:
 
 
 def _high(words: Tensor) -> Tensor:
-    # The shift of a negative int64 drags its sign along; the mask takes it off.
+    # The shift of a negative int64 extends its sign; the mask removes it.
     return (words >> 32) & _MASK_32
 
 
@@ -148,7 +148,7 @@ def _why_missing(device_type: str) -> str | None:
         level, reason = _load_extension()
     else:
         reason = _why_missing("cpu")
-        if reason is not None:  # said already
+        if reason is not None:  # already logged
             return reason
         level, reason = _load_kernels(device_type)
     if reason is not None:
@@ -157,26 +157,26 @@ def _why_missing(device_type: str) -> str | None:
 
 
 def _load_extension() -> tuple[int, str | None]:
-    """The level at which it is logged, and why the extension is not there."""
+    """Load the extension. Returns a log level, and the reason if it is not there."""
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
-        raise ConfigError(f"{_SWITCH}={switch!r}; set 0 (PyTorch only) or 1 (the extension where it was built)")
+        raise ConfigError(f"{_SWITCH}={switch!r}; set 0 (PyTorch only) or 1 (the extension, if it was built)")
     if switch == "0":
         return logging.INFO, f"{_SWITCH}=0"
     if not _LIBRARY_PATH.exists():
         return logging.INFO, (
-            f"the compiled extension was not built (no {_LIBRARY_PATH.name}; install a C++ compiler and reinstall with "
-            f"--no-build-isolation to have it)"
+            f"the compiled extension was not built (no {_LIBRARY_PATH.name}; to have it, install a C++ compiler and "
+            f"reinstall with --no-build-isolation)"
         )
     return logging.WARNING, _load(_LIBRARY_PATH)
 
 
 def _load_kernels(device_type: str) -> tuple[int, str | None]:
-    """The same for the kernels of a device other than the CPU."""
+    """Load the kernels of a device other than the CPU. Returns a log level, and the reason if they are not there."""
     if device_type != "cuda" or not _CUDA_LIBRARY_PATH.exists():
         return logging.WARNING, (
-            f"the compiled extension has no kernels for {device_type} (install nvcc, set CUDA_HOME and reinstall with "
-            f"--no-build-isolation to have those for cuda)"
+            f"the compiled extension has no kernels for {device_type} (to have those for cuda, install nvcc, set "
+            f"CUDA_HOME and reinstall with --no-build-isolation)"
         )
     return logging.WARNING, _load(_CUDA_LIBRARY_PATH)
 

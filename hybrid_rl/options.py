@@ -1,4 +1,4 @@
-"""How an option is declared: a field of a frozen dataclass with its meaning and its range."""
+"""Options of the configuration: fields of frozen dataclasses with a description and a range."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def key(
     takes_rest: bool = False,
     remedy: str = "",
 ) -> Any:
-    """A configuration leaf. minimum and maximum are inclusive bounds, `above` and `below` exclusive ones. takes_rest:
-    names that its section does not have become entries of this mapping. remedy: what to do about a value that is out of
-    bounds, where that is not to choose another one."""
+    """Declare a configuration key.
+
+    minimum, maximum: inclusive bounds.
+    above, below: exclusive bounds.
+    takes_rest: whether names that its section does not have become entries of this mapping.
+    remedy: what to do about a value out of bounds, if the answer is not simply another value."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
     metadata |= {"takes_rest": takes_rest, "remedy": remedy}
     if isinstance(default, (list, dict)):
@@ -31,7 +34,7 @@ def key(
 
 
 def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
-    """What is wrong with a value of an option, "must be at least 0"; empty where it is within bounds or no number.
+    """Return what is wrong with a value ("must be at least 0"); empty if it is within bounds or not a number.
     metadata: of the field, from `key`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return ""

@@ -1,7 +1,7 @@
-"""Who owns a folder: processes told apart by more than a number that is used again, and a lock that tells of them.
+"""Ownership of a folder: identity of a process beyond its pid, which may be used again, and a lock that records it.
 
-No clock is compared with another one: processes are told by when their kernel counted their start, and of a process
-that cannot be looked at from here it is watched whether it still gives signs of life.
+Clocks are never compared: a process is identified by its start as its own kernel counted it, and one that cannot be
+inspected from here is watched for signs of life.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Standing = Literal["alive", "gone", "unknown"]
 
 @dataclass(frozen=True)
 class Owner:
-    """A process. kernel: the boot of the kernel that it runs on; namespace: in which its pid counts (a container has
-    one of its own); started: when, by the kernel's own count."""
+    """A process. kernel: boot id of its kernel; namespace: that of its pid (a container has its own); started: its
+    start time as counted by the kernel."""
 
     host: str
     kernel: str
@@ -49,7 +49,7 @@ class Owner:
         return cls(socket.gethostname(), _kernel(), _namespace(), pid, _started(pid) or 0)
 
     def standing(self) -> Standing:
-        """Whether the process runs; unknown for those of other machines and containers."""
+        """Whether the process is running; unknown for processes of other machines and containers."""
         here = Owner.here()
         if (self.kernel, self.namespace) != (here.kernel, here.namespace):
             return "unknown"
@@ -57,12 +57,12 @@ class Owner:
 
     @property
     def token(self) -> str:
-        """All of it in one word, for names of files; read by `of_token`."""
+        """All fields as one word, for file names; `of_token` reads it."""
         return f"{self.pid}-{self.started}-{self.namespace}-{self.kernel}-{self.host}"
 
     @classmethod
     def of_token(cls, token: str) -> Owner | None:
-        """The owner that a word names, None for another kind of word."""
+        """The owner that a word describes; None for a word of another form."""
         parts = token.split("-", 4)
         if len(parts) != 5 or not all(part.isdigit() for part in parts[:3]):
             return None
@@ -76,7 +76,7 @@ class Owner:
 def _kernel() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return socket.gethostname().replace("-", "")
 
 
@@ -88,7 +88,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, None for one that has ended."""
+    """Start time of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -105,13 +105,15 @@ def _started(pid: int) -> int | None:
 
 
 class FolderLock:
-    """A folder is this process's until `release`, or until the process ends, however it does. A child that it forks has
-    only a copy of the lock, which it cannot release.
+    """A lock on a folder, held until `release` or until this process ends in any way. A forked child has only a copy,
+    which it cannot release.
 
-    The kernel's own lock on a file says so to all processes of a machine, and on most shared file systems to those of
-    other machines too. Where it does not reach, the owner's name in the file says who it was, and a sign of life every
-    few seconds whether it still is. Raises ConfigError, with the owner's name, while another one has it, StorageError
-    where the folder cannot be written.
+    The kernel's lock on a file excludes all processes of the machine, and on most shared file systems those of other
+    machines. If that lock does not work, the file names the owner, and a sign of life every few seconds shows that it
+    is still running.
+
+    Raises ConfigError, with the owner's name, while another process holds it; StorageError if the folder cannot be
+    written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,8 +125,8 @@ class FolderLock:
         threading.Thread(target=self._beat, name="folder lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raise HybridRLError where another process has taken the folder, which must then be left alone. A lock that
-        was deleted, with the folder perhaps, is taken again."""
+        """Raise HybridRLError if another process has taken the folder, which must then be left alone. A lock file that
+        was deleted, perhaps with the folder, is made again."""
         if self._is_released.is_set() or self._is_ours():
             return
         if self._path.exists():
@@ -139,7 +141,7 @@ class FolderLock:
                 self._descriptor = found
 
     def release(self) -> None:
-        """Let go; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._is_released.is_set():
             return
         self._is_released.set()
@@ -153,7 +155,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._is_released.wait(BEAT_SECONDS):
-            with self._guard, contextlib.suppress(OSError):  # of a network that is away for a while
+            with self._guard, contextlib.suppress(OSError):  # of a network that is down for a while
                 if not self._is_released.is_set():
                     os.utime(self._descriptor)
 
@@ -164,19 +166,19 @@ class FolderLock:
                 if self._take(descriptor):
                     return descriptor
             except OSError as error:
-                raise StorageError(f"cannot lock {self.folder}: {error}; use a folder that can be written") from error
+                raise StorageError(f"cannot lock {self.folder}: {error}; use a writable folder") from error
             os.close(descriptor)
-        raise ConfigError(f"{self._path} is taken and left again and again; see who starts runs there")
+        raise ConfigError(f"{self._path} is taken and released again and again; check what starts runs there")
 
     def _take(self, descriptor: int) -> bool:
-        """Write our name into the file; False where it is to be opened again. Raises ConfigError."""
+        """Write our name into the file; return False if the file must be opened again. Raises ConfigError."""
         try:
             has_lock = _lock(descriptor)
             found = _owner_in(self._path)
             if not _is_at(descriptor, self._path):
                 return False
             if found is None and has_lock is False:
-                time.sleep(0.05)  # somebody is about to write there
+                time.sleep(0.05)  # another process is about to write to it
                 return False
             if found is not None and self._is_held(found, has_lock):
                 raise ConfigError(
@@ -184,7 +186,7 @@ class FolderLock:
                     + (" (this process)" if found == self._owner else "")
                     + f"; wait for it, end it, or choose another run_name. If it has ended, delete {self._path}"
                 )
-            if has_lock is False:  # left by a process that is gone to a child that it had
+            if has_lock is False:  # inherited by a child of a process that is gone
                 self._path.unlink(missing_ok=True)
                 return False
             os.ftruncate(descriptor, 0)
@@ -195,16 +197,16 @@ class FolderLock:
             raise
 
     def _is_held(self, owner: Owner, has_lock: bool | None) -> bool:
-        """Whether the owner still has the folder. has_lock: whether the kernel's lock is ours, None = there is none."""
+        """Whether the owner still holds the folder. has_lock: whether the kernel's lock is ours; None = unsupported."""
         standing = owner.standing()
         if standing != "unknown":
             return standing == "alive"
         if has_lock is False:
             return True
         if has_lock and owner.kernel == self._owner.kernel:
-            return False  # in another container, but the lock is the same kernel's
+            return False  # in another container, but under the same kernel, whose lock decides
         logger.warning(
-            "%s was in use by %s, which cannot be looked at from here: watching it for %g s",
+            "%s was in use by %s, which cannot be inspected from here: watching it for %g s",
             *(self.folder, owner, WATCH_SECONDS),
         )
         return self._sees_life()
@@ -219,7 +221,7 @@ class FolderLock:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the kernel's lock on an open file is ours now; None where the file system has none."""
+    """Try the kernel's lock on an open file: whether it is ours now; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -244,7 +246,7 @@ def _owner_in(path: Path) -> Owner | None:
 
 
 def _change_time(path: Path) -> int:
-    """When a file was last changed, by its own file system. Opened, for network file systems to ask again."""
+    """Change time of a file by its own file system's clock. It is opened, so that network file systems update it."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

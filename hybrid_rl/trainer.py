@@ -1,4 +1,4 @@
-"""The trainer: one driver that runs the loop of rollout, reward, advantages, update and handoff."""
+"""The driver's training loop: rollout, rewards, advantages, update, handoff."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
-from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
@@ -24,48 +23,50 @@ from hybrid_rl.errors import (
     do_all,
 )
 from hybrid_rl.logging.progress import line_of, still
-from hybrid_rl.logging.run_log import RunLog, cost_metrics
-from hybrid_rl.metrics import Timings, joined, largest, now
-from hybrid_rl.process.interrupts import deferred_interrupt
+from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
+from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.buffer import SampleBuffer
-from hybrid_rl.rollout.collector import Collected, Generation, generations_of
+from hybrid_rl.rollout.collector import Collected, Collector, Generation, StepPlan, generations_of
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
-from hybrid_rl.run.collecting import check_numbers, collect_step, collector_of, evaluation_metrics, generation_of
+from hybrid_rl.run.generation import check_numbers, generation_of
+from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.others import Tenant, make_way, tell_of
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_told
+from hybrid_rl.workers import PolicyGroup
 
 logger = logging.getLogger("hybrid_rl")
 
 
 class StepResult(NamedTuple):
-    """What one training step gives: its batch (with several ranks a `BatchRef`, whose `load()` brings it here) and its
-    metrics."""
+    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
+    and its metrics."""
 
-    batch: Batch | BatchRef
+    batch: AnyBatch
     metrics: dict[str, float]
 
     def __getitem__(self, place: Any) -> Any:
-        """As of any tuple; a name is told where it lies, which "indices must be integers" would not."""
+        """The same as for any tuple, with an error for names that says where to find them."""
         if isinstance(place, str):
-            raise TypeError(f"a step gives a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
+            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
         return tuple.__getitem__(self, place)
 
 
 class Trainer(Tenant):
     """Trains a language model with reinforcement learning.
 
-    model: a Hugging Face name or folder, or a module (then with tokenizer=), which is trained in place.
-    reward_funcs: a function or several, `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
-    list[float | None]`, plain or async; names, folders or modules of reward models (reward_processing_classes: their
-    tokenizers); judges. train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or
-    parquet file, with a column `prompt` (text or chat messages). config: a YAML file, a mapping or a `TrainerConfig`;
-    every key may also be given as a keyword, by leaf name or path (`hybrid-rl keys` lists them).
+    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
+    reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
+    list[float | None]`, plain or async; names, folders or modules of reward models; judges.
+    train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
+    `prompt` (text or chat messages).
+    config: a YAML file, a mapping or a `TrainerConfig`.
+    reward_processing_classes: the tokenizers of reward models.
+    overrides: any key of the configuration, by leaf name or path (`hybrid-rl keys` lists them).
 
-    Raises ConfigError, DataError, ModelError or RewardError before any work starts where something cannot be used.
+    Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
 
     def __init__(
@@ -108,8 +109,6 @@ class Trainer(Tenant):
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
         self._callbacks = tuple(callbacks)
-        self.buffer = SampleBuffer(capacity=0)
-        self._committed = self._sampler.state_dict()
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config)
         self._last_metrics: dict[str, float] = {}
@@ -120,84 +119,130 @@ class Trainer(Tenant):
         hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
         starting = still(self._log.message, f"starting {run.config.num_ranks} ranks", hint)
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
-            self._workers = start_workers(run, self._log.path, closing)
-        policy = self._workers.policy
-        self.collector = collector_of(run, policy)
+            self.policy = start_workers(run, self._log.path, closing)
+        self.collector = _collector(run, self.policy, self._sampler)
         if run.resume is not None:
-            self._restore(policy, run.resume)
-        self._publish(policy, self.global_step)
+            self._restore(run.resume)
+        self._guard = StepGuard(self._sampler)
+        self._update_weights(self.global_step)
         self._has_begun = self._log.begin(self.global_step)
-        self.policy = policy
         self._enter()
 
     # --------------------------------------------------------------------------------------------- the loop
 
     def fit(self) -> dict[str, float]:
-        """Train until max_steps; returns the metrics of the last step. Evaluates before the first and after the last.
+        """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
-        Ctrl-C ends it cleanly: results and, where checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt goes on. A later call continues after the last complete step. To end it early, a callback sets
-        trainer.max_steps = trainer.global_step in on_step_end.
+        Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
+        trainer.max_steps = trainer.global_step in a callback's on_step_end.
         """
         self._require_open()
-        with self._working("fit()"):
-            self._notify("on_fit_start")
-            if self.global_step >= self.max_steps:
-                self._log.message(self._nothing_to_do())
-            self._log.start(self.global_step)
-            do_all(self._fit, lambda: self._notify("on_fit_end"), lambda: self._log.stop(self._workers.lost_samples()))
-        return self._last_metrics
-
-    def _fit(self) -> None:
-        try:
+        with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
-            for _ in self.steps():
-                pass
+            while self.global_step < self.max_steps:
+                self.step()
             if self._save_due:
                 self._save_now(final=True)
-        except KeyboardInterrupt:
-            self._keep_last_step()
-            self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
-            raise
-        except (NoSignalError, DivergedError):  # nothing is learned any more: what was learned so far is a result
-            self._keep_last_step()
-            raise
+        return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
-        """The training steps that are left, one by one."""
+        """Yield the remaining training steps, one at a time."""
         while self.global_step < self.max_steps:
             yield self.step()
 
     def step(self) -> StepResult:
-        """One training step, logged, with what is due after it (evaluation, checkpoint).
+        """Run one training step, log it, and do what is due after it (evaluation, checkpoint).
 
-        Ctrl-C before the update takes the step back; from the update on it waits until the step is logged.
+        Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
             raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
-        with contextlib.ExitStack() as hold, self._working("step()"):
-            self._in_step = True
-            try:
-                result = self._train_step(hold)
-            except BaseException:
-                self._forget_unfinished()
-                raise
-            finally:
-                self._in_step = False
-            diverged = self._watch.look(self.global_step, result.metrics, self.policy.skipped_updates)
-            self._signal_watch.look(self.global_step, result.metrics)
-            self._after_step(result)
-        if diverged is not None:
-            raise diverged
-        return result
+        start, step = now(), self.global_step + 1
+        self.policy.label = f"training step {step}"
+        with self._working("step()"), self._guard.step():
+            with broken_model_told(self.policy.label, self.run_folder):
+                collected = self.collector.collect(self.policy_version, self._state(step))
+            batch, timings, update = collected.batch, collected.timings, dict[str, float]()
+            self._keep(batch, step)
+            if self.config.mode != "rollout":
+                batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
+                with timings.measure("logprobs"):
+                    batch = self.policy.score(batch, step)
+                batch = self.policy.advantages(batch)
+                self._commit()
+                with timings.measure("update"):
+                    update = joined(self.policy.update(batch, step))
+                self._update_weights(step)
+            return self._complete(step, batch, update, collected, start)
+
+    @contextlib.contextmanager
+    def _run_shown(self) -> Iterator[None]:
+        """Notify callbacks and console of the start and end of `fit()`, and keep what was learned if it fails."""
+        self._notify("on_fit_start")
+        if self.global_step >= self.max_steps:
+            self._log.message(self._nothing_to_do())
+        self._log.start(self.global_step)
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+        do_all(
+            lambda: self._end_run(failure),
+            lambda: self._notify("on_fit_end"),
+            lambda: self._log.stop(self.policy.lost_samples()),
+        )
+
+    def _end_run(self, failure: BaseException | None) -> None:
+        """Raise the error that ended a run, after saving the last complete step if that step is sound."""
+        if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
+            self._keep_last_step()
+        if isinstance(failure, KeyboardInterrupt):
+            self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
+        if failure is not None:
+            raise failure
 
     def _nothing_to_do(self) -> str:
         return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
 
+    def _keep(self, batch: AnyBatch, step: int) -> None:
+        """Start writing to the run folder, and save the rollout if that was asked for."""
+        self._log.take_up()
+        if self.config.save_rollouts or self.config.mode == "rollout":
+            self.policy.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
+
+    def _commit(self) -> None:
+        """Mark the point from which the weights change: Ctrl-C waits, and other Trainers of the module are warned."""
+        self._guard.commit()
+        self._note_training()
+
+    def _update_weights(self, version: int) -> None:
+        self._handoff = largest(self.policy.update_weights(version))
+        self._policy_version = version
+
+    def _complete(
+        self, step: int, batch: AnyBatch, update: Mapping[str, float], collected: Collected, start: float
+    ) -> StepResult:
+        """Count the step, then log, evaluate and save as due. update: metrics of the optimizer steps."""
+        self._global_step = step
+        self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
+        self._guard.complete()
+        metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
+        metrics |= cost_metrics(batch, collected.timings, now() - start)
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
+        result = StepResult(batch, with_logged(metrics, collected.logged))
+        diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
+        self._signal_watch.look(step, result.metrics)
+        self._after_step(result)
+        if diverged is not None:
+            raise diverged
+        return result
+
     def _after_step(self, result: StepResult) -> None:
-        """Evaluate, log and save. What an evaluation or callback of the user raises comes after step and checkpoint."""
+        """Evaluate, log and save. An error in the user's evaluation or callback is raised after log and checkpoint."""
         metrics, step = result.metrics, self.global_step
         self._last_metrics = metrics
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
@@ -211,62 +256,10 @@ class Trainer(Tenant):
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
-    def _train_step(self, hold: contextlib.ExitStack) -> StepResult:
-        """One turn of the loop. hold: gets what holds Ctrl-C back."""
-        start, step = now(), self.global_step + 1
-        self.policy.label = f"training step {step}"
-        collected = self._collect(step)
-        self._log.take_up()  # from here on the step writes
-        timings, batch = collected.timings, self.buffer.take(self.policy_version)
-        if self.config.save_rollouts or self.config.mode == "rollout":
-            self._workers.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
-        metrics: dict[str, float] = {}
-        if self.config.mode != "rollout":
-            batch, metrics = self._learn(batch, step, timings, hold)
-        self._global_step = step
-        self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
-        self._committed = self._sampler.state_dict()
-        self._torn = False
-        metrics |= collected.metrics | self._handoff | largest(self.policy.memory_metrics())
-        metrics |= cost_metrics(batch, timings, now() - start)
-        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
-        metrics |= {
-            f"log_metric/{n}" if n in metrics or n.startswith("eval/") else n: value
-            for n, value in collected.logged.items()
-        }
-        return StepResult(batch, metrics)
-
-    def _learn(
-        self, batch: Batch | BatchRef, step: int, timings: Timings, hold: contextlib.ExitStack
-    ) -> tuple[Batch | BatchRef, dict[str, float]]:
-        """The algorithm behind a collected batch: score, advantages, update, publish."""
-        batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
-        with timings.measure("logprobs"):
-            batch = self._workers.score(batch, step)
-        batch = self.policy.advantages(batch)
-        hold.enter_context(deferred_interrupt())
-        self._torn = True
-        with timings.measure("update"):
-            metrics = joined(self.policy.update(batch, step))
-        self._note_training()
-        self._publish(self.policy, step)
-        return batch, metrics
-
-    def _publish(self, policy: WorkerGroup, version: int) -> None:
-        self._handoff = largest(policy.publish_weights(version))
-        self._policy_version = version
-
-    def _collect(self, step: int) -> Collected:
-        """Collect the batch of a step into the buffer; with capacity 0 it is taken at once."""
-        with broken_model_told(f"training step {step}", self.run_folder):
-            collected = collect_step(self._run, self.collector, self._sampler, self.policy_version, self._state(step))
-        self.buffer.put(collected.batch)
-        return collected
-
     # ------------------------------------------------------------------------------ evaluation and generation
 
     def evaluate(self) -> dict[str, float]:
-        """Rewards on eval_dataset, greedy unless configured otherwise; names begin with `eval/`.
+        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
@@ -276,10 +269,11 @@ class Trainer(Tenant):
         check_modes(self.config, learns=False)
         start = now()
         told = f"evaluation after step {self.global_step}"
+        each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
             with broken_model_told(told, self.run_folder):
                 state = self._state(self.global_step)
-                metrics = evaluation_metrics(self._run, self.collector, self.policy_version, state)
+                metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
             metrics["timing/evaluate"] = now() - start
             self._notify("on_evaluate", self.global_step, metrics)
         return metrics
@@ -298,13 +292,13 @@ class Trainer(Tenant):
         stop_strings: Sequence[str] | None = None,
         seed: int = 0,
     ) -> list[Generation]:
-        """Completions of prompts (texts or chat message lists) by the present policy, num_generations each, in order.
+        """Complete prompts (texts or lists of chat messages) with the current policy, num_generations each, in order.
 
-        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy;
-        the same seed gives the same samples.
+        max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
+        The same seed gives the same samples.
         """
         self._require_open()
-        if self._in_step:
+        if self._guard.is_stepping:
             raise EngineStateError("a training step is running; generate before or after it, or from on_step_end")
         self._require_current()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -322,30 +316,32 @@ class Trainer(Tenant):
     # --------------------------------------------------------------------------------------- saving and closing
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint (weights and tokenizer as `from_pretrained` reads them, optimizer, data position).
+        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
 
-        folder: default `checkpoint-<step>` in the run folder. Written whole or not at all; raises CheckpointError.
+        folder: default `checkpoint-<step>` in the run folder. It is written completely or not at all.
+
+        Raises CheckpointError if it cannot be written.
         """
         self._require_open()
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
         if not target.resolve().name:
-            raise CheckpointError(f"a checkpoint cannot be {target} itself: give a folder in it, which is then made")
-        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._committed}
+            raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
+        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
         state["config"] = to_dict(self.config)
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
-            if self.policy.has_ended:  # nobody else clears up what they had begun
+            if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
         self._notify("on_save", self.global_step, target)
         return target
 
     def _save_now(self, *, final: bool) -> None:
-        """A checkpoint that fails (disk full) does not end the run: it is tried again after every step, while there are
-        ranks."""
+        """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there
+        are ranks."""
         if self._watch.is_broken:
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
@@ -360,15 +356,10 @@ class Trainer(Tenant):
         self._log.message(f"saved {target}")
 
     def _keep_last_step(self) -> None:
-        """Save the last complete step, where checkpoints were asked for and there is none of it yet."""
+        """Save the last complete step, if checkpoints were asked for and it has none yet."""
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
-        if self.config.save_steps is not None and self.global_step and not self._torn and not saved:
+        if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
             self._save_now(final=True)
-
-    def _forget_unfinished(self) -> None:
-        """Take back what a step that did not complete had taken from the data."""
-        self.buffer.clear()
-        self._sampler.load_state_dict(self._committed)
 
     def _evaluate_at_start(self) -> None:
         if self._has_begun or self.global_step:
@@ -387,23 +378,46 @@ class Trainer(Tenant):
     def _state(self, step: int) -> TrainerState:
         return TrainerState(step, self.max_steps, self._sampler.epoch)
 
-    def _restore(self, policy: WorkerGroup, checkpoint: Path) -> None:
+    def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
         self._log.tell_resumed(state)
-        policy.load(checkpoint.resolve())
+        self.policy.load(checkpoint.resolve())
         try:
             self._sampler.load_state_dict(state["sampler"])
         except DataError as error:
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
-        self._committed = self._sampler.state_dict()
 
-    def _log_samples(self, step: int, batch: Batch | BatchRef) -> None:
-        """Each rank writes its own samples; the texts of a few come here to be shown, and no block of them."""
+    def _log_samples(self, step: int, batch: AnyBatch) -> None:
+        """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         self.policy.log_samples(batch, step, self._log.path)
 
-    def _publish_again(self) -> None:
-        self._handoff = largest(self.policy.publish_again(self.policy_version))
+    def _update_weights_again(self) -> None:
+        self._handoff = largest(self.policy.update_weights_again(self.policy_version))
+
+
+def _collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
+    """The collector of a run."""
+    config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
+    plan = StepPlan(
+        sampler,
+        config.data.prompts_per_step,
+        config.algorithm.num_generations,
+        run.train_params,
+        max_refills=config.algorithm.max_refills,
+        greedy_baseline="baseline_rewards" in needs,
+        rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
+        demonstrates="demonstrations" in needs,
+    )
+    return Collector(
+        policy,
+        run.reward_names,
+        plan,
+        max_failure_share=rewards.max_reward_failure_share,
+        reward_weights=run.rewards.weights(rewards.reward_weights),
+        success_reward=config.eval.success_reward,
+        tells_success=run.rewards.num_added < len(run.reward_names),
+    )

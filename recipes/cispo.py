@@ -1,7 +1,7 @@
 """CISPO: `python recipes/cispo.py [key=value ...]`.
 
-GRPO with a clip that bounds a token's weight and leaves it its gradient. Without model.path it is the quickstart, as in
-recipes/grpo.py; with one it trains that on your data.
+GRPO with a clip that bounds a token's weight but keeps its gradient. Without model.path it runs the quickstart, as
+recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """DAPO: `python recipes/dapo.py [key=value ...]`.
 
-GRPO with a wider clip above than below, and groups without signal, all right or all wrong, replaced by new ones before
-the update. Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+GRPO with a wider clip above than below, and groups without signal (all right or all wrong) replaced before the update.
+Without model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """On-policy distillation: `python recipes/distillation.py [key=value ...]`.
 
-The policy's own completions, and a teacher's opinion of every token of them. The quickstart, as in recipes/grpo.py,
-makes its teacher from the warm-started model and right answers. With a model name a teacher of the same tokenizer:
+The policy generates its own completions and learns from a teacher's logprobs of every token of them. In the quickstart,
+as in recipes/grpo.py, the teacher is the warm-started model trained on right answers. With a model of your own, name a
+teacher with the same tokenizer:
 
     python recipes/distillation.py model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_path=train.jsonl \\
         advantage.teacher_path=Qwen/Qwen2.5-7B-Instruct

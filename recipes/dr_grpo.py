@@ -1,7 +1,8 @@
 """Dr. GRPO: `python recipes/dr_grpo.py [key=value ...]`.
 
 GRPO without the two divisions that favour easy or hard prompts and long wrong completions: by the standard deviation
-and by the length. Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+and by the length. Without model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on
+your data.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""GRPO, from nothing to a model that has learned: `make run`, or `python recipes/grpo.py [key=value ...]`.
+"""GRPO on the quickstart or on your own model: `make run`, or `python recipes/grpo.py [key=value ...]`.
 
-Without a model it builds the quickstart (recipes/quickstart): a small Qwen2, its tokenizer, and sums to learn on. A
-warm start imitates demonstrations that mostly forget the carry; GRPO, which is told only right or wrong, improves on
-them. For comparison supervised learning goes on for the same time: on the same demonstrations, and on right answers.
+Without a model it runs the quickstart (recipes/quickstart): a small Qwen2, its tokenizer, and sums to learn. A warm
+start imitates demonstrations that mostly forget the carry; GRPO, which learns only from right or wrong, improves on
+them. For comparison supervised learning continues for the same time: on the same demonstrations, and on right answers.
 
-With a model it trains that on your data, with your reward function, from the library's defaults:
+With a model it trains that model on your data, with your reward function, from the library's defaults:
 
     python recipes/grpo.py model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_path=train.jsonl reward=my_reward.py:score
 """

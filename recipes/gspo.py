@@ -1,7 +1,7 @@
 """GSPO: `python recipes/gspo.py [key=value ...]`.
 
-GRPO whose ratio, and whose clip, is of a whole completion. Without model.path it is the quickstart, as in
-recipes/grpo.py; with one it trains that on your data.
+GRPO with the ratio, and the clip, of a whole completion. Without model.path it runs the quickstart, as recipes/grpo.py
+does; with one it trains that model on your data.
 """
 
 import sys

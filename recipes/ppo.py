@@ -1,7 +1,7 @@
 """PPO with a critic: `python recipes/ppo.py [key=value ...]`.
 
-One completion per prompt; what it is worth at every token a second model says, which learns beside the policy. Without
-model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+One completion per prompt; a second model, trained beside the policy, estimates its value at every token. Without
+model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Records how recipes learn, for tests/e2e: `python -m recipes.record_curves [NAME ...]`, without names all of them.
+"""Learning curves of the recipes, recorded for tests/e2e: `python -m recipes.record_curves [NAME ...]` (default: all).
 
-Each runs to its end from the warm start of two seeds, on one thread; recipes/curves/NAME.json keeps the held-out
-accuracy at every evaluation, and a digest of the settings under which that was so.
+Each recipe runs to its end from the warm start of two seeds, on one thread; recipes/curves/NAME.json keeps the held-out
+accuracy at every evaluation, and a digest of the settings that gave it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEEDS = (42, 7)
 
 @dataclass(frozen=True)
 class Start:
-    """Where recipes begin: the task of a seed, and a model behind its warm start, of which each takes a copy."""
+    """The start of recipes: the task of a seed, and a warm-started model, of which each recipe gets a copy."""
 
     seed: int
     task: Task
@@ -46,20 +46,20 @@ class Start:
 
     @classmethod
     def of(cls, seed: int) -> Start:
-        """Build and warm-start."""
+        """Build a model and warm-start it."""
         task, tokenizer = build_task(seed), build_tokenizer()
         model = build_model(tokenizer, seed)
         return cls(seed, task, tokenizer, model, warm_start(model, tokenizer, task, seed))
 
     def run(self, name: str, folder: Path, **changes: Any) -> Outcome:
-        """A recipe from here, silently; run folders under `folder`. changes: of its settings."""
+        """Run a recipe from here without output, with run folders under `folder`. changes: to its settings."""
         config, _ = load_config(settings_file(name), {"seed": self.seed, "output_dir": str(folder), **changes})
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return improve(copy.deepcopy(self.model), self.tokenizer, self.task, config)
 
 
 def names() -> list[str]:
-    """All recipes: the YAML files here."""
+    """The names of all recipes, from the YAML files in this folder."""
     return sorted(path.stem for path in HERE.glob("*.yaml"))
 
 
@@ -69,7 +69,7 @@ def settings_file(name: str) -> Path:
 
 
 def settings_digest(name: str) -> str:
-    """Changes with what a recipe's YAML file or its preset says; other keys and their defaults play no part."""
+    """A digest that changes with a recipe's YAML file or preset; other keys and their defaults do not affect it."""
     text = settings_file(name).read_text()
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     preset = PRESETS[load_config(settings_file(name))[0].algorithm.name].settings
@@ -78,7 +78,7 @@ def settings_digest(name: str) -> str:
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """What was recorded for a recipe: settings (digest), and by seed the curve, as text -> accuracy."""
+    """Return the record of a recipe: the digest of its settings, and by seed the curve, as text -> accuracy."""
     curve: dict[str, Any] = json.loads((CURVES / f"{name}.json").read_text())
     return curve
 

@@ -1,7 +1,7 @@
 """REINFORCE++: `python recipes/reinforce_pp.py [key=value ...]`.
 
 One completion per prompt and no critic: rewards, with a KL penalty at every token, are normalised over the whole batch.
-Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+Without model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Rejection sampling: `python recipes/rejection_sampling.py [key=value ...]`.
 
-The best of a prompt's completions, where it is right, is imitated; the others are dropped. Without model.path it is the
-quickstart, as in recipes/grpo.py; with one it trains that on your data.
+The best of a prompt's completions is imitated if it is right; the others are dropped. Without model.path it runs the
+quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

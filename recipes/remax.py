@@ -1,7 +1,7 @@
 """ReMax: `python recipes/remax.py [key=value ...]`.
 
-One completion per prompt, compared with the reward of the greedy one, which is generated and scored for that alone.
-Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+One completion per prompt, compared with the reward of the greedy one, which is generated and scored only for that.
+Without model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

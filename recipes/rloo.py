@@ -1,7 +1,7 @@
 """RLOO: `python recipes/rloo.py [key=value ...]`.
 
 REINFORCE over whole completions, each compared with the mean of the others of its prompt, with a KL penalty in the
-reward. Without model.path it is the quickstart, as in recipes/grpo.py; with one it trains that on your data.
+reward. Without model.path it runs the quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

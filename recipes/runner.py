@@ -1,4 +1,4 @@
-"""What every recipe does with its command line: the quickstart without a model, your own data with one."""
+"""The command line of every recipe: the quickstart without a model, your own data with one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from recipes.quickstart.warm_start import (
 
 SUPERVISED = (
     "or then more of the same demonstrations",
-    "or then demonstrations that are all right",
+    "or then only right demonstrations",
 )
 
 console = Console(highlight=False)
@@ -71,7 +71,7 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
         config, _ = load_config(file, {"algorithm": load_config(settings)[0].algorithm.name}, arguments)
     if config.model.path is None:
         if reward is not None or file is not None or config.data.train_path is not None:
-            raise ConfigError("reward=, config= and data.train_path go with a model of your own: set model.path too")
+            raise ConfigError("reward=, config= and data.train_path need a model of your own: set model.path too")
         quickstart(settings, arguments, compares=compares)
         return
     if reward is None and config.advantage.needs_rewards:
@@ -83,11 +83,11 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
 
 
 def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> None:
-    """Build, warm start, improve, and on request compare."""
+    """Build the model, warm-start it, improve it, and compare on request."""
     config, given = load_config(settings, arguments=arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
-    # What cannot be is refused before the warm start.
+    # Invalid settings are refused before the warm start.
     hardware = find_hardware(config)
     resolved = resolve(config, given, hardware=hardware)
     check_attention(resolved, hardware)
@@ -105,7 +105,7 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
 
 
 def warm_started(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Qwen2ForCausalLM, WarmStartReport]:
-    """A new model behind its warm start, shown as it goes."""
+    """Build a model and warm-start it, with its progress on the console."""
     model = build_model(tokenizer, seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(
@@ -126,9 +126,9 @@ def warm_started(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int) -> t
 
 
 def row_name(config: TrainerConfig) -> str:
-    """What the closing table calls the recipe's own training."""
+    """The name of the recipe's own training in the closing table."""
     if config.algorithm.name == "grpo":
-        return "then GRPO, told only right or wrong"
+        return "then GRPO, from right or wrong only"
     return f"then {PRESETS[config.algorithm.name].title}"
 
 
@@ -148,7 +148,7 @@ def comparison(
 
 
 def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
-    """The closing table, also written to comparison.json in the run folder."""
+    """Print the closing table, and write it to comparison.json in the run folder."""
     table = Table(title="held-out greedy accuracy", title_justify="left")
     for column in ("", "accuracy", "steps", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
@@ -162,16 +162,16 @@ def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
 
 
 def take(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split `name=VALUE`, which is no configuration key, off the arguments."""
+    """Split `name=VALUE`, which is not a configuration key, off the arguments."""
     found = [argument.removeprefix(f"{name}=") for argument in arguments if argument.startswith(f"{name}=")]
     return (found[-1] if found else None), [a for a in arguments if not a.startswith(f"{name}=")]
 
 
 def load_reward(reference: str) -> Callable[..., Any]:
-    """The function FUNCTION of FILE.py. Raises ConfigError where either is missing."""
+    """Import FUNCTION from FILE.py. Raises ConfigError if either is missing."""
     file, _, name = reference.rpartition(":")
     if not file or not Path(file).is_file():
-        raise ConfigError(f"reward={reference!r} is not FILE.py:FUNCTION with a file that exists")
+        raise ConfigError(f"reward={reference!r} is not FILE.py:FUNCTION with an existing file")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

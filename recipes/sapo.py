@@ -1,7 +1,7 @@
 """SAPO: `python recipes/sapo.py [key=value ...]`.
 
-GRPO with a smooth gate in the place of the clip. Without model.path it is the quickstart, as in recipes/grpo.py; with
-one it trains that on your data.
+GRPO with a smooth gate instead of the clip. Without model.path it runs the quickstart, as recipes/grpo.py does; with
+one it trains that model on your data.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: `python recipes/sft.py [key=value ...]`.
 
-Nothing is generated but for evaluation: the completions are those of the data set. In the quickstart, as in
-recipes/grpo.py, they are right answers. With a model it trains that on your data, prompts with a column `completion`:
+Completions come from the dataset; only evaluation generates. In the quickstart, as in recipes/grpo.py, they are right
+answers. With a model it trains that model on your data, prompts with a column `completion`:
 
     python recipes/sft.py model.path=Qwen/Qwen2.5-0.5B-Instruct data.train_path=train.jsonl learning_rate=1e-5
 """

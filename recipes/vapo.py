@@ -1,8 +1,8 @@
 """VAPO: `python recipes/vapo.py [key=value ...]`.
 
-PPO's critic with several completions per prompt: the critic learns alone at first, from undiscounted rewards, the
-policy's lambda follows the length, and right completions are imitated besides. Without model.path it is the quickstart,
-as in recipes/grpo.py; with one it trains that on your data.
+PPO's critic with several completions per prompt: at first only the critic learns, from undiscounted rewards; the
+policy's lambda follows the length, and right completions are imitated in addition. Without model.path it runs the
+quickstart, as recipes/grpo.py does; with one it trains that model on your data.
 """
 
 import sys

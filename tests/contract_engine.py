@@ -21,15 +21,13 @@ from hybrid_rl.engines.base import (
     KV_CACHE,
     WEIGHTS,
     EngineState,
-    EngineStats,
     FinishedSample,
-    FinishReason,
     RolloutRequest,
 )
 from hybrid_rl.engines.guards import GuardedEngine
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
-from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory import Region
@@ -109,48 +107,38 @@ class ContractEngine(GuardedEngine):
 
         self._scheduler = Scheduler(
             BlockPool(num_blocks, size),
-            SeatTable(config.max_num_seqs, -(-max_positions // size)),
+            SlotTable(config.max_num_seqs, -(-max_positions // size)),
             max_num_batched_tokens=config.max_num_batched_tokens,
             remember_prefixes=config.enable_prefix_caching,
+            counters=self._counters,
         )
-        self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
-        self._num_generated_tokens = self._num_steps = 0
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
-        """See RolloutEngine."""
-        self.check(requests, version)
-        if not self._ids:
-            self._scheduler.pool.forget()
-        self._ids.update(request.id for request in requests)
+    def _begin_rollout(self) -> None:
+        self._scheduler.pool.forget()
+
+    def _queue(self, requests: Rows[RolloutRequest]) -> None:
         self._scheduler.add(Sequence(request) for request in requests)
-        return [request.id for request in requests]
 
     @property
     def num_running(self) -> int:
-        """See GuardedEngine."""
+        """Sequences that have blocks."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """See GuardedEngine."""
+        """Sequences that wait for blocks."""
         return len(self._scheduler.waiting)
 
     # ---------------------------------------------------------------------------------------------------- step
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSample]:
-        """See RolloutEngine."""
+        """Compute a pass; returns what finished."""
         self.require_ready(self.policy_version)
         effect = self.faults.enter("step")
-        everyone = [*self._scheduler.running, *self._scheduler.waiting]
-        leaving = [sequence for sequence in everyone if sequence.request.id in self._aborted]
-        for sequence in leaving:
-            if sequence.seat >= 0:
-                self._scheduler.remove(sequence)
-            else:
-                self._scheduler.waiting.remove(sequence)
+        leaving = self._scheduler.take_aborted(self._aborted)
         chunks = [] if self._paused == "keep" else self._scheduler.schedule(admit=self._paused is None)
         try:
             if effect == "raise":
@@ -164,10 +152,7 @@ class ContractEngine(GuardedEngine):
         self._aborted = set()
         finished = [self._finish(sequence, "abort") for sequence in leaving]
         for sequence, token, logprob in sampled:
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.policy_version)
-            if reason := self._finish_reason(sequence):
+            if reason := self._extend(sequence, token, logprob):
                 self._scheduler.remove(sequence)
                 finished.append(self._finish(sequence, reason))
         return finished
@@ -186,11 +171,8 @@ class ContractEngine(GuardedEngine):
                 self._kv[self._slots(follower, own, end)] = self._kv[self._slots(chunk.sequence, own, end)]
         sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
         tokens, logprobs = self._choose(sequences) if sequences else ([], [])
-        self._num_steps += bool(chunks)
-        for chunk in chunks:
-            self._num_prompt_tokens += 0 if chunk.is_decode else chunk.count
-            self._num_shared_tokens += (chunk.start + chunk.count) * len(chunk.followers)
-        self._num_generated_tokens += len(sequences)
+        if chunks:
+            self._scheduler.count(chunks)
         return list(zip(sequences, tokens, logprobs, strict=True))
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> list[int]:
@@ -214,22 +196,12 @@ class ContractEngine(GuardedEngine):
         check_finite(logprobs.tolist())
         return tokens.tolist(), logprobs.tolist()
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        if self._is_stopped(sequence.request, sequence.tokens):
-            return "stop"
-        return "length" if len(sequence.tokens) >= sequence.request.params.max_tokens else None
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> FinishedSample:
-        self._ids.discard(sequence.request.id)
-        self._num_finished += 1
-        return sequence.finished(reason)
-
     # --------------------------------------------------------------------------------------- weights and memory
 
     @torch.inference_mode()
     def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """See RolloutEngine. Copies. Raises HandoffError where the source has other tensors, or where a byte was not
-        written; the engine then holds no version until it is given weights."""
+        """Copy the weights of a policy version. Raises HandoffError if the source has other tensors, or if
+        a byte was not written; the engine then holds no version until it is given weights."""
         start = time.perf_counter()
         self.require_update(version)
         if source.weight_layout() != self._layout:
@@ -264,12 +236,12 @@ class ContractEngine(GuardedEngine):
         return num_bytes
 
     def weight_layout(self) -> WeightLayout:
-        """See RolloutEngine."""
+        """Names, shapes and dtypes of the weights."""
         return self._layout
 
     @torch.inference_mode()
     def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them."""
+        """Release regions. Without weights nothing can be cached: the cache goes to sleep with them."""
         tags = self.require_sleep(tags)
         effect = self.faults.enter("sleep")
         if effect == "raise":
@@ -288,7 +260,7 @@ class ContractEngine(GuardedEngine):
 
     @torch.inference_mode()
     def wake(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine."""
+        """Get regions back."""
         tags = self.require_wake(tags)
         effect = self.faults.enter("wake")
         if effect == "raise":
@@ -310,30 +282,15 @@ class ContractEngine(GuardedEngine):
 
     @property
     def kv_cache_tokens(self) -> int:
-        """See RolloutEngine."""
+        """Rows of the cache."""
         return len(self._kv)
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See RolloutEngine."""
+        """Bytes of the cache."""
         return self.kv_region.num_bytes
 
-    def stats(self) -> EngineStats:
-        """See RolloutEngine."""
+    def _cache_usage(self) -> tuple[int, float]:
         pool = self._scheduler.pool
-        return EngineStats(
-            state=self.state,
-            policy_version=self.policy_version,
-            num_waiting=self.num_waiting,
-            num_queueable=self.num_queueable,
-            num_running=self.num_running,
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_shared_prompt_tokens=self._num_shared_tokens,
-            num_prefix_tokens=self._scheduler.num_prefix_tokens,
-            num_preemptions=self._scheduler.num_preemptions,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            kv_cache_bytes=0 if self.kv_region.is_asleep else self.kv_region.num_bytes,
-            kv_cache_used_share=1 - pool.num_free / pool.num_blocks,
-        )
+        num_bytes = 0 if self.kv_region.is_asleep else self.kv_region.num_bytes
+        return num_bytes, 1 - pool.num_free / pool.num_blocks

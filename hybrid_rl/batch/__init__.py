@@ -1,8 +1,19 @@
-"""The data that travels: batches of samples, and references to batches that lie on the workers."""
+"""Batches of samples, and references to batches whose samples lie on the workers."""
 
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS, Field
 from hybrid_rl.batch.jagged import Jagged, lengths_to_offsets
-from hybrid_rl.batch.ref import BatchRef, Piece, store
+from hybrid_rl.batch.ref import AnyBatch, BatchRef, Piece, store
 
-__all__ = ["FIELDS", "Batch", "BatchRef", "Column", "Field", "Jagged", "Piece", "lengths_to_offsets", "store"]
+__all__ = [
+    "FIELDS",
+    "AnyBatch",
+    "Batch",
+    "BatchRef",
+    "Column",
+    "Field",
+    "Jagged",
+    "Piece",
+    "lengths_to_offsets",
+    "store",
+]

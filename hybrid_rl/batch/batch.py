@@ -1,8 +1,8 @@
-"""The one data structure that travels: N samples as named, immutable, aligned columns.
+"""The batch: N samples as named, immutable, aligned columns.
 
 A column is a `Tensor [N]`, a `Jagged` (one variable-length row per sample), or a list of N Python objects. `FIELDS`
-names every column of the library with its alignment, dtype, writer and the value it holds where nothing was produced.
-Token ids go in and token ids come out: no text in a batch is ever tokenised again.
+names every column of the library with its alignment, dtype, writer and its value where nothing was produced.
+Token ids go in and token ids come out: text in a batch is never tokenised again.
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ class Batch(Mapping[str, Column]):
         return f"Batch({self.num_samples} samples: {', '.join(self._columns)})"
 
     def with_columns(self, **columns: Column) -> Batch:
-        """A batch with these columns added. Raises DataError where a column exists already."""
+        """Return a batch with these columns added. Raises DataError if a column exists already."""
         taken = sorted(set(columns) & set(self._columns))
         if taken:
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
         return Batch({**self._columns, **columns})
 
     def without(self, *names: str) -> Batch:
-        """A batch without these columns (which must be there)."""
+        """Return a batch without these columns. Raises DataError if one of them does not exist."""
         missing = sorted(set(names) - set(self._columns))
         if missing:
             raise DataError(f"columns {missing} are not in the batch; it has {sorted(self._columns)}")
         return Batch({name: column for name, column in self._columns.items() if name not in names})
 
     def select(self, indices: Tensor | Sequence[int]) -> Batch:
-        """The samples at `indices` (int64 [M] or a list), in that order."""
+        """Return the samples at `indices` (int64 [M] or a list), in that order."""
         index = sample_index(indices)
         chosen = index.tolist()
         return Batch({name: _take(column, index, chosen) for name, column in self._columns.items()})
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The samples of all batches, in order. All must have the same columns."""
+        """Return the samples of all batches, in order. All must have the same columns."""
         if len({frozenset(batch) for batch in batches}) != 1:
             raise DataError(f"batches differ in their columns: {[sorted(batch) for batch in batches]}")
         return Batch({name: _concat([batch[name] for batch in batches]) for name in batches[0]})
@@ -98,19 +98,19 @@ class Batch(Mapping[str, Column]):
 
 
 def sample_index(indices: Tensor | Sequence[int]) -> Tensor:
-    """Indices of samples as int64 [M]. Raises DataError for masks and fractions."""
+    """Return indices of samples as int64 [M]. Raises DataError for masks and fractions."""
     index = torch.as_tensor(indices)
     if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
-        raise DataError(f"samples are selected by int64 indices, not {index.dtype}; a mask has .nonzero()[:, 0]")
+        raise DataError(f"samples are selected by int64 indices, not {index.dtype}; for a mask use .nonzero()[:, 0]")
     return index.to(torch.int64)
 
 
 def check_name(name: object) -> None:
-    """Raise TypeError for what is no name of a column: a batch is not a list of samples."""
+    """Raise TypeError if a value is not the name of a column: a batch is not a list of samples."""
     if not isinstance(name, str):
         raise TypeError(
-            f"a batch is read by the names of its columns (batch['rewards']), not by {name!r:.100} of type "
-            f"{type(name).__name__}; select([0, 1]) takes samples"
+            f"a batch is indexed by the names of its columns (batch['rewards']), not by {name!r:.100} of type "
+            f"{type(name).__name__}; for samples use select([0, 1])"
         )
 
 
@@ -159,8 +159,8 @@ def _concat(columns: Sequence[Any]) -> Column:
     return [item for column in columns for item in column]
 
 
-# Tensors leave as numpy views: numpy's protocol-5 pickling hands their memory out of band, so that a transport with
-# `buffer_callback` moves no bytes. bfloat16, which numpy lacks, goes as its bits.
+# Tensors are pickled as numpy views: numpy's protocol 5 passes their memory out of band, so a transport with
+# `buffer_callback` copies no bytes. bfloat16, which numpy lacks, is passed as its bits.
 def _pack(column: Column, protocol: int) -> tuple[str, Any]:
     def buffer(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
         flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

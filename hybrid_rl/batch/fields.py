@@ -1,4 +1,4 @@
-"""Every column of the library: along what it runs, its dtype, who writes it, what it holds where nothing was made."""
+"""The columns of a batch: alignment, dtype, writer, and the value where nothing was produced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Alignment = Literal["sample", "prompt", "completion", "sequence", "object"]
 
 @dataclass(frozen=True)
 class Field:
-    """What a column holds. `align` says along what it runs: [N] for "sample", else one row per sample."""
+    """A column's declaration. align: "sample" for [N], "object" for a list of N Python objects, else one row of tokens
+    per sample."""
 
     align: Alignment
     dtype: torch.dtype | None
@@ -31,35 +32,35 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         ),
         "completion_mask": Field("completion", torch.bool, "collector", False, "True where the policy made the token"),
         "rollout_logprobs": Field("completion", torch.float32, "collector", 0.0, "ln p of the sampling distribution"),
-        "policy_version": Field("completion", torch.int64, "collector", -1, "version of the weights behind each token"),
+        "policy_version": Field("completion", torch.int64, "collector", -1, "policy version that sampled each token"),
         "group": Field("sample", torch.int64, "collector", None, "globally unique id of the prompt's group"),
         "trajectory": Field("sample", torch.int64, "collector", None, "globally unique id of the sample's trajectory"),
         "turn": Field("sample", torch.int64, "collector", None, "turn within the trajectory, from 0"),
-        "oldest_version": Field("sample", torch.int64, "collector", -1, "oldest policy version behind a token of it"),
+        "oldest_version": Field("sample", torch.int64, "collector", -1, "oldest policy version among its tokens"),
         "prompt_length": Field("sample", torch.int64, "collector", None, "tokens of the prompt"),
         "completion_length": Field("sample", torch.int64, "collector", None, "tokens of the completion"),
-        "mini_batch": Field("sample", torch.int64, "driver", None, "the optimizer step of an iteration, from 0"),
+        "mini_batch": Field("sample", torch.int64, "driver", None, "optimizer step within the training step, from 0"),
         "finish_reason": Field("object", None, "collector", None, '"stop", "length" or "abort"'),
-        "prompt": Field("object", None, "collector", None, "the prompt as the dataset gave it: text or chat messages"),
-        "completion": Field("object", None, "collector", None, "the completion as text, special tokens left out"),
+        "prompt": Field("object", None, "collector", None, "the prompt as in the dataset: text or chat messages"),
+        "completion": Field("object", None, "collector", None, "the completion as text, without special tokens"),
         "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
         "rewards": Field("sample", torch.float64, "collector", float("nan"), "weighted reward; NaN = failed, masked"),
         "baseline_rewards": Field(
             "sample", torch.float64, "collector", float("nan"), "reward of the prompt's greedy sample; NaN = failed"
         ),
         "function_rewards": Field("object", None, "collector", None, "one reward (or NaN) per reward function"),
-        "extra": Field("object", None, "collector", None, "what reward functions gave to log_extra, by column"),
+        "extra": Field("object", None, "collector", None, "values passed to log_extra by reward functions"),
         "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
         "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
         "ref_logprobs": Field("completion", torch.float32, "reference", 0.0, "ln p of the reference model"),
-        "teacher_logprobs": Field("completion", torch.float32, "teacher", 0.0, "ln p of the teacher that is distilled"),
-        "old_top_ids": Field("completion", torch.int64, "actor", 0, "best tokens of the policy then, [T, K]"),
+        "teacher_logprobs": Field("completion", torch.float32, "teacher", 0.0, "ln p of the teacher"),
+        "old_top_ids": Field("completion", torch.int64, "actor", 0, "most likely tokens before the update, [T, K]"),
         "old_top_logprobs": Field("completion", torch.float32, "actor", 0.0, "their ln p, [T, K]"),
         "old_router_ids": Field("completion", torch.int64, "actor", 0, "experts chosen then, [T, layers * K]"),
         "old_router_logprobs": Field("completion", torch.float32, "actor", 0.0, "their router's ln p, [T, layers * K]"),
         "sum_pi_squared": Field("completion", torch.float32, "actor", 0.0, "sum over the vocabulary of p^2"),
         "prepared": Field(
-            "completion", torch.float32, "actor", 0.0, "what a policy loss knows of the whole mini-batch, [T, ...]"
+            "completion", torch.float32, "actor", 0.0, "inputs of a policy loss from the whole mini-batch, [T, ...]"
         ),
         "values": Field("completion", torch.float32, "critic", 0.0, "value estimates"),
         "advantages": Field("completion", torch.float32, "actor", 0.0, "advantage of each token"),

@@ -1,4 +1,4 @@
-"""Batches as files: rollouts that were saved, to train on them again.
+"""Files of saved rollouts, from which a later run can train.
 
 A file is in the safetensors format. A column of [N] is the tensor of its name; a jagged one is `<name>.values` and
 `<name>.offsets`; one of objects is `<name>.json`, its list as UTF-8 JSON in a tensor of bytes. Nothing is pickled. A
@@ -29,9 +29,9 @@ _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    """Write a batch, on whatever device, to a file. An existing file is replaced once the new one is complete.
+    """Write a batch, from any device, to a file. An existing file is replaced once the new one is complete.
 
-    Raises DataError for an object column that JSON would not give back as it is, StorageError where the file cannot be
+    Raises DataError for an object column that JSON cannot reproduce exactly, StorageError if the file cannot be
     written.
     """
     tensors = {name: tensor for column in batch for name, tensor in _tensors(column, batch[column])}
@@ -47,16 +47,16 @@ def save_batch(path: Path, batch: Batch) -> None:
 
 
 def load_batch(path: Path) -> Batch:
-    """Read what `save_batch` wrote, onto the CPU. Raises DataError for a file that is missing, damaged or of another
+    """Read what `save_batch` wrote, onto the CPU. Raises DataError if the file is missing, damaged or of another
     kind."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # Cloned: what comes out of an open file may be a mapping of it.
+            # Cloned, because a tensor from an open file may be a mapping of it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"cannot read the batch {path}: {error}; if it is there it is damaged: write it again, or delete it"
+            f"cannot read the batch {path}: {error}; if the file exists, it is damaged: write it again, or delete it"
         ) from error
     if {key: metadata.get(key) for key in FORMAT} != FORMAT:
         raise DataError(f"{path} is not a batch of this version of the library: its header says {metadata}")
@@ -68,9 +68,9 @@ def load_batch(path: Path) -> Batch:
 
 
 def save_rollout(folder: Path, step: int, rank: int, num_ranks: int, batch: Batch) -> Path:
-    """Write what one of num_ranks ranks sampled in a training step, a file per rank. Returns its path.
+    """Write the samples of one of num_ranks ranks in a training step, one file per rank, and return its path.
 
-    Raises DataError as `save_batch` does, and for a batch without the column `trajectory`, by which ranks are joined.
+    Raises DataError as `save_batch` does, and for a batch without the column `trajectory`, which orders the rows.
     """
     if "trajectory" not in batch:
         raise DataError(f"a rollout needs the column trajectory; the batch has {sorted(batch)}")
@@ -80,17 +80,17 @@ def save_rollout(folder: Path, step: int, rank: int, num_ranks: int, batch: Batc
 
 
 def load_rollout(folder: Path, step: int) -> Batch:
-    """The samples of all ranks in a training step, in the order of their trajectories (and then of their turns).
+    """Return the samples of all ranks in a training step, ordered by trajectory and then by turn.
 
-    Raises DataError where the step, or the file of a rank, is missing or damaged.
+    Raises DataError if the step, or the file of a rank, is missing or damaged.
     """
     found = [(rank, num_ranks, path) for at, rank, num_ranks, path in _files(Path(folder)) if at == step]
     if not found:
-        raise DataError(f"{folder} holds no rollout of step {step}; it holds steps {rollout_steps(folder)}")
+        raise DataError(f"{folder} has no rollout of step {step}; it has steps {rollout_steps(folder)}")
     sizes = sorted({num_ranks for _, num_ranks, _ in found})
     if len(sizes) > 1:
         raise DataError(
-            f"{folder} holds rollouts of step {step} from runs of {sizes} ranks; delete the files of all but one run"
+            f"{folder} has rollouts of step {step} from runs of {sizes} ranks; delete the files of all but one run"
         )
     missing = sorted(set(range(sizes[0])) - {rank for rank, _, _ in found})
     if missing:
@@ -99,7 +99,7 @@ def load_rollout(folder: Path, step: int) -> Batch:
             f"or leave this step out"
         )
     parts = [load_batch(path) for _, _, path in sorted(found)]
-    # A rank without samples need not know the columns of the others.
+    # A rank without samples may not know the columns of the others.
     batch = Batch.concat([part for part in parts if part.num_samples] or parts[:1])
     order = torch.arange(batch.num_samples)
     for name in ("turn", "trajectory"):  # the last one counts most
@@ -109,7 +109,7 @@ def load_rollout(folder: Path, step: int) -> Batch:
 
 
 def set_rollouts_aside(folder: Path, step: int) -> None:
-    """Set the rollouts of later steps than this one aside: a run that goes on from there makes others."""
+    """Rename the rollouts of later steps: a run that resumes from this step makes new ones."""
     if Path(folder).is_dir():
         for at, _, _, path in list(_files(Path(folder))):
             if at > step:
@@ -117,7 +117,7 @@ def set_rollouts_aside(folder: Path, step: int) -> None:
 
 
 def rollout_steps(folder: Path) -> list[int]:
-    """The training steps of which a folder holds rollouts, ascending."""
+    """The training steps whose rollouts are in a folder, ascending."""
     return sorted({step for step, _, _, _ in _files(Path(folder))})
 
 
@@ -141,7 +141,7 @@ def _tensors(name: str, column: Column) -> Iterator[tuple[str, Tensor]]:
     else:
         for index, value in enumerate(column):
             _check_json(value, f"column {name!r}, sample {index}")
-        # surrogatepass: Python strings may hold halves of characters, which then come back as they were.
+        # surrogatepass: Python strings may contain halves of characters, which must survive the round trip.
         text = json.dumps(column, ensure_ascii=False).encode("utf-8", "surrogatepass")
         yield f"{name}.json", torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -157,7 +157,7 @@ def _column(name: str, tensors: dict[str, Tensor]) -> Column:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raise DataError unless JSON gives this value back as it is."""
+    """Raise DataError unless JSON reproduces this value exactly."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -168,6 +168,6 @@ def _check_json(value: Any, where: str) -> None:
             _check_json(inner, f"{where}[{index}]")
     elif value is not None and not isinstance(value, str | int | float):
         raise DataError(
-            f"{where} is of type {type(value).__name__}, which a file cannot hold; use text, numbers, True, False, "
+            f"{where} is of type {type(value).__name__}, which the file cannot hold; use text, numbers, True, False, "
             f"None, lists and dicts, or leave it out of the dataset while rollouts are saved"
         )

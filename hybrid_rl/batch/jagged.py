@@ -17,7 +17,7 @@ from hybrid_rl.errors import DataError
 class Jagged:
     """Rows of different lengths in one tensor.
 
-    values: [total, ...]; offsets: int64 [N + 1], from 0 to total, never falling. Row i is
+    values: [total, ...]; offsets: int64 [N + 1], from 0 to total, never decreasing. Row i is
     values[offsets[i]:offsets[i+1]].
     """
 
@@ -33,7 +33,7 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Jagged:
-        """rows: N tensors [length_i, ...] or N lists of numbers."""
+        """Join N tensors [length_i, ...], or N lists of numbers, to one column."""
         tensors = [row if isinstance(row, Tensor) else torch.tensor(row, dtype=dtype) for row in rows]
         if not tensors:
             return cls(torch.empty(0, dtype=dtype), torch.zeros(1, dtype=torch.int64))
@@ -50,7 +50,7 @@ class Jagged:
     def __getitem__(self, index: slice) -> Jagged: ...
 
     def __getitem__(self, index: Any) -> Tensor | Jagged:
-        """A row by its number, from the end where it is below 0; by a slice several, as a column again."""
+        """Return one row by its number (negative: from the end), or several by a slice, as a column again."""
         if isinstance(index, slice):
             rows = range(*index.indices(len(self)))
             return self.select(torch.tensor(rows, dtype=torch.int64, device=self.offsets.device))
@@ -58,8 +58,8 @@ class Jagged:
             row = operator.index(index)
         except TypeError:
             raise TypeError(
-                f"rows of a column are taken by a number or a slice, not by {index!r:.100} of type "
-                f"{type(index).__name__}; select(tensor of row numbers) gives any rows, in any order"
+                f"rows of a column are indexed by a number or a slice, not by {index!r:.100} of type "
+                f"{type(index).__name__}; select(tensor of row numbers) returns any rows, in any order"
             ) from None
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
@@ -71,18 +71,18 @@ class Jagged:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [N]."""
+        """Length of each row, int64 [N]."""
         return self.offsets.diff()
 
     def select(self, indices: Tensor) -> Jagged:
-        """The rows at `indices` (int64 [M]), in that order."""
+        """Return the rows at `indices` (int64 [M]), in that order."""
         lengths = self.lengths[indices]
         offsets = lengths_to_offsets(lengths)
         within = torch.arange(int(offsets[-1]), device=self.values.device) - offsets[:-1].repeat_interleave(lengths)
         return Jagged(self.values[self.offsets[:-1][indices].repeat_interleave(lengths) + within], offsets)
 
     def with_values(self, values: Tensor) -> Jagged:
-        """The same rows holding other values ([total, ...])."""
+        """Return a column with the same row lengths and other values ([total, ...])."""
         return Jagged(values, self.offsets)
 
     def row_sum(self) -> Tensor:
@@ -96,6 +96,6 @@ class Jagged:
 
 
 def lengths_to_offsets(lengths: Tensor | Sequence[int]) -> Tensor:
-    """int64 [N] lengths to int64 [N + 1] offsets."""
+    """Return int64 [N + 1] offsets of int64 [N] lengths."""
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

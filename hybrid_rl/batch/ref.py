@@ -1,8 +1,8 @@
-"""A batch whose samples lie on the workers, as the driver holds it: indices and [N]-sized columns.
+"""The driver's reference to a batch whose samples lie on the workers: indices and [N]-sized columns.
 
-Each worker keeps what it made in blocks, batches of its own rows, and hands out handles. A `Piece` says for some
-columns in which block, and in which row there, every sample lies. Selecting, reordering and joining touch indices only;
-a worker that is given a reference resolves it to a `Batch`.
+Each worker keeps its results in blocks, which are batches of its own rows, and hands out handles. A `Piece` says for
+some columns in which block, and in which row of it, every sample lies. Selecting, reordering and joining touch only
+indices; a worker that receives a reference resolves it to a `Batch`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.errors import DataError
 
 Get = Callable[[Any], Batch]
-# Objects of a few bytes per sample, whatever its length.
+# Object columns that are kept on the driver: a few bytes per sample, whatever its length.
 SMALL_OBJECTS = ("finish_reason", "function_rewards")
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Where some columns of N samples lie. names: of the columns; blocks: handles; block, row: int64 [N], the place of
-    each sample in `blocks` and within that block."""
+    """The location of some columns of N samples. names: of the columns; blocks: handles; block, row: int64 [N], the
+    index of each sample's block in `blocks`, and its row within that block."""
 
     names: tuple[str, ...]
     blocks: tuple[Any, ...]
@@ -34,15 +34,15 @@ class Piece:
     row: Tensor
 
     def select(self, index: Tensor) -> Piece:
-        """The samples at int64 [M], without the blocks that are no longer needed."""
+        """Return the samples at int64 [M], without blocks that are no longer needed."""
         if not index.numel():
-            # One block stays: from it comes the dtype of the columns.
+            # One block must stay, because it defines the dtype of the columns.
             return Piece(self.names, self.blocks[:1], self.block[index], self.row[index])
         used, block = self.block[index].unique(return_inverse=True)
         return Piece(self.names, tuple(self.blocks[i] for i in used.tolist()), block, self.row[index])
 
     def resolve(self, get: Get) -> Batch:
-        """The columns themselves, samples in order."""
+        """Fetch the columns themselves, samples in order."""
         batches = [get(handle) for handle in self.blocks]
         if len(batches) == 1:
             whole = batches[0]
@@ -58,8 +58,8 @@ class Piece:
 class BatchRef(Mapping[str, Column]):
     """N samples that lie on workers. Immutable, as `Batch` is.
 
-    As a mapping it holds the resident columns, those that are [N]-sized; `columns` names all. num_samples: needed where
-    there is no column to tell it.
+    As a mapping it holds the resident columns, which are [N]-sized; `columns` names all of them. num_samples: needed if
+    there is no column to infer it from.
     """
 
     def __init__(
@@ -109,21 +109,28 @@ class BatchRef(Mapping[str, Column]):
         return [handle for piece in self._pieces for handle in piece.blocks]
 
     def with_columns(self, **columns: Column) -> BatchRef:
-        """A reference with these [N]-sized columns added. Raises DataError where a column exists already."""
+        """Return a reference with these [N]-sized columns added. Raises DataError if a column exists already."""
         self._refuse(columns)
         resident = {**self._resident, **columns}
         return BatchRef(resident, self._pieces, self._get, num_samples=self.num_samples)
 
     def merge(self, other: BatchRef) -> BatchRef:
-        """A reference with all columns of another added, which has the same samples in the same order."""
+        """Return a reference with the columns of both. They must have the same samples in the same order."""
         self._refuse(other.columns)
         if other.num_samples != self.num_samples:
             raise DataError(f"references of {self.num_samples} and {other.num_samples} samples cannot be merged")
         resident, pieces = {**self._resident, **other._resident}, (*self._pieces, *other._pieces)
         return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)
 
+    def joined(self, other: BatchRef) -> BatchRef:
+        """A reference with the columns that another one has beyond those of this one. Both were made from one
+        reference, by adding columns."""
+        resident = {name: column for name, column in other._resident.items() if name not in self.columns}
+        pieces = [piece for piece in other._pieces if not self.columns.issuperset(piece.names)]
+        return self.merge(BatchRef(resident, pieces, self._get, num_samples=other.num_samples))
+
     def select(self, indices: Tensor | Sequence[int]) -> BatchRef:
-        """The samples at `indices` (int64 [M] or a list), in that order."""
+        """Return the samples at `indices` (int64 [M] or a list), in that order."""
         index = sample_index(indices)
         resident = Batch(self._resident).select(index) if self._resident else {}
         pieces = [piece.select(index) for piece in self._pieces]
@@ -131,7 +138,7 @@ class BatchRef(Mapping[str, Column]):
 
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
-        """The samples of all references, in order. All must have the same columns, in the same pieces."""
+        """Return the samples of all references, in order. All must have the same columns, in the same pieces."""
         first = refs[0]
         if len({(frozenset(ref), frozenset(piece.names for piece in ref._pieces)) for ref in refs}) != 1:
             raise DataError(f"references differ in their columns: {[sorted(ref.columns) for ref in refs]}")
@@ -147,22 +154,22 @@ class BatchRef(Mapping[str, Column]):
         return BatchRef(resident, pieces, first._get, num_samples=sum(ref.num_samples for ref in refs))
 
     def resolve(self, get: Get, *, objects: bool = True) -> Batch:
-        """The samples themselves, fetched by `get`. objects: columns of Python objects too."""
+        """Fetch the samples with `get`. objects: whether to include columns of Python objects."""
         pieces = [piece for piece in self._pieces if objects or not _holds_objects(piece.names)]
         return Batch({**self._resident, **{n: c for piece in pieces for n, c in piece.resolve(get).items()}})
 
     def load(self) -> Batch:
-        """The whole batch, brought to this process."""
+        """Bring the whole batch to this process."""
         if self._get is None:
-            raise DataError("this reference was not given by a worker group: it cannot be loaded here")
+            raise DataError("this reference was not made by a worker group: it cannot be loaded here")
         return self.resolve(self._get)
 
     def with_get(self, get: Get | None) -> BatchRef:
-        """The same samples, which `load` fetches by `get`."""
+        """Return the same samples, to be loaded with `get`."""
         return BatchRef(self._resident, self._pieces, get, num_samples=self.num_samples)
 
     def group_rows(self) -> list[list[int]]:
-        """See Batch.group_rows."""
+        """Sample indices of each group, groups in order of first appearance."""
         return Batch({"group": self["group"]}).group_rows()
 
     def _refuse(self, names: Collection[str]) -> None:
@@ -171,8 +178,11 @@ class BatchRef(Mapping[str, Column]):
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
 
     def __reduce__(self) -> Any:
-        # How this process fetches is its own business.
+        # `get` is not pickled: each process fetches in its own way.
         return _rebuilt, (dict(self._resident), self._pieces, self.num_samples)
+
+
+AnyBatch = Batch | BatchRef
 
 
 def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_samples: int) -> BatchRef:
@@ -180,10 +190,10 @@ def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_sample
 
 
 def store(batch: Batch, put: Callable[[Batch], Any], known: Collection[str] = frozenset()) -> BatchRef:
-    """Keep a batch on this worker: [N]-sized columns go into the reference, the others into blocks, by `put`.
+    """Keep a batch on this worker: [N]-sized columns go into the reference, the others into blocks stored with `put`.
 
-    known: columns to leave out, because whoever gets the reference has them. Tensors and Python objects go into blocks
-    of their own: most calls need the tensors only.
+    known: columns to leave out, because the receiver of the reference already has them. Tensors and Python objects go
+    into separate blocks, because most calls need only the tensors.
     """
     columns = {name: column for name, column in batch.items() if name not in known}
     resident = {name: column for name, column in columns.items() if _is_resident(name)}

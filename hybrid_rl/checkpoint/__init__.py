@@ -1,7 +1,7 @@
 """Checkpoints: a folder that `from_pretrained` reads, with the rest of the training state beside the weights.
 
 A checkpoint appears whole or not at all: it is written under another name and renamed when it is complete. Its manifest
-says what every file holds, so that damage is reported and never trained on.
+has a hash of every file, so that damage is reported instead of trained on.
 """
 
 from hybrid_rl.checkpoint.finding import (

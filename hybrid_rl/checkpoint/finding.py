@@ -1,4 +1,4 @@
-"""The checkpoint from which a run continues, and the remains of processes that were killed while writing one."""
+"""Search for the checkpoint to resume from, and clean-up after processes that were killed while they wrote one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 
 
 def hidden_name(folder: Path, kind: str) -> Path:
-    """The path where this process writes an unfinished checkpoint ("tmp"), or keeps the replaced one ("old")."""
+    """The path of a checkpoint that this process is writing ("tmp"), or of one that it is replacing ("old")."""
     return folder.with_name(f".{folder.name}.{Owner.here().token}.{kind}")
 
 
 def clear_up(run: Path, *, is_ours: bool = False) -> None:
-    """Clear up after processes that are gone: a checkpoint that was being replaced comes back, an unfinished one goes.
-
-    is_ours: nobody else can be writing checkpoints of this run, so those of unknown owners are left over too.
-    """
+    """Clean up after processes that are gone: restore a checkpoint that was being replaced, delete an unfinished one.
+    is_ours: no other process can be writing checkpoints of this run, so those of unknown owners are left over too."""
     for path in run.glob(".*"):
         match = _LEFT.fullmatch(path.name)
         if match is None or not _is_left(match[2], is_ours=is_ours and match[1].startswith("checkpoint-")):
@@ -47,14 +45,14 @@ def clear_up(run: Path, *, is_ours: bool = False) -> None:
 
 def _is_left(owner: str, *, is_ours: bool) -> bool:
     known = Owner.of_token(owner)
-    if known is None:  # of an earlier version, which wrote only the pid
+    if known is None:  # written by an earlier version, which recorded only the pid
         return is_ours or not owner.isdigit() or not psutil.pid_exists(int(owner))
     standing = known.standing()
     return standing == "gone" or (standing == "unknown" and is_ours)
 
 
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
-    """The checkpoint of a run folder with the most training steps; None if it has none. is_ours: as for `clear_up`."""
+    """The checkpoint of a run folder with the most training steps; None if there is none. is_ours: as in `clear_up`."""
     clear_up(run, is_ours=is_ours)
     named = checkpoints_of(run)
     there = [step for step, path in named.items() if _is_checkpoint(path)]
@@ -62,7 +60,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
     for step in sorted(named):
         if step > newest:
             logger.warning(
-                "%s is skipped: it has neither %s nor %s, like a copy that was interrupted",
+                "%s is ignored: it has neither %s nor %s, like an incomplete copy",
                 named[step],
                 STATE_FILE,
                 MANIFEST_FILE,
@@ -71,24 +69,25 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not skipped."""
+    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not ignored."""
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The folders of a run that are named like checkpoints, whatever they hold, by their training steps."""
+    """The folders of a run that are named like checkpoints, whatever is in them, by their training steps."""
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir())
     return {int(match[1]): path for match, path in found if match is not None}
 
 
 def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]:
-    """Rename the checkpoints of a run folder that training from `checkpoint`, of this step, leaves to another branch: a
-    later `resume=auto` must not take them for the newest ones. None of them is deleted.
+    """Rename the checkpoints of a run folder that belong to another branch once training continues from `checkpoint`,
+    of this step, so that a later `resume=auto` does not take them for the newest ones. None is deleted.
 
-    checkpoint: None for training from the beginning. Returns the new paths, by steps. If the process is killed in
-    between, the same call again does the rest. Raises StorageError.
+    checkpoint: None for training from the beginning. Returns the new paths, by steps.
+
+    If it is killed halfway, the same call again completes it. Raises StorageError.
     """
-    clear_up(run, is_ours=True)  # else one that was being replaced would come back later
+    clear_up(run, is_ours=True)  # or one that was being replaced would come back later
     moved = []
     try:
         # From the last one down: if killed in between, the run has lost its end, but has no gap.
@@ -105,12 +104,9 @@ def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
-    """The run folder that is continued: that of run_name if `resume` is "auto", whether it exists or not; else the one
-    that holds the checkpoint, unless another run_name is given.
-
-    None if a new run begins, also from a checkpoint that was set aside: the rest of its folder belongs to the branch
-    that continued.
-    """
+    """The run folder to resume: that of run_name if `resume` is "auto", whether it exists or not; that of the given
+    checkpoint, unless another run_name is given. None for a new run, also from a checkpoint that was set aside, because
+    the rest of its folder belongs to the branch that continued."""
     if resume is None:
         return None
     named = None if run_name is None else Path(output_dir).absolute() / run_name
@@ -127,10 +123,8 @@ def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) ->
 
 
 def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *, is_ours: bool = False) -> Path | None:
-    """The checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None while there is none).
-
-    is_ours: as for `clear_up`. Raises CheckpointError if it cannot be resumed.
-    """
+    """Find the checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None if it has none yet).
+    is_ours: as in `clear_up`. Raises CheckpointError for one that cannot be resumed."""
     if resume is None:
         return None
     if resume != "auto":
@@ -150,30 +144,30 @@ def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *
 
 
 def _tell_of_siblings(run: Path, found: Path | None) -> None:
-    """Warn of runs that got another folder because this name was taken, if one of them is further ahead or has a
-    checkpoint that was written later. Nothing in their folders is touched: somebody may be writing there."""
+    """Warn of runs that got another folder because this name was taken, if one of them has more steps or a checkpoint
+    that was written later. Their folders are not touched: another process may be writing there."""
     mine = (-1, -1) if found is None else (int(found.name.removeprefix("checkpoint-")), _written(found))
     for path in sorted(run.parent.glob(f"{glob.escape(run.name)}-*")):
         if not re.fullmatch(r"\d+", path.name.removeprefix(f"{run.name}-")):
             continue
-        with contextlib.suppress(FileNotFoundError):  # one that is being replaced
+        with contextlib.suppress(FileNotFoundError):  # one that is just being replaced
             step, theirs = max(checkpoints_of(path).items(), default=(-1, path))
             if step > mine[0] or (step >= 0 and _written(theirs) > mine[1]):
                 logger.warning(
                     "resume=auto takes %s, but %s is newer: a run gets such a folder when its name is taken. "
-                    "run_name=%r continues there",
+                    "run_name=%r resumes it",
                     *(found or f"nothing, for {run} has no checkpoint", theirs, path.name),
                 )
 
 
 def _written(checkpoint: Path) -> int:
-    """The time when a checkpoint was written, in nanoseconds, by its file system."""
+    """The time at which a checkpoint was written, by its file system's clock."""
     return (checkpoint / STATE_FILE).stat().st_mtime_ns
 
 
 def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
-    """Check a checkpoint as `check_checkpoint` does. is_auto: it is only the newest of its run, so the error for a
-    damaged one names the one to go back to. Raises CheckpointError."""
+    """Call `check_checkpoint`; if only the newest checkpoint of a run is damaged, the error names the one to use.
+    Raises CheckpointError."""
     try:
         check_checkpoint(checkpoint)
     except CheckpointError as error:

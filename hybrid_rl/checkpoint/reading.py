@@ -1,4 +1,4 @@
-"""Trainer and optimizer state of a checkpoint."""
+"""Reading of a checkpoint's training state, all that is not the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KINDS: Mapping[str, type] = {"global_step": int, "num_tokens": int, "sampler": d
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """The trainer's state of a checkpoint. Raises CheckpointError if it, or a required entry, is missing or
-    impossible, and if its training step is not the one in the folder's name."""
+    """Read the trainer's state of a checkpoint. Raises CheckpointError if it, or a required entry, is missing or
+    impossible, or if it is of another training step than the folder's name says."""
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
@@ -43,18 +43,18 @@ def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_name(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if a folder is named after another training step than its state has."""
+    """Raise ValueError if a folder is named after another training step than that of its state."""
     named, step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name), state.get("global_step")
     if named is not None and isinstance(step, int) and int(named[1]) != step:
         raise ValueError(f"its global_step is {step}, but the folder is named {folder.name}; name it as it is")
 
 
 def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of an optimizer's state from a checkpoint that any number of ranks wrote, and return the state:
+    """Fill the tensors of an optimizer's state from a checkpoint written by any number of ranks, and return the state:
     those tensors, and the checkpoint's numbers.
 
-    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, if
-    the files are damaged or of another model.
+    Every rank reads its own parts; nothing is communicated. Raises CheckpointError, before anything is changed, if the
+    files are damaged or of another model.
     """
     path = folder / OPTIMIZER_FOLDER
     rest = _read_scalars(path)
@@ -77,7 +77,7 @@ def _read_scalars(folder: Path) -> dict[str, Any]:
 
 
 def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of nested mappings by path ("exp_avg.<parameter>"), and the same mappings without them."""
+    """Split nested mappings into their tensors by path ("exp_avg.<parameter>"), and the same mappings without them."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for key, value in state.items():
@@ -92,7 +92,7 @@ def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor]
 
 
 def _joined(state: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of `state` and everything else of `rest`."""
+    """Join the tensors of `state` with everything else of `rest`."""
     found = dict(rest)
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What differs between the configuration of a run and the one that it goes on with."""
+"""Differences between the configuration of a run and the one that it resumes with."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 MAX_SHOWN = 8
 MAX_LENGTH = 60
-# Which run it is and where it lies: what is resumed says so already.
+# Identity and place of the run, which the message about resuming already names.
 NOT_SHOWN = frozenset({"resume", "run_name", "output_dir"})
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The keys that differ, as "kl.beta 0.0 -> 0.1, ...", "" for none. before: as JSON gave it back. Keys that only one
-    of them has are left out: they belong to a choice that is shown itself, or to another version of the library."""
-    after = json.loads(json.dumps(after))  # tuples are lists then
+    """Return the keys that differ as "kl.beta 0.0 -> 0.1, ...", "" if none does. before: as read from JSON. Keys that
+    only one of them has are left out: they belong to a choice that is shown itself, or to another version."""
+    after = json.loads(json.dumps(after))  # turns tuples into lists
     found = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in _differing(before, after)]
     more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
     return ", ".join(found[:MAX_SHOWN]) + more
@@ -33,6 +33,6 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str 
 
 
 def _text(value: Any) -> str:
-    """As in YAML, cut where it is long."""
+    """The value as in YAML, shortened if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 3]}..."

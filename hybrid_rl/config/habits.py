@@ -1,4 +1,4 @@
-"""Names that users know from elsewhere."""
+"""Key names of other libraries, with the advice for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MICRO = "set tokens_per_micro_batch: micro-batches are cut by tokens"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 _REWARDS = "pass reward functions, and names or folders of reward models, as the second argument"
 _LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given beside it"
-_CHECKPOINTS = "every checkpoint stays; save_steps says how often there is one"
+_CHECKPOINTS = "every checkpoint is kept; save_steps sets how often one is written"
 _NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
 
 
@@ -18,7 +18,7 @@ def _many(advice: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, advice)
 
 
-# What users type by habit from elsewhere, and what to do about it here. Leaf name -> advice.
+# Keys that users of other libraries type, and what to do here. Leaf name -> advice.
 HABITS: Mapping[str, str] = MappingProxyType(
     {
         "per_device_train_batch_size": "sizes are global here: set prompts_per_step (prompts, not completions) and "
@@ -42,7 +42,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "reward_func": "pass functions as the second argument",
         "ref_model": "the reference is the model as it was before training; set beta > 0",
         "model_init_kwargs": "pass a module with tokenizer=, or set model.dtype and the other keys of model",
-        "device_map": "set device=cuda or cpu; with several ranks each has a GPU of its own",
+        "device_map": "set device=cuda or cpu; with several ranks each has its own GPU",
         "torch_dtype": "set dtype=bfloat16 or float32",
         "fp16": "float16 is not supported; set dtype=bfloat16 or float32",
         "stop": "set stop_strings (texts) or stop_token_ids",
@@ -66,7 +66,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "tis_imp_ratio_cap": "set correction=tis with correction_cap",
         "use_adaptive_entropy": "set entropy_target",
         "sync_ref_model": "set ref_model_sync_steps, with ref_model_mixup_alpha",
-        "disable_dropout": "dropout is off always: ratios need the same network twice",
+        "disable_dropout": "dropout is always off: ratios need the same network twice",
         "shuffle_dataset": "set shuffle",
         "max_prompt_len": "set max_prompt_length",
         "vllm_max_model_length": "it follows from the data; set max_prompt_length and max_completion_length",
@@ -88,7 +88,7 @@ HABITS: Mapping[str, str] = MappingProxyType(
         "kl_loss_type": "set kl_estimator: k1, k2 (verl's mse), k3, abs or exact (full)",
         "kl_penalty": "set kl_estimator: k1 (verl's kl), k2 (mse), k3 or abs",
         "critic_warmup": "set critic_warmup_steps",
-        "use_dynamic_bsz": "micro-batches are cut by tokens_per_micro_batch always",
+        "use_dynamic_bsz": "micro-batches are always cut by tokens_per_micro_batch",
         "ppo_max_token_len_per_gpu": "set tokens_per_micro_batch",
         "ppo_micro_batch_size": "set tokens_per_micro_batch: micro-batches are cut by tokens",
         "ppo_micro_batch_size_per_gpu": "set tokens_per_micro_batch: micro-batches are cut by tokens",
@@ -189,20 +189,20 @@ HABITS: Mapping[str, str] = MappingProxyType(
         **_many("set gradient_checkpointing", "enable_gradient_checkpointing"),
         **_many("set cpu_offload", "param_offload", "optimizer_offload", "adam_offload"),
         **_many("several ranks train with FSDP2; see the keys of fsdp", "zero_stage", "fsdp_size"),
-        **_many("samples are packed always; nothing need be set", "packing_samples", "use_remove_padding"),
-        **_many("trainer and engine share the GPUs always; nothing need be set", "colocate_all_models"),
+        **_many("samples are always packed; nothing need be set", "packing_samples", "use_remove_padding"),
+        **_many("trainer and engine always share the GPUs; nothing need be set", "colocate_all_models"),
         **_many("set num_ranks; with vLLM tensor_parallel_size of them share an engine", "vllm_num_engines"),
         **_many("set num_ranks, over all nodes", "actor_num_nodes", "actor_num_gpus_per_node"),
         **_many("set reference_ranks", "ref_num_nodes", "ref_num_gpus_per_node"),
         **_many("set transport", "vllm_sync_backend"),
         **_many("vLLM sleeps while the policy trains; nothing need be set", "free_cache_engine"),
-        **_many("the engine's logprobs are kept always; nothing need be set", "calculate_log_probs"),
+        **_many("the engine's logprobs are always kept; nothing need be set", "calculate_log_probs"),
         **_many(_NO_ADAPTERS, "use_peft", "lora_r", "lora_rank", "lora_alpha", "load_in_4bit", "load_in_8bit"),
-        **_many("one sequence lies on one rank whole", "ulysses_sequence_parallel_size", "ring_attn_size"),
+        **_many("each sequence is on one rank as a whole", "ulysses_sequence_parallel_size", "ring_attn_size"),
     }
 )
 
-# Switches from elsewhere that are off here unless something else is set: given as False they ask for nothing.
+# Switches of other libraries that are off here unless another key is set: as False they need no advice.
 OFF_ANYWAY = frozenset(
     {
         *("sync_ref_model", "use_vllm", "use_kl_loss", "use_kl_in_reward", "use_adaptive_entropy", "fp16"),
@@ -214,7 +214,7 @@ OFF_ANYWAY = frozenset(
     }
 )
 
-# The same for names that exist, or mean something else, in a section where they do not: end of a path -> advice.
+# Advice for names that exist, or mean something else, in another section: end of a path -> advice.
 PATH_HABITS: Mapping[str, str] = MappingProxyType(
     {
         "controller.device": "set device (model.device); it holds for all ranks",
@@ -243,7 +243,7 @@ _FLOAT16 = (
 
 _NEWEST = "set resume=auto, with run_name, for the newest checkpoint of that run, or give the folder of a checkpoint"
 
-# Values of keys that users know from elsewhere: (path, value) -> advice.
+# Values from other libraries: (path, value) -> advice.
 VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
     {
         ("algorithm.loss_type", "bnpo"): "with global denominators bnpo is loss_type=dapo",
@@ -260,7 +260,7 @@ VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
         ("model.dtype", "bf16"): "set dtype=bfloat16",
         ("model.dtype", "fp32"): "set dtype=float32",
         ("model.device", "gpu"): "set device=cuda",
-        ("model.device", "mps"): "GPUs are used through CUDA alone; set device=cpu",
+        ("model.device", "mps"): "GPUs are supported only through CUDA; set device=cpu",
         **{("resume", word): _NEWEST for word in (True, "latest", "last", "newest", "true", "True")},
         ("resume", False): "leave it out to begin a new run",
         ("num_ranks", "all"): "set num_ranks=auto, which takes all GPUs",

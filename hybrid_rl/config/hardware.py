@@ -1,4 +1,4 @@
-"""What `auto` stands for in device, dtype and num_ranks, and what the GPUs that are there cannot do."""
+"""Resolution of `auto` for device, dtype and num_ranks, and checks against the available GPUs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Device = Literal["cpu", "cuda"]
 class Hardware:
     """The GPUs that a run can have: those of this process, or of a Ray cluster that it joins.
 
-    name: of the first, empty if nobody here can tell. missing: why there is none. has_bfloat16: in hardware; of a
-    cluster that is joined it is assumed, and every rank checks its own GPU. is_here: they are of this machine.
+    name: of the first one, empty if unknown.
+    missing: the reason if there is none.
+    has_bfloat16: in hardware; assumed for a cluster that is joined, where every rank checks its own GPU.
+    is_here: whether they belong to this machine.
     """
 
     num_gpus: int = 0
@@ -34,11 +36,12 @@ NO_GPU = Hardware()
 def settled(
     config: TrainerConfig, given: frozenset[str], hardware: Hardware, module_device: Device | None = None
 ) -> TrainerConfig:
-    """The config with the number of ranks, the kind of their device and the dtype in the place of `auto`.
+    """Return the config with number of ranks, kind of device and dtype in place of `auto`.
 
-    module_device: "cpu" or "cuda", where a module that was passed lies. One rank in this process trains it there;
-    ranks on Ray get a copy of its weights on their own devices. Raises ConfigError if there are fewer GPUs than the
-    config asks for, or GPUs without bfloat16.
+    module_device: "cpu" or "cuda", the device of a module that was passed. One rank in this process trains it there;
+    ranks on Ray get a copy of its weights on their own devices.
+
+    Raises ConfigError if there are fewer GPUs than the config asks for, or GPUs without bfloat16.
     """
     config = _with_ranks(config, given, hardware)
     if isinstance(config.controller, RayControllerConfig):
@@ -48,7 +51,7 @@ def settled(
         dtype = "bfloat16" if device == "cuda" and hardware.has_bfloat16 else "float32"
     elif dtype == "bfloat16" and device == "cuda" and not hardware.has_bfloat16:
         raise ConfigError(
-            f"dtype=bfloat16, but {hardware.name} has no bfloat16 in hardware; use dtype=float32, or leave dtype out"
+            f"dtype=bfloat16, but {hardware.name} has no hardware support for it; use dtype=float32, or leave dtype out"
         )
     settled = dataclasses.replace(config, model=dataclasses.replace(config.model, device=device, dtype=dtype))
     _check_gpus(settled, hardware)
@@ -56,8 +59,8 @@ def settled(
 
 
 def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware) -> TrainerConfig:
-    """num_ranks=auto: a rank per GPU, less those that a reference of its own takes; Ray only if it is needed, or if
-    something was said about it."""
+    """Resolve num_ranks=auto: one rank per GPU, less those of a separate reference; Ray only if it is needed, or if
+    any of its keys is set."""
     if config.num_ranks != "auto":
         return config
     num_gpus = 0 if config.model.device == "cpu" else hardware.num_gpus
@@ -68,7 +71,7 @@ def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware
 
 
 def _apart(config: TrainerConfig) -> int:
-    """Ranks that hold the reference alone."""
+    """Number of ranks that hold only the reference."""
     return reference_ranks(config) if needs_reference(config) else 0
 
 
@@ -89,14 +92,14 @@ def _device(config: TrainerConfig, hardware: Hardware, module_device: Device | N
 
 
 def _check_gpus(config: TrainerConfig, hardware: Hardware) -> None:
-    """Ranks on Ray get a GPU each."""
+    """Raise ConfigError unless each rank on Ray gets a GPU."""
     assert config.num_ranks != "auto"
     wanted = config.num_ranks + _apart(config)
     if config.controller.backend == "local" or config.model.device == "cpu" or wanted <= hardware.num_gpus:
         return
     asked = f"num_ranks={config.num_ranks}" + (f" and reference_ranks={_apart(config)}" if _apart(config) else "")
     raise ConfigError(
-        f"{asked} need {wanted} GPUs, one per rank, and there "
-        f"{'is 1' if hardware.num_gpus == 1 else f'are {hardware.num_gpus}'}; use num_ranks=auto for a rank per GPU, "
-        f"or device=cpu for ranks on CPU cores"
+        f"{asked} need {wanted} GPUs, one per rank, but there "
+        f"{'is 1' if hardware.num_gpus == 1 else f'are {hardware.num_gpus}'}; use num_ranks=auto for one rank per "
+        f"GPU, or device=cpu for ranks on CPU cores"
     )

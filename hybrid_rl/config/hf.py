@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from hybrid_rl.config.schema import ENGINES, RolloutConfig
+from hybrid_rl.config.schema import ENGINES, RolloutConfig, TrainerConfig
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -15,12 +16,12 @@ class HFConfig:
 
     max_num_seqs: int = key(256, "sequences that run at a time", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "prompt tokens that are computed together; a prompt that is longer is computed alone", minimum=1
+        8192, "prompt tokens computed together; a longer prompt is computed by itself", minimum=1
     )
-    max_num_waiting: int = key(65536, "requests that may wait in the engine; more are refused", minimum=1)
+    max_num_waiting: int = key(65536, "requests that may wait in the engine; further ones are refused", minimum=1)
     kv_cache_memory_bytes: int | None = key(
         None,
-        "what the caches of running sequences may take, each counted at its full length; None = room for max_num_seqs "
+        "memory for the caches of running sequences, each counted at its full length; None = room for max_num_seqs "
         "full sequences, at most 40 % of free memory",
         minimum=1,
     )
@@ -30,5 +31,20 @@ class HFConfig:
 class HFRolloutConfig(RolloutConfig):
     """rollout.engine=hf."""
 
+    is_packed: ClassVar[bool] = False
+
     engine: Literal["hf"] = key("hf", ENGINES)
     hf: HFConfig = field(default_factory=HFConfig)
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError for what only packed rows can do."""
+        if config.model.torch_compile:
+            raise ConfigError(
+                "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
+                "leave it out"
+            )
+        if "router_scores" in config.policy_loss.needs:
+            raise ConfigError(
+                f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
+                f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
+            )

@@ -1,4 +1,4 @@
-"""What a configuration does that its user may not expect, though it is no error."""
+"""Notices: consequences of a valid configuration that its user may not expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from hybrid_rl.config.algorithm import learns_from_demonstrations
-from hybrid_rl.config.schema import TrainerConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
 
 CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
@@ -15,11 +15,11 @@ LIKELIHOODS = ("reinforce", "cispo")
 
 
 def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
-    """Sentences about a resolved config. given: the paths that the user set."""
-    if config.model.cast_lm_head_to_fp32 and isinstance(config.rollout, VLLMRolloutConfig):
+    """Yield sentences about a resolved config. given: the paths that the user set."""
+    if config.model.cast_lm_head_to_fp32 and config.rollout.placement != "embedded":
         yield (
-            "cast_lm_head_to_fp32=True holds for the trainer's models alone: vLLM rounds its logits to bfloat16, "
-            "so that engine and trainer lie further apart than with an embedded engine (see mismatch/*); "
+            f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
+            "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs
@@ -41,6 +41,6 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
     ]
     if inert:
         yield (
-            f"{', '.join(inert)}: nothing is clipped, because one optimizer step uses each batch, at which every ratio "
-            "is 1; set num_iterations above 1, or prompts_per_mini_batch below prompts_per_step"
+            f"{', '.join(inert)}: nothing is clipped, because each batch is used by one optimizer step, at which every "
+            "ratio is 1; set num_iterations above 1, or prompts_per_mini_batch below prompts_per_step"
         )

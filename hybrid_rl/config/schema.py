@@ -1,61 +1,61 @@
-"""Every configuration key, once: type, default, allowed range and meaning.
+"""The configuration keys: type, default, allowed range and description of each, in one place.
 
 Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `controller.backend` and others are tags
-that select the class of their section (unions.py), so that a key of another choice does not exist and is refused; the
-sections of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf
-names are unique over the whole tree: wherever a key is given, its leaf name (`learning_rate`) means the same as its
-path (`optimizer.learning_rate`). Leaves that mean the same as in TRL carry TRL's name. Batch sizes are global and say
-their unit.
+that select the class of their section (unions.py): a key of another choice does not exist and is refused. The sections
+of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf names are
+unique over the whole tree: a leaf name (`learning_rate`) means the same as its path (`optimizer.learning_rate`)
+wherever it is given. Keys with the same meaning as in TRL have TRL's name. Batch sizes are global and name their unit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl_terms import NoKL
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model to train."""
 
-    path: str | None = key(None, "Hugging Face name or local folder; None where a module is passed to Trainer")
+    path: str | None = key(None, "Hugging Face name or local folder; None if a module is passed to Trainer")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
         "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays where "
-        "it is, but for ranks on Ray, which copy it to theirs",
+        "it is, except that ranks on Ray copy it to their own devices",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto",
-        "compute dtype; auto = that of a module that is passed, else bfloat16 on GPUs that have it and float32 "
+        "compute dtype; auto = that of a module that is passed, else bfloat16 on GPUs that support it and float32 "
         "elsewhere; bfloat16 keeps fp32 master weights and accumulates gradients in fp32",
     )
-    trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
+    trust_remote_code: bool = key(False, "run Python code from the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     activation_offload: bool = key(
-        False, "keep activations in host memory until the backward pass; on CPUs, where they are, only a copy"
+        False, "keep activations in host memory until the backward pass; on CPUs, where they already are, only a copy"
     )
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa"] = key(
         "auto",
-        "what the trainer's attention runs on: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), "
-        "those kernels on the package flash-attn-3 (Hopper; switches all flash attention of the process), the compiled "
-        "extension (CPU, float32), or scaled_dot_product_attention (any machine); auto = the first of flash_attn_3, "
-        "varlen, compiled and sdpa that runs",
+        "kernels of the trainer's attention: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), the "
+        "package flash-attn-3 (Hopper; switches all flash attention of the process), the compiled extension (CPU, "
+        "float32), or scaled_dot_product_attention (any machine); auto = the first of flash_attn_3, varlen, compiled "
+        "and sdpa that runs",
     )
 
-    # Of dtype=bfloat16 alone: see BFloat16ModelConfig.
+    # Exists only with dtype=bfloat16, in BFloat16ModelConfig.
     cast_lm_head_to_fp32 = False
 
 
 @dataclass(frozen=True)
 class BFloat16ModelConfig(ModelConfig):
-    """What is trained, with dtype=bfloat16."""
+    """The model to train, with dtype=bfloat16."""
 
     cast_lm_head_to_fp32: bool = key(
         False,
@@ -66,15 +66,13 @@ class BFloat16ModelConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where prompts come from."""
+    """The sources of prompts."""
 
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None where train_dataset is passed to Trainer")
+    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
     eval_path: str | None = key(None, "the same for evaluation")
     prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
     shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
-    max_prompt_length: int | None = key(
-        None, "longest prompt in tokens; None = what the model's positions allow", minimum=1
-    )
+    max_prompt_length: int | None = key(None, "longest prompt in tokens; None = the model's limit", minimum=1)
     overlong_prompts: Literal["error", "drop", "truncate"] = key(
         "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
     )
@@ -83,28 +81,30 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Base of the critic's sections; without one there is nothing to set."""
+    """The base of the critic's sections; without a critic there is nothing to set."""
 
 
 @dataclass(frozen=True)
 class ValueHeadConfig(CriticConfig):
-    """A model of the policy's kind with one number per token, for estimators that need values."""
+    """A model of the policy's architecture with one number per token, for estimators that need values."""
 
     critic_path: str | None = key(None, "a saved critic, or a model for its backbone; None = the policy's weights")
     critic_learning_rate: float = key(1e-5, "peak learning rate of the critic", minimum=0)
-    cliprange_value: float | None = key(0.2, "values are clipped around the old ones; None = never", above=0)
-    critic_warmup_steps: int = key(0, "first training steps, in which only the critic learns", minimum=0)
+    cliprange_value: float | None = key(
+        0.2, "values are clipped to this distance from the old ones; None = never", above=0
+    )
+    critic_warmup_steps: int = key(0, "number of first training steps in which only the critic learns", minimum=0)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its schedule and how a batch is cut. An optimizer step is one update of the weights."""
+    """AdamW, its schedule, and the mini-batches and micro-batches. An optimizer step is one update of the weights."""
 
     learning_rate: float = key(
         1e-6,
         "peak learning rate",
         minimum=0,
-        remedy="set it above 0 (0 is for mode=rollout, and if a critic alone is to learn)",
+        remedy="set it above 0 (0 is for mode=rollout, or for training only a critic)",
     )
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     adam_beta1: float = key(0.9, "decay of the first moment", minimum=0, below=1)
@@ -112,61 +112,59 @@ class OptimizerConfig:
     adam_epsilon: float = key(1e-8, "added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, "gradients are scaled down to this norm; None = never", above=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = key(
-        "constant", "over the real number of optimizer steps"
+        "constant", "schedule of the learning rate over the run's optimizer steps"
     )
-    warmup_steps: int = key(0, "optimizer steps from 0 to the peak", minimum=0)
+    warmup_steps: int = key(0, "optimizer steps of the rise from 0 to the peak", minimum=0)
     prompts_per_mini_batch: int | None = key(
-        None, "prompts (whole groups) behind one optimizer step, over all ranks; None = all of the step's", minimum=1
+        None, "prompts (whole groups) of one optimizer step, over all ranks; None = all of the training step", minimum=1
     )
     tokens_per_micro_batch: int | None = key(
         None,
         "hard cap on the tokens of one forward pass on one rank; None = 4096 on a CPU, 16384 elsewhere, or the longest "
-        "sample where that is more",
+        "sample if that is longer",
         minimum=1,
     )
 
 
 @dataclass(frozen=True)
 class InPlaceConfig:
-    """The embedded engine that decodes from the actor's own modules."""
+    """The embedded engine, which decodes from the actor's own modules."""
 
     max_num_seqs: int = key(256, "sequences decoded together", minimum=1)
     max_num_batched_tokens: int = key(
-        8192, "prompt tokens of one pass, beside what decodes; longer prompts are computed in chunks", minimum=1
+        8192, "prompt tokens of one pass, besides decoding; longer prompts are computed in chunks", minimum=1
     )
-    max_num_waiting: int = key(65536, "requests that may wait in the engine; more are refused", minimum=1)
-    enable_prefix_caching: bool = key(
-        True, "prompts that begin alike share the blocks of what they have in common, within a rollout"
-    )
+    max_num_waiting: int = key(65536, "requests that may wait in the engine; further ones are refused", minimum=1)
+    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
     block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
     cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
     kv_cache_memory_bytes: int | None = key(
         None,
-        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; where "
-        "sequences outgrow it the newest wait and are computed again",
+        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; if sequences "
+        "outgrow it, the newest wait and are computed again",
         minimum=1,
     )
 
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """vLLM in the trainer's processes. Any other argument of vLLM is given the same way, as rollout.vllm.<name>."""
+    """vLLM in the trainer's processes. Any other argument of vLLM is given as rollout.vllm.<name>."""
 
-    tensor_parallel_size: int = key(1, "ranks that share one copy of the weights; the others are replicas", minimum=1)
+    tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
     max_num_seqs: int = key(256, "sequences decoded together by one replica", minimum=1)
     max_num_batched_tokens: int = key(8192, "tokens of one pass; longer prompts are computed in chunks", minimum=1)
-    max_num_waiting: int = key(65536, "requests of a rank that may wait in the engine; more are refused", minimum=1)
-    enable_prefix_caching: bool = key(
-        True, "prompts that begin alike share the blocks of what they have in common, within a rollout"
+    max_num_waiting: int = key(
+        65536, "requests of a rank that may wait in the engine; further ones are refused", minimum=1
     )
+    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
     enforce_eager: bool | None = key(
         None, "no CUDA graphs and no compiled model: a faster start, slower steps; None = yes on CPUs"
     )
     per_request_seeds: bool = key(
-        False, "a sample's noise follows from its own seed, wherever it is made; vLLM then samples slower"
+        False, "make a sample's noise depend only on its own seed, on any rank; vLLM then samples more slowly"
     )
     plain_weights: bool = key(
-        True, "keep weights as they were loaded where the platform would pack them, so that they are written directly"
+        True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
     )
     kv_cache_memory_bytes: int | None = key(
         None,
@@ -174,27 +172,37 @@ class VLLMConfig:
         minimum=1,
     )
     engine_args: dict[str, Any] = key(
-        {}, "every other argument of vLLM, each under its own name beside these keys", takes_rest=True
+        {}, "every other argument of vLLM, under its own name beside these keys", takes_rest=True
     )
 
 
 ENGINES = (
     "inplace (embedded, any machine), vllm (in the trainer's processes) or hf (the model's own forward, in training "
-    "too: for linear attention, convolutions, state spaces and what else cannot be packed; slower)"
+    "too: for linear attention, convolutions, state spaces and other layers that cannot be packed; slower)"
 )
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How completions are made for training."""
+    """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
+
+    placement: embedded = it decodes from the actor's own modules; colocated = in the trainer's process, with weights of
+        its own; separate = in a process of its own.
+    is_packed: whether models run packed rows, in training too.
+    library: what must be installed, and how, as (module, command).
+    """
+
+    placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "embedded"
+    is_packed: ClassVar[bool] = True
+    library: ClassVar[tuple[str, str] | None] = None
 
     engine: str = key("inplace", ENGINES)
-    max_completion_length: int = key(512, "longest completion in tokens, final EOS counted", minimum=1)
+    max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
     temperature: float = key(
-        1.0, "divides the logits, in the rollout and in the trainer alike", minimum=0.01, maximum=100
+        1.0, "divides the logits, both in the rollout and in the trainer", minimum=0.01, maximum=100
     )
-    stop_token_ids: list[int] = key([], "token ids that end a completion besides the model's own EOS ids")
-    stop_strings: list[str] = key([], "texts that end a completion, in evaluation too; they stay at its end")
+    stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
+    stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
     probe_steps: int = key(
         8,
         "compare engine and trainer on a probe prompt at the first three handoffs and at every n-th; 0 = never",
@@ -203,6 +211,15 @@ class RolloutConfig:
     probe_tolerance: float | None = key(
         None, "largest logprob gap of the probe before the run stops; None = 1e-3 in float32, 0.25 in bfloat16", above=0
     )
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Consecutive ranks that run one engine together."""
+        return 1
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError for what this engine cannot do in this configuration."""
+        return
 
 
 @dataclass(frozen=True)
@@ -214,15 +231,16 @@ class InPlaceRolloutConfig(RolloutConfig):
 
 
 @dataclass(frozen=True)
-class VLLMRolloutConfig(RolloutConfig):
-    """rollout.engine=vllm."""
+class ColocatedRolloutConfig(RolloutConfig):
+    """Keys of all engines in the trainer's process with weights of their own."""
 
-    engine: Literal["vllm"] = key("vllm", ENGINES)
+    placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "colocated"
+
     transport: Literal["auto", "ipc", "distributed", "disk"] = key(
         "auto",
         "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "
-        "them), distributed (sent between ranks) or disk; auto = between each two ranks ipc if the reader has access, "
-        "else distributed; one rank copies its own",
+        "them), distributed (sent between ranks) or disk; auto = for each pair of ranks ipc if the reader has access, "
+        "else distributed; a single rank copies its own",
     )
     weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
     adopt_weights: bool = key(
@@ -231,27 +249,70 @@ class VLLMRolloutConfig(RolloutConfig):
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError if the way of the weights does not fit the ranks."""
+        if self.transport in ("ipc", "distributed") and num_ranks == 1:
+            raise ConfigError(
+                f"rollout.transport={self.transport} carries weights between ranks, but num_ranks=1; leave it out"
+            )
+        if self.adopt_weights and (num_ranks > 1 or self.transport != "auto"):
+            raise ConfigError(
+                f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
+                f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
+            )
+        if (self.transport == "disk") != (self.weights_path is not None):
+            raise ConfigError(
+                f"rollout.transport={self.transport} with weights_path={self.weights_path}: transport=disk and the "
+                f"folder go together; set both or neither"
+            )
+
+
+@dataclass(frozen=True)
+class VLLMRolloutConfig(ColocatedRolloutConfig):
+    """rollout.engine=vllm."""
+
+    library: ClassVar[tuple[str, str] | None] = (
+        "vllm",
+        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+    )
+
+    engine: Literal["vllm"] = key("vllm", ENGINES)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Ranks of a tensor-parallel replica."""
+        return self.vllm.tensor_parallel_size
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError if ranks cannot be cut into replicas, or the way of the weights does not fit them."""
+        if num_ranks % self.ranks_per_engine:
+            raise ConfigError(
+                f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
+                f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
+            )
+        super().check(config, num_ranks)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How completions are scored."""
+    """The scoring of completions."""
 
     reward_weights: list[float] | None = key(None, "one weight per reward function; None = 1 each")
-    reward_processes: int = key(0, "score in this many worker processes; 0 = in a thread of this one", minimum=0)
+    reward_processes: int = key(0, "score in this many worker processes; 0 = in a thread of this process", minimum=0)
     reward_timeout_seconds: float | None = key(None, "limit of one call of a reward function", above=0)
     score_by: Literal["sample", "group"] = key(
-        "sample", "when a reward function is called: as samples finish, or once per group, when all of it has finished"
+        "sample", "when a reward function is called: as samples finish, or once per complete group"
     )
     overlong_buffer: int | None = key(
         None,
-        "DAPO's overlong penalty as one more reward: 0 to -1 over the last so many tokens before "
-        "max_completion_length; None = none",
+        "DAPO's overlong penalty as an additional reward: from 0 to -1 over this many last tokens before "
+        "max_completion_length; None = no penalty",
         minimum=1,
     )
     max_reward_failure_share: float = key(
-        0.1, "the run stops when a larger share of a step's samples could not be scored", minimum=0, maximum=1
+        0.1, "largest share of a step's samples that may fail to be scored before the run stops", minimum=0, maximum=1
     )
 
 
@@ -260,20 +321,20 @@ class EvalConfig:
     """Evaluation on held-out prompts."""
 
     eval_steps: int | None = key(
-        None, "evaluate every n training steps too; None = before the first and after the last", minimum=1
+        None, "also evaluate every n training steps; None = only before the first and after the last", minimum=1
     )
     eval_on_start: bool = key(True, "evaluate before the first step")
     eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
     eval_repetition_penalty: float = key(
-        1.0, "makes tokens that prompt or completion hold less likely, in evaluation only; 1 = off", above=0
+        1.0, "makes tokens of the prompt and completion so far less likely, in evaluation only; 1 = off", above=0
     )
     success_reward: float | None = key(
         None,
-        "eval/accuracy is the share of samples to which the first reward function gives so much; None = 1, where it "
-        "gives nothing but 0 and 1, else there is no accuracy",
+        "eval/accuracy is the share of samples to which the first reward function gives this value; None = 1 if it "
+        "gives only 0 and 1, else there is no accuracy",
     )
 
-    # Of sampled evaluation alone: see SampledEvalConfig.
+    # Keys of sampled evaluation exist only in SampledEvalConfig.
     eval_top_p = 1.0
     eval_top_k = 0
     eval_min_p = 0.0
@@ -285,18 +346,18 @@ class SampledEvalConfig(EvalConfig):
     """Evaluation with eval_temperature above 0."""
 
     eval_top_p: float = key(1.0, "nucleus sampling, in evaluation only", above=0, maximum=1)
-    eval_top_k: int = key(0, "sample among the k best tokens, in evaluation only; 0 = all", minimum=0)
+    eval_top_k: int = key(0, "sample among the k most likely tokens, in evaluation only; 0 = all", minimum=0)
     eval_min_p: float = key(
-        0.0, "least probability relative to the best token, in evaluation only", minimum=0, maximum=1
+        0.0, "lowest probability relative to the most likely token, in evaluation only", minimum=0, maximum=1
     )
     num_generations_eval: int = key(
-        1, "completions per prompt of evaluation; eval/pass@n is told beside the accuracy", minimum=1
+        1, "completions per evaluation prompt; above 1, eval/pass@n is logged besides the accuracy", minimum=1
     )
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """How a model lies on several ranks: sharded by FSDP2, fp32 shards being the masters. One rank shards nothing."""
+    """Sharding of a model over several ranks with FSDP2, with fp32 shards as masters. One rank shards nothing."""
 
     dp_replicate: int = key(
         1, "hybrid sharding: copies of the model, each sharded over num_ranks / dp_replicate ranks", minimum=1
@@ -307,15 +368,15 @@ class FSDPConfig:
     )
     sync_every_micro_batch: bool | None = key(
         None,
-        "reduce gradients after every micro-batch: they stay sharded, for one more reduction each; None = yes on GPUs, "
-        "whose memory the whole gradient would fill",
+        "reduce gradients after every micro-batch: they stay sharded, at one more reduction each; None = yes on GPUs, "
+        "whose memory whole gradients would fill",
     )
     cpu_offload: bool = key(False, "on GPUs, keep shards, gradients and optimizer state in host memory")
 
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """Where the workers live."""
+    """The processes in which the workers run."""
 
     backend: str = key("local", "local (this process, one rank) or ray")
 
@@ -332,17 +393,17 @@ class RayControllerConfig(ControllerConfig):
     """controller.backend=ray."""
 
     backend: Literal["ray"] = key("ray", "local (this process, one rank) or ray (a process per rank)")
-    address: str | None = key(None, "of a running Ray cluster, auto = the one of this machine; None = start one here")
+    address: str | None = key(None, "of a running Ray cluster; auto = that of this machine; None = start one here")
     placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
     cpus_per_rank: int | None = key(
-        None, "CPU threads and Ray CPUs of a rank; None = the cores of its node shared out", minimum=1
+        None, "CPU threads and Ray CPUs of a rank; None = its share of the node's cores", minimum=1
     )
     reference_ranks: int = key(
-        0, "ranks of their own for the reference model; 0 = it shares the ranks of the policy", minimum=0
+        0, "additional ranks only for the reference model; 0 = it shares the ranks of the policy", minimum=0
     )
     env_vars: dict[str, Any] = key({}, "environment variables of the ranks")
     start_timeout_seconds: float = key(300.0, "limit for starting the ranks", above=0)
-    watchdog_seconds: float = key(1800.0, "a rank that makes no progress for so long is taken for hung", above=0)
+    watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
 @dataclass(frozen=True)
@@ -359,16 +420,16 @@ class TrainerConfig:
         "full", "for debugging: rollout only makes and saves rollouts, train only trains, on saved ones"
     )
     save_rollouts: bool = key(False, "write the samples of every step to rollouts/ in the run folder")
-    rollouts_path: str | None = key(None, "mode=train: the folder of saved rollouts, one of each step")
+    rollouts_path: str | None = key(None, "mode=train: the folder of saved rollouts, one for each step")
     seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0, maximum=2**62)
-    max_steps: int | None = key(None, "training steps; None = num_train_epochs decides", minimum=1)
+    max_steps: int | None = key(None, "training steps; None = determined by num_train_epochs", minimum=1)
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)
-    output_dir: str = key("runs", "run folders are made here")
+    output_dir: str = key("runs", "folder for run folders")
     run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
-    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers beside metrics.jsonl")
+    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers in addition to metrics.jsonl")
     log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
     save_steps: int | None = key(
-        None, "checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
+        None, "write a checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
     )
     resume: str | None = key(None, "a checkpoint folder, or auto = the newest of the run named run_name")
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -10,8 +10,7 @@ from typing import Any
 
 from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
-from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import CheckpointError, ConfigError
 
@@ -35,8 +34,7 @@ def resolve(
     config = settled(config, given, hardware, module_device)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
-    _check_vllm(config, _number_of(config))
-    _check_hf(config)
+    config.rollout.check(config, _number_of(config))
     _check_mode(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
@@ -138,46 +136,6 @@ def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:
         )
 
 
-def _check_vllm(config: TrainerConfig, num_ranks: int) -> None:
-    rollout = config.rollout
-    if not isinstance(rollout, VLLMRolloutConfig):
-        return
-    if num_ranks % rollout.vllm.tensor_parallel_size:
-        raise ConfigError(
-            f"rollout.vllm.tensor_parallel_size={rollout.vllm.tensor_parallel_size} does not divide "
-            f"num_ranks={num_ranks}; use {', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
-        )
-    if rollout.transport in ("ipc", "distributed") and num_ranks == 1:
-        raise ConfigError(
-            f"rollout.transport={rollout.transport} carries weights between ranks, but num_ranks=1; leave it out"
-        )
-    if rollout.adopt_weights and (num_ranks > 1 or rollout.transport != "auto"):
-        raise ConfigError(
-            f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
-            f"transport={rollout.transport}; leave it out, or use num_ranks=1 without a transport"
-        )
-    if (rollout.transport == "disk") != (rollout.weights_path is not None):
-        raise ConfigError(
-            f"rollout.transport={rollout.transport} with weights_path={rollout.weights_path}: transport=disk and the "
-            f"folder go together; set both or neither"
-        )
-
-
-def _check_hf(config: TrainerConfig) -> None:
-    if not isinstance(config.rollout, HFRolloutConfig):
-        return
-    if config.model.torch_compile:
-        raise ConfigError(
-            "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
-            "leave it out"
-        )
-    if "router_scores" in config.policy_loss.needs:
-        raise ConfigError(
-            f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
-            f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
-        )
-
-
 def _check_mode(config: TrainerConfig) -> None:
     if config.mode == "train" and config.rollouts_path is None:
         raise ConfigError("mode=train trains on saved rollouts: set rollouts_path to their folder")
@@ -205,9 +163,9 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
         (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
         (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
         (
-            isinstance(config.rollout, HFRolloutConfig),
+            not config.rollout.is_packed,
             "model.attention",
-            "rollout.engine=hf runs the attention that the model's own config names",
+            f"rollout.engine={config.rollout.engine} runs the attention that the model's own config names",
         ),
         (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
         (not needs_reference(config), "controller.reference_ranks", "there is no reference model while beta=0"),

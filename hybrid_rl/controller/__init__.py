@@ -1,7 +1,7 @@
 """Calls, ranks and batches. Knows nothing of reinforcement learning."""
 
 from hybrid_rl.controller.dispatch import Dispatch, dispatch
-from hybrid_rl.controller.group import Backend, WorkerGroup
+from hybrid_rl.controller.group import Backend, WorkerGroup, result_of
 from hybrid_rl.controller.local import LocalBackend
 from hybrid_rl.controller.mesh import AXES, RankMesh
 from hybrid_rl.controller.ranks import RankContext, child_environment, enter_device
@@ -17,4 +17,5 @@ __all__ = [
     "child_environment",
     "dispatch",
     "enter_device",
+    "result_of",
 ]

@@ -62,10 +62,14 @@ def dispatch(
     return mark
 
 
-def dispatch_of(cls: type, name: str) -> Dispatch:
-    """The declaration of a worker method. Raises AttributeError where it is missing."""
-    record = getattr(getattr(cls, name, None), _ATTRIBUTE, None)
+def dispatch_of(method: Callable[..., object]) -> Dispatch:
+    """The declaration of a worker method. Raises TypeError if it was not declared with `dispatch`."""
+    record: Dispatch | None = getattr(method, _ATTRIBUTE, None)
     if record is None:
-        known = sorted(n for n in dir(cls) if hasattr(getattr(cls, n), _ATTRIBUTE))
-        raise AttributeError(f"{cls.__name__} has no dispatched method {name!r}; it has {known}")
+        raise TypeError(f"{method.__qualname__} cannot be called on a group: declare it with @dispatch(...)")
     return record
+
+
+def dispatched_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """The methods of a worker class that can be called on a group, by name."""
+    return {name: getattr(cls, name) for name in dir(cls) if hasattr(getattr(cls, name), _ATTRIBUTE)}

@@ -24,20 +24,14 @@ class Arguments:
     """The arguments of one call."""
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
     def map(self, change: Callable[[Any], Any]) -> Arguments:
         """The same arguments, each replaced by what `change` makes of it."""
-        return Arguments(
-            tuple(change(value) for value in self.args), {name: change(value) for name, value in self.kwargs.items()}
-        )
+        return Arguments(tuple(change(value) for value in self.args))
 
     def first_batch(self) -> Batch | BatchRef | None:
-        """The first batch among the arguments, positional ones first."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Batch | BatchRef):
-                return value
-        return None
+        """The first batch among the arguments."""
+        return next((value for value in self.args if isinstance(value, Batch | BatchRef)), None)
 
 
 @dataclass(frozen=True)

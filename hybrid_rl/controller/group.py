@@ -1,11 +1,16 @@
-"""Many ranks as one object."""
+"""Worker groups: many ranks as one typed object, whose calls can be waited for or run in the background."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import get_ident
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from hybrid_rl.controller.dispatch import Dispatch, dispatch_of
+from hybrid_rl.process.interrupts import deferred_interrupt
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Backend(Protocol):
@@ -20,8 +25,8 @@ class Backend(Protocol):
         """Whether there are no ranks any more that could be called."""
         ...
 
-    def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one method on all ranks as its declaration says."""
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        """Run a dispatched method of the worker class on all ranks, as its declaration says."""
         ...
 
     def close(self) -> None:
@@ -30,21 +35,39 @@ class Backend(Protocol):
 
 
 class WorkerGroup:
-    """Calls the dispatched methods of a worker class on every rank: `group.update(batch)`."""
+    """The ranks of a role. A subclass has a typed method for each dispatched method of its worker class, which calls it
+    on every rank: `def update(self, batch, step): return self._ranks.call(Worker.update, batch, step)`."""
 
-    def __init__(self, cls: type, backend: Backend) -> None:
-        self._cls = cls
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._lane: ThreadPoolExecutor | None = None
+        self._lane_thread = 0
+        self._submitted: Future[Any] | None = None
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        record = dispatch_of(self._cls, name)
+    def submit(self, method: Callable[Concatenate[Self, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Start a call in the background: `group.submit(PolicyGroup.update, batch, step)`. `result_of` waits for it.
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._backend.call(name, record, args, kwargs)
+        The calls of a group run one after the other in the order in which they were made; calls of different groups run
+        side by side. An exception of the call comes out of the future.
+        """
+        if self._lane is None:
+            name = f"{self._backend.role}-calls"
+            self._lane = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=self._note_lane)
+        future = self._lane.submit(method, self, *args, **kwargs)
+        self._submitted = future
+        return future
 
-        return call
+    def _note_lane(self) -> None:
+        self._lane_thread = get_ident()
+
+    @property
+    def _ranks(self) -> Backend:
+        """The backend, once the calls that were submitted before have ended."""
+        if self._submitted is not None and get_ident() != self._lane_thread:
+            with deferred_interrupt():
+                wait([self._submitted])  # its error is told to whoever holds the future
+            self._submitted = None
+        return self._backend
 
     @property
     def num_ranks(self) -> int:
@@ -66,5 +89,16 @@ class WorkerGroup:
         self._backend.label = label
 
     def close(self) -> None:
-        """End all ranks; idempotent."""
-        self._backend.close()
+        """End all ranks, once the calls that were submitted have ended; idempotent."""
+        try:
+            self._ranks.close()
+        finally:
+            if self._lane is not None:
+                self._lane.shutdown()
+
+
+def result_of(future: Future[R]) -> R:
+    """The result of a call that was submitted. Ctrl-C asks the ranks to end at their next safe point, as it does in a
+    call that is waited for."""
+    with deferred_interrupt():
+        return future.result()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import Arguments, Parts, collect
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.process.interrupts import deferred_interrupt
@@ -52,12 +52,13 @@ class LocalBackend:
         """Whether the worker is closed."""
         return self._worker is None
 
-    def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method. One rank: nothing to split and nothing to move; a batch is itself.
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        """Run a dispatched method. One rank: nothing to split and nothing to move; a batch is itself.
 
         An exception of the worker passes through as it is, with a note that names role, rank, method and what the
         driver was doing.
         """
+        name, record = method.__name__, dispatch_of(method)
         if self._worker is None:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
@@ -67,11 +68,11 @@ class LocalBackend:
                 self._on_device(),
                 nullcontext() if record.needs is None else self._worker.lease(record.needs),
             ):
-                answer = getattr(self._worker, name)(*args, **kwargs)
+                answer = getattr(self._worker, name)(*args)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")
             raise
-        return collect(name, record, Parts([Arguments(args, kwargs)]), self._context.mesh, {0: answer})
+        return collect(name, record, Parts([Arguments(args)]), self._context.mesh, {0: answer})
 
     def close(self) -> None:
         """Release the worker; a second call does nothing."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
 from hybrid_rl.controller.failures import Site, summary_of
 from hybrid_rl.controller.local import Worker
@@ -103,11 +103,12 @@ class RemoteBackend:
         """Whether the processes of the ranks have ended."""
         return self._ranks.is_dead or not self._end.alive
 
-    def call(self, name: str, record: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method on all ranks as its declaration says. Batches of its answer stay on the ranks.
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        """Run a dispatched method on all ranks as its declaration says. Batches of its answer stay on the ranks.
 
         Raises the error of the rank that failed first: ours with a note, every other one as WorkerError.
         """
+        name, record = method.__name__, dispatch_of(method)
         if not self._end.alive:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         if self._ranks.is_dead:
@@ -115,7 +116,7 @@ class RemoteBackend:
                 f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
                 f"checkpoint)"
             )
-        parts = cut(name, record, Arguments(args, kwargs), self._mesh.num_shards(record.axes), self._splitter)
+        parts = cut(name, record, Arguments(args), self._mesh.num_shards(record.axes), self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
         self._ranks.send(

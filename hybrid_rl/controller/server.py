@@ -143,14 +143,14 @@ class RankServer:
         """Run a method of the worker. data, handles: its packed arguments."""
 
         def run() -> Any:
-            record = dispatch_of(type(self._worker), call.method)
+            record = dispatch_of(getattr(self._worker, call.method))
 
             def resolve(value: Any) -> Any:
                 return value.resolve(self.get, objects=record.objects) if isinstance(value, BatchRef) else value
 
             arguments = unpack(data, handles).map(resolve)
             with nullcontext() if record.needs is None else self._worker.lease(record.needs):
-                answer = getattr(self._worker, call.method)(*arguments.args, **arguments.kwargs)
+                answer = getattr(self._worker, call.method)(*arguments.args)
             if not call.wants_answer:
                 return None
             return pack(self._keep(answer, call.known), self.is_handle, f"the answer of {call.method}()")

@@ -1,4 +1,6 @@
-"""Prompts: where they come from, how they become tokens, in which order they are used, how samples are packed."""
+"""Prompts: their sources, their encoding as tokens, the order of their use; and splitting samples by length or cost."""
+
+from __future__ import annotations
 
 from hybrid_rl.data.packing import balance, pack_by_tokens
 from hybrid_rl.data.prompts import PromptEncoder, PromptRoom, PromptRow

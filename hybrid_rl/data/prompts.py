@@ -1,4 +1,6 @@
-"""Prompts: what a dataset row must look like, and how a prompt becomes token ids."""
+"""Prompts: the form of a dataset row, and the encoding of a prompt as token ids."""
+
+from __future__ import annotations
 
 import difflib
 import json
@@ -14,22 +16,22 @@ PromptKind: TypeAlias = Literal["text", "messages"]
 OverlongPolicy: TypeAlias = Literal["error", "drop", "truncate"]
 
 PROMPT_COLUMN = "prompt"
-# Keywords of the reward call that are not dataset columns: a column of that name would be shadowed.
+# Keywords of the reward call that are not dataset columns: they would hide a column of the same name.
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# What TRL calls the columns whose contents it shows to a model beside its text.
+# The names that TRL gives to columns whose contents (images, sound) the model is shown besides the text.
 IMAGE_COLUMNS = ("image", "images", "video", "videos")
 AUDIO_COLUMNS = ("audio", "audios")
 NOT_SHOWN = "Images, audio and video cannot be used yet"
-# What the encoder itself passes to apply_chat_template, or what would change the shape of its answer.
+# Arguments of apply_chat_template that the encoder sets itself, or that would change the form of its result.
 _FIXED_TEMPLATE_KWARGS = frozenset(
     {
         *("conversation", "add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
         *("return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
     }
 )
-# What nobody looks at here takes longer to make than the ids.
+# Outputs of the tokenizer that are not used here; they take longer to make than the ids.
 _IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False}
-# Keywords that apply_chat_template itself reads, so the template need not name them.
+# Keywords that apply_chat_template itself reads, so that they need not occur in the template.
 _TEMPLATE_CALL_KWARGS = frozenset({"chat_template", "tools", "documents"})
 
 
@@ -51,65 +53,65 @@ class PromptRow:
 
 
 class PromptRoom(NamedTuple):
-    """Most tokens that a prompt may have whatever the configuration says, and what leaves so many."""
+    """The most tokens that a prompt may have whatever the configuration says, and the reason for that limit."""
 
     num_tokens: int
     reason: str
 
 
 def shorten(value: Any, max_chars: int = 60) -> str:
-    """`repr(value)`, cut to `max_chars` characters, for error messages."""
+    """Return `repr(value)` for error messages, cut to `max_chars` characters."""
     text = repr(value)
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def check_column_names(names: Sequence[Any], where: str) -> None:
-    """Raises DataError unless the columns hold `prompt` and can all be passed to a reward function by keyword.
+    """Raise DataError unless there is a column `prompt` and all columns can be passed to a reward function by keyword.
 
     `where` names the dataset or row in the message.
     """
     for name in names:
         if not isinstance(name, str):
-            raise DataError(f"{where} has the column name {shorten(name)}; column names must be strings: rename it.")
+            raise DataError(f"{where} has the column name {shorten(name)}; column names must be strings: rename it")
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
-        raise DataError(f"{where} has the column {duplicates[0]!r} more than once; rename or drop one of them.")
+        raise DataError(f"{where} has the column {duplicates[0]!r} more than once; rename or drop one of them")
     if PROMPT_COLUMN not in names:
         near = difflib.get_close_matches(PROMPT_COLUMN, names, n=1, cutoff=0.5)
         hint = f" (the nearest name is {near[0]!r})" if near else ""
         present = ", ".join(repr(name) for name in names) or "none"
-        raise DataError(f"{where} has no `prompt` column; its columns are {present}{hint}. Rename one to `prompt`.")
+        raise DataError(f"{where} has no `prompt` column; its columns are {present}{hint}. Rename one to `prompt`")
     for name in names:
         if name in RESERVED_COLUMNS:
             raise DataError(
                 f"{where} has a column {name!r}, which is a keyword of the reward call; rename the column "
-                f"(reserved: {', '.join(RESERVED_COLUMNS)})."
+                f"(reserved: {', '.join(RESERVED_COLUMNS)})"
             )
 
 
 def prompt_kind(prompt: Any, row: int) -> PromptKind:
-    """Says whether a prompt is text or chat messages; raises DataError, naming `row`, if it is neither or is empty."""
+    """Return whether a prompt is text or chat messages; raise DataError, naming `row`, if it is neither or is empty."""
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise DataError(f"row {row}: the prompt {prompt!r} is empty; remove the row or give it a text.")
+            raise DataError(f"row {row}: the prompt {prompt!r} is empty; remove the row or give it a text")
         return "text"
     if not isinstance(prompt, list | tuple):
         raise DataError(
             f"row {row}: the prompt {shorten(prompt)} is of type {type(prompt).__name__}; a prompt is a string or a "
-            'list of messages such as [{"role": "user", "content": "..."}].'
+            'list of messages such as [{"role": "user", "content": "..."}]'
         )
     if not prompt:
-        raise DataError(f"row {row}: the prompt is an empty list of messages; remove the row or add a message.")
+        raise DataError(f"row {row}: the prompt is an empty list of messages; remove the row or add a message")
     for position, message in enumerate(prompt):
         _check_message(message, f"row {row}, message {position}")
     if all(not _content_text(message).strip() and not message.get("tool_calls") for message in prompt):
-        raise DataError(f"row {row}: the messages {shorten(prompt)} hold no text; remove the row or fill it.")
+        raise DataError(f"row {row}: the messages {shorten(prompt)} contain no text; remove the row or fill it")
     return "messages"
 
 
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f'{where} is {shorten(message)}; a message is a dict with "role" (a string) and "content".')
+        raise DataError(f'{where} is {shorten(message)}; a message is a dict with "role" (a string) and "content"')
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
@@ -118,7 +120,7 @@ def _check_message(message: Any, where: str) -> None:
     raise DataError(
         f"{where}: the content {shorten(content)} is of type {type(content).__name__}; content is a string, or a list "
         'of text blocks [{"type": "text", "text": "..."}] if the chat template takes one. '
-        f"{NOT_SHOWN}."
+        f"{NOT_SHOWN}"
     )
 
 
@@ -127,7 +129,7 @@ def _is_text_block(block: Any) -> bool:
 
 
 def is_shown_elsewhere(value: Any) -> bool:
-    """Whether a value of such a column stands for an image, a sound or several; None and empty lists do not."""
+    """Whether the value of a media column stands for one or more images or sounds; None and empty lists do not."""
     if isinstance(value, list | tuple):
         return any(map(is_shown_elsewhere, value))
     return value is not None and not (isinstance(value, str) and not value)
@@ -139,10 +141,10 @@ def _content_text(message: Mapping[str, Any]) -> str:
 
 
 class PromptEncoder:
-    """Turns prompts into the token ids that the model will see.
+    """Turns prompts into the token ids that the model sees.
 
     Text goes through `tokenizer(text)` with the special tokens that the tokenizer adds by default. Messages go through
-    `apply_chat_template` with a generation prompt, or are continued where the last message is the assistant's.
+    `apply_chat_template` with a generation prompt; if the last message is the assistant's, they are continued instead.
     """
 
     def __init__(
@@ -158,23 +160,23 @@ class PromptEncoder:
         """
         Args:
             tokenizer: a `transformers` tokenizer.
-            max_prompt_length: most tokens of a prompt; None = no limit.
+            max_prompt_length: the most tokens of a prompt; None = no limit.
             overlong_prompts: what happens to longer ones: `error`; `drop` the row; `truncate` to the last
                 `max_prompt_length` tokens.
             chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
-            room: what max_prompt_length could be raised to; None = anything.
-            media_columns: columns that the model could be shown, and that are not: they must be empty.
+            room: the highest value that max_prompt_length could have; None = any.
+            media_columns: columns with inputs that the model could take but is not given: they must be empty.
 
         Raises:
-            ConfigError: an option has an unusable value, or a keyword that the chat template does not read.
+            ConfigError: an option has an unusable value, or a keyword is not read by the chat template.
         """
         if max_prompt_length is not None and (
             not isinstance(max_prompt_length, int) or isinstance(max_prompt_length, bool) or max_prompt_length < 1
         ):
-            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None.")
+            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None")
         if overlong_prompts not in get_args(OverlongPolicy):
             choices = ", ".join(get_args(OverlongPolicy))
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {choices}.")
+            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {choices}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -185,7 +187,7 @@ class PromptEncoder:
         self._check_template_kwargs()
 
     def encode(self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None) -> list[list[int]]:
-        """Token ids of each prompt, whatever its length (see `limit`).
+        """Return the token ids of each prompt, whatever its length (see `limit`).
 
         Args:
             prompts: all text or all messages.
@@ -206,12 +208,12 @@ class PromptEncoder:
             place = next(place for place, one in enumerate(ids) if not one)
             raise DataError(
                 f"row {rows[place]}: the prompt {shorten(prompts[place])} encodes to no token; change the prompt or "
-                "the tokenizer."
+                "the tokenizer"
             )
         return ids
 
     def limit(self, ids: list[int], row: int) -> list[int] | None:
-        """Applies `max_prompt_length` to one prompt: its ids, its last ids (`truncate`) or None (`drop`).
+        """Apply `max_prompt_length` to one prompt: return its ids, its last ids (`truncate`) or None (`drop`).
 
         Raises:
             DataError: the prompt is too long and `overlong_prompts` is `error`.
@@ -227,23 +229,23 @@ class PromptEncoder:
         return self.max_prompt_length is not None and len(ids) > self.max_prompt_length
 
     def overlong_error(self, num_over: int, longest: int, first_row: int) -> DataError:
-        """The error for `num_over` prompts that are too long, the longest of `longest` tokens."""
+        """Return the error for `num_over` prompts that are too long, the longest of `longest` tokens."""
         return DataError(
             f"max_prompt_length={self.max_prompt_length}, but {num_over} prompt(s) are longer: the longest has "
             f"{longest} tokens, the first is row {first_row}. {self.remedy(longest).capitalize()}, or set "
-            "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)."
+            "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)"
         )
 
     def media_error(self, column: str, row: int) -> DataError:
-        """The error for a column that would be left out silently: the model would learn to answer without it."""
+        """Return the error for a media column that is not empty: without it the model would learn to answer blindly."""
         return DataError(
-            f"row {row} has something in the column {column!r}, which the model could be shown. {NOT_SHOWN}, and it "
-            "would be trained on the text alone: drop the column if that is meant, or rename it if only the rewards "
-            "need it."
+            f"row {row} has something in the column {column!r}, which this model could take as input. {NOT_SHOWN}, so "
+            "the model would be trained on the text alone: drop the column if that is intended, or rename it if only "
+            "the rewards need it"
         )
 
     def remedy(self, num_tokens: int) -> str:
-        """What to do about a prompt of so many tokens that is too long: raise the limit, where that is possible."""
+        """Return what to do about a prompt of so many tokens that is too long: raise the limit, if that is possible."""
         if self.room is None or num_tokens <= self.room.num_tokens:
             return f"raise max_prompt_length to {num_tokens}"
         return f"shorten them: {self.room.reason} leaves room for {self.room.num_tokens} tokens"
@@ -252,11 +254,11 @@ class PromptEncoder:
         template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
         for key in self.chat_template_kwargs:
             if key in _FIXED_TEMPLATE_KWARGS:
-                raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it.")
+                raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it")
             if isinstance(template, str) and key not in _TEMPLATE_CALL_KWARGS and key not in template:
                 raise ConfigError(
                     f"chat_template_kwargs has {key!r}, but the chat template does not use a variable of that name; "
-                    "correct or remove it."
+                    "correct or remove it"
                 )
 
     def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
@@ -269,14 +271,14 @@ class PromptEncoder:
         if not getattr(self.tokenizer, "chat_template", None) and not self.chat_template_kwargs.get("chat_template"):
             raise DataError(
                 f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
-                "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text."
+                "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text"
             )
         for prompt, row in zip(prompts, rows, strict=True):
             has_blocks = any(isinstance(message.get("content"), list) for message in prompt)
             if has_blocks and not self._template_takes_blocks():
                 raise DataError(
                     f"row {row}: the messages {shorten(prompt)} have a list as content, but this chat template takes "
-                    "strings only; join the text blocks to one string."
+                    "strings only; join the text blocks to one string"
                 )
         encoded: list[list[int]] = [[] for _ in prompts]
         for continued in (False, True):
@@ -309,31 +311,31 @@ class PromptEncoder:
         )
 
     def _template_takes_blocks(self) -> bool:
-        """Tries a list of text blocks: a template for strings raises on it, or prints the list itself."""
+        """Whether the template takes a list of text blocks: one for strings raises an error, or prints the list."""
         if self._takes_blocks is None:
             marker = "block probe"
             blocks = [{"type": "text", "text": marker}]
             try:
                 text = self._apply_template([[{"role": "user", "content": blocks}]], False, tokenize=False)[0]
-            except Exception:  # whatever the template raises, the answer is no
+            except Exception:  # any error of the template means no
                 text = ""
             self._takes_blocks = marker in text and str(blocks) not in text and json.dumps(blocks) not in text
         return self._takes_blocks
 
 
 def check_same_kind(first: PromptKind, first_row: int, kind: PromptKind, row: int) -> None:
-    """Raises DataError if a dataset mixes text and messages."""
+    """Raise DataError if a dataset mixes text and messages."""
     if kind != first:
         raise DataError(
             f"row {row}: the prompt is {kind}, but that of row {first_row} is {first}; give all prompts of a dataset "
-            "as text, or all as messages."
+            "as text, or all as messages"
         )
 
 
 def _batch_or_blame(
     encode: Callable[[Sequence[Any]], Iterable[list[int]]], prompts: Sequence[Any], rows: Sequence[int], failure: str
 ) -> list[list[int]]:
-    """Encodes in one call; if that raises, one by one, to name the row. Tokenizers and templates raise anything."""
+    """Encode in one call; if that raises, one by one, to name the row. Tokenizers and templates may raise anything."""
     if not prompts:
         return []
     try:
@@ -345,9 +347,9 @@ def _batch_or_blame(
             except Exception as error:
                 raise DataError(
                     f"row {row}: the prompt {shorten(prompt)} {failure} ({type(error).__name__}: {error}); "
-                    "correct the row."
+                    "correct the row"
                 ) from error
         raise DataError(
             f"rows {rows[0]} to {rows[-1]} can be encoded one by one but not together "
-            f"({type(batch_error).__name__}: {batch_error}); report this tokenizer."
+            f"({type(batch_error).__name__}: {batch_error}); report this tokenizer"
         ) from batch_error

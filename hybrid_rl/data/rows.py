@@ -1,4 +1,6 @@
-"""Rows: random access to whatever holds a dataset, in memory or in a file."""
+"""Rows of a dataset: random access to any container or file that holds one."""
+
+from __future__ import annotations
 
 import json
 import sys
@@ -13,7 +15,7 @@ CHUNK_ROWS = 4096
 
 
 class Rows(Protocol):
-    """Random access to the rows of a dataset; `prompts` reads the prompt column alone."""
+    """Random access to the rows of a dataset; `prompts` reads only the prompt column."""
 
     column_names: tuple[str, ...]
 
@@ -24,7 +26,7 @@ class Rows(Protocol):
     def prompts(self, start: int, stop: int) -> list[Any]: ...
 
     def values(self, name: str) -> Iterator[Any]:
-        """One column, row by row, and no other; what lies in it is not decoded."""
+        """Yield one column, row by row, without decoding any other."""
         ...
 
 
@@ -51,7 +53,7 @@ class SequenceRows:
         return found
 
     def values(self, name: str) -> Iterator[Any]:
-        """See Rows."""
+        """Yield one column, row by row."""
         rows = (self._rows[index] for index in range(len(self)))
         return (row.get(name) if isinstance(row, Mapping) else None for row in rows)  # `prompts` refuses such rows
 
@@ -78,7 +80,7 @@ class HubRows:
         return list(self._prompts[start:stop][PROMPT_COLUMN])
 
     def values(self, name: str) -> Iterator[Any]:
-        """See Rows."""
+        """Yield one column, row by row."""
         tables = self._dataset.select_columns([name]).with_format("arrow")
         for start in range(0, len(self), CHUNK_ROWS):
             yield from map(_python, tables[start : start + CHUNK_ROWS].column(name))
@@ -103,7 +105,7 @@ class ArrowRows:
         return self._table.column(PROMPT_COLUMN).slice(start, stop - start).to_pylist()
 
     def values(self, name: str) -> Iterator[Any]:
-        """See Rows."""
+        """Yield one column, row by row."""
         return map(_python, self._table.column(name))
 
 
@@ -112,23 +114,23 @@ def _python(scalar: Any) -> Any:
 
 
 def frame_table(frame: Any) -> Any:
-    """The Arrow table of a pandas.DataFrame, without its index. Raises DataError where it cannot be read."""
+    """Return the Arrow table of a pandas.DataFrame, without its index. Raises DataError if it cannot be read."""
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError("a pandas.DataFrame needs pyarrow; install it, or pass frame.to_dict('records').") from error
+        raise DataError("a pandas.DataFrame needs pyarrow; install it, or pass frame.to_dict('records')") from error
     try:
         return pyarrow.Table.from_pandas(frame, preserve_index=False)
     except (pyarrow.ArrowException, ValueError, TypeError) as error:
-        raise DataError(f"the pandas.DataFrame cannot be read: {error}; pass frame.to_dict('records').") from error
+        raise DataError(f"the pandas.DataFrame cannot be read: {error}; pass frame.to_dict('records')") from error
 
 
 def read_path(path: Path) -> Any:
-    """The rows of a dataset file or saved folder. Raises DataError for what is missing, unknown or damaged."""
+    """Read the rows of a dataset file or saved folder. Raises DataError if it is missing, unknown or damaged."""
     if not path.exists():
         raise DataError(
-            f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. Names on a hub are not "
-            "looked up: pass datasets.load_dataset(...)."
+            f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. For a dataset on a hub "
+            "pass datasets.load_dataset(...)"
         )
     if path.is_dir():
         return _read_folder(path)
@@ -136,23 +138,23 @@ def read_path(path: Path) -> Any:
         return _read_json_lines(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    raise DataError(f"the dataset file {str(path)!r} ends in {path.suffix!r}; use .jsonl, .json or .parquet.")
+    raise DataError(f"the dataset file {str(path)!r} ends in {path.suffix!r}; use .jsonl, .json or .parquet")
 
 
 def _read_folder(path: Path) -> Any:
     if not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         raise DataError(
             f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json); pass such a "
-            "folder or a .jsonl or .parquet file."
+            "folder or a .jsonl or .parquet file"
         )
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"the folder {str(path)!r} needs the datasets library; install it.") from error
+        raise DataError(f"the folder {str(path)!r} needs the datasets library; install it") from error
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:  # half-written folders fail in many ways
-        raise DataError(f"the folder {str(path)!r} cannot be read: {error}; save the dataset again.") from error
+        raise DataError(f"the folder {str(path)!r} cannot be read: {error}; save the dataset again") from error
 
 
 def _read_json_lines(path: Path) -> list[Any]:
@@ -162,13 +164,13 @@ def _read_json_lines(path: Path) -> list[Any]:
             if not line.strip():
                 continue
             try:
-                # A byte order mark is allowed at the start only.
+                # A byte order mark is allowed only at the start.
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except ValueError as error:  # bad UTF-8 and bad JSON
                 hint = " (a JSON array? write one object per line)" if line.lstrip()[:1] == b"[" else ""
-                raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}; correct the line.") from error
+                raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}; correct the line") from error
             if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: {shorten(row)} is not an object; write one object per line.")
+                raise DataError(f"{path}, line {number}: {shorten(row)} is not an object; write one object per line")
             rows.append(row)
     return rows
 
@@ -178,18 +180,18 @@ def _read_parquet(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"the file {str(path)!r} needs pyarrow; install it.") from error
+        raise DataError(f"the file {str(path)!r} needs pyarrow; install it") from error
     try:
         return pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"the parquet file {str(path)!r} cannot be read: {error}; write it again.") from error
+        raise DataError(f"the parquet file {str(path)!r} cannot be read: {error}; write it again") from error
 
 
 def row_columns(row: Any, index: int, expected: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Column names of a row. Raises DataError unless it is a dict with the `expected` columns (None = first row)."""
+    """Return a row's column names. Raises DataError unless it is a dict with the `expected` ones (None = first row)."""
     if not isinstance(row, Mapping):
         raise DataError(
-            f"row {index}: {shorten(row)} is of type {type(row).__name__}; every row must be a dict with a `prompt`."
+            f"row {index}: {shorten(row)} is of type {type(row).__name__}; every row must be a dict with a `prompt`"
         )
     if expected is None:
         check_column_names(list(row), f"row {index}")
@@ -198,12 +200,12 @@ def row_columns(row: Any, index: int, expected: tuple[str, ...] | None) -> tuple
         extra = [name for name in row if name not in expected]
         raise DataError(
             f"row {index}: its columns differ from those of row 0 (missing: {missing}, extra: {extra}); give every "
-            "row the same columns, with None where there is no value."
+            "row the same columns, with None where there is no value"
         )
     return tuple(row)
 
 
 def is_instance(value: Any, module: str, name: str) -> bool:
-    """isinstance without importing: an object of a library can exist only if the library is loaded."""
+    """Like isinstance, without importing the library: an object of it can exist only if the library is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))

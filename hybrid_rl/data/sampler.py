@@ -1,5 +1,7 @@
 """The order in which prompts are used, resumable at any prompt."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -18,8 +20,8 @@ _STATE_VERSION = 1
 class PromptSampler:
     """Takes prompts from a source, epoch after epoch.
 
-    The order of an epoch is a function of (seed, epoch, number of prompts) alone: neither the sizes that are asked for
-    nor a resume change it. The position moves only when `take` returns; an error or Ctrl-C inside it loses nothing.
+    The order of an epoch depends only on (seed, epoch, number of prompts): neither the sizes of the requests nor a
+    resume change it. The position moves only when `take` returns; an error or Ctrl-C inside it loses nothing.
     """
 
     def __init__(
@@ -33,47 +35,47 @@ class PromptSampler:
         """
         Args:
             source: where the prompts come from.
-            shuffle: a new order each epoch; None = True for sized sources, False for streams.
+            shuffle: whether each epoch has a new order; None = True for sized sources, False for streams.
             seed: of the order; at least 0.
             num_epochs: passes over the data, fractions allowed for sized sources (rounded up to a whole prompt);
                 None = endless.
 
         Raises:
-            DataError: shuffle asked of a stream.
-            ConfigError: an unusable seed or num_epochs.
+            DataError: shuffle is set for a stream.
+            ConfigError: seed or num_epochs is unusable.
         """
         sized = isinstance(source, SizedSource)
         if shuffle and not sized:
             raise DataError(
                 "shuffle=True, but a stream is used in the order it comes; shuffle the stream itself, for example "
-                "IterableDataset.shuffle(seed=0, buffer_size=10_000), and leave shuffle unset."
+                "IterableDataset.shuffle(seed=0, buffer_size=10_000), and leave shuffle unset"
             )
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"seed={seed!r}; use a whole number >= 0.")
+            raise ConfigError(f"seed={seed!r}; use a whole number >= 0")
         self._source = source
         self._seed = seed
         self._shuffle = sized if shuffle is None else shuffle
         self._num_epochs = _check_num_epochs(num_epochs, sized)
         self._epoch = 0  # finished passes
-        self._position = 0  # within the pass: prompts of a sized source, rows of a stream
+        self._position = 0  # within the pass: counts prompts of a sized source, rows of a stream
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # (epoch, order)
         self._stream: Iterator[PromptRow] | None = None
 
     def take(self, num_prompts: int) -> list[PromptRow]:
-        """The next `num_prompts` prompts; they may span epochs. Fewer at the end of the data, then none.
+        """Return the next `num_prompts` prompts, across epochs; fewer at the end of the data, then none.
 
         Raises:
-            DataError: a stream gave a bad row, or num_prompts is below 1.
+            DataError: the stream yielded a bad row, or num_prompts is below 1.
         """
         if num_prompts < 1:
-            raise DataError(f"take({num_prompts}); ask for at least one prompt.")
+            raise DataError(f"take({num_prompts}); ask for at least one prompt")
         if isinstance(self._source, SizedSource):
             return self._take_sized(self._source, num_prompts)
         return self._take_stream(self._source, num_prompts)
 
     @property
     def epoch(self) -> float:
-        """Passes done: 1.25 = a quarter of the second. For a stream, whose length is unknown, finished passes only."""
+        """Passes completed: 1.25 = a quarter of the second. For a stream, of unknown length, whole passes only."""
         if isinstance(self._source, SizedSource):
             return self._epoch + self._position / len(self._source)
         return float(self._epoch)
@@ -90,7 +92,7 @@ class PromptSampler:
         return 0 if self._epoch >= self._num_epochs else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it belongs to, as plain JSON values."""
+        """Return the position, and the identity of the data that it belongs to, as plain JSON values."""
         return {
             "version": _STATE_VERSION,
             "epoch": self._epoch,
@@ -99,7 +101,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where the state was taken. `num_epochs` may differ: a finished run can be prolonged.
+        """Continue exactly where the state was taken. `num_epochs` may differ: a finished run can be extended.
 
         Raises:
             DataError: the state is damaged or belongs to another dataset, seed or shuffle setting.
@@ -109,20 +111,20 @@ class PromptSampler:
         if missing or state["version"] != _STATE_VERSION:
             raise DataError(
                 f"the saved data position cannot be read (missing: {missing}, version: {state.get('version')!r}, "
-                f"this library reads {_STATE_VERSION}); resume from another checkpoint."
+                f"this library reads {_STATE_VERSION}); resume from another checkpoint"
             )
         changed = [f"{key}: saved {state[key]!r}, now {now!r}" for key, now in identity.items() if state[key] != now]
         if changed:
             raise DataError(
                 f"the saved data position belongs to other data or settings ({'; '.join(changed)}); resume with the "
-                "same dataset, tokenizer, prompt limits, seed and shuffle, or start a new run."
+                "same dataset, tokenizer, prompt limits, seed and shuffle, or start a new run"
             )
         epoch, position = state["epoch"], state["position"]
         limit = len(self._source) - 1 if isinstance(self._source, SizedSource) else math.inf
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= limit):
             raise DataError(
                 f"the saved data position epoch={epoch!r}, position={position!r} is impossible; resume from another "
-                "checkpoint."
+                "checkpoint"
             )
         self._epoch, self._position = epoch, position
         self._stream = None
@@ -165,7 +167,7 @@ class PromptSampler:
                     taken.append(row)
                     position = row.index + 1
         except BaseException:
-            self._stream = None  # the rows taken in this call come again in the next
+            self._stream = None  # so that the next call yields the rows taken in this one again
             raise
         self._epoch, self._position = epoch, position
         return taken
@@ -173,8 +175,8 @@ class PromptSampler:
     def _epoch_order(self, epoch: int, num_prompts: int) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
             if self._shuffle:
-                # Sorting raw bits instead of Generator.permutation: numpy promises that the bits of PCG64 never
-                # change, but not what a Generator makes of them, and a resume may meet another numpy.
+                # Raw bits are sorted instead of calling Generator.permutation: numpy promises that the bits of PCG64
+                # never change, but not what a Generator does with them, and a resumed run may have another numpy.
                 keys = np.random.PCG64([self._seed, epoch]).random_raw(num_prompts)
                 order = np.argsort(keys, kind="stable")
             else:
@@ -184,12 +186,12 @@ class PromptSampler:
 
 
 def _check_num_epochs(num_epochs: float | None, sized: bool) -> Fraction | None:
-    """The number of epochs as the decimal that the user wrote, so that 1.1 epochs of 10 prompts are 11, not 12."""
+    """Return the number of epochs as the decimal that the user wrote: 1.1 epochs of 10 prompts are 11, not 12."""
     if num_epochs is None:
         return None
     if isinstance(num_epochs, bool) or not math.isfinite(num_epochs) or num_epochs <= 0:
-        raise ConfigError(f"num_epochs={num_epochs!r}; use a number above 0, or None for no end.")
+        raise ConfigError(f"num_epochs={num_epochs!r}; use a number above 0, or None for endless")
     exact = Fraction(str(num_epochs))
     if not sized and exact.denominator != 1:
-        raise ConfigError(f"num_epochs={num_epochs!r}; the length of a stream is unknown, so use a whole number.")
+        raise ConfigError(f"num_epochs={num_epochs!r}; the length of a stream is unknown, so use a whole number")
     return exact

@@ -1,4 +1,6 @@
-"""Prompt sources: a dataset of known length, tokenised up front, or a stream, tokenised as it comes."""
+"""Prompt sources: datasets of known length, tokenised at once, and streams, tokenised as their rows arrive."""
+
+from __future__ import annotations
 
 import contextlib
 import gc
@@ -37,14 +39,14 @@ from hybrid_rl.data.rows import (
 )
 from hybrid_rl.errors import DataError
 
-# An endless stream of overlong prompts would otherwise be skipped for ever.
+# Otherwise an endless stream of overlong prompts would be skipped for ever.
 _MAX_DROPS_IN_A_ROW = 10_000
 
 
 class SizedSource:
-    """A dataset of known length: every row checked and every prompt tokenised when it is made.
+    """A dataset of known length. All rows are checked and all prompts tokenised when it is made.
 
-    Token ids are kept as one int32 array; the other columns are read when a row is asked for.
+    Token ids are kept as one int32 array; the other columns are read when a row is requested.
 
     Attributes:
         column_names: the dataset's columns, `prompt` included.
@@ -55,7 +57,7 @@ class SizedSource:
 
     def __init__(self, rows: Rows, encoder: PromptEncoder) -> None:
         if len(rows) == 0:
-            raise DataError("the dataset is empty; give at least one row with a `prompt`.")
+            raise DataError("the dataset is empty; give at least one row with a `prompt`")
         self._rows = rows
         self.column_names: tuple[str, ...] = rows.column_names
         for name in (name for name in encoder.media_columns if name in rows.column_names):
@@ -76,7 +78,7 @@ class SizedSource:
                 if longer.size:
                     over += zip(indices[longer].tolist(), num_tokens[longer].tolist(), strict=True)
                     if encoder.overlong_prompts == "error":
-                        continue  # every row is looked at, so that one message tells the whole story
+                        continue  # read all rows, so that one message names all that are too long
                     limited = [encoder.limit(one, start + place) for place, one in enumerate(ids)]
                     indices = indices[[one is not None for one in limited]]
                     ids = [one for one in limited if one is not None]
@@ -91,7 +93,7 @@ class SizedSource:
             shortest = min(length for _, length in over)
             raise DataError(
                 f"all {len(rows)} prompts are longer than max_prompt_length={encoder.max_prompt_length} and were "
-                f"dropped; the shortest has {shortest} tokens: {encoder.remedy(shortest)}."
+                f"dropped; the shortest has {shortest} tokens: {encoder.remedy(shortest)}"
             )
         self.num_dropped = len(rows) - len(self._kept)
         self.num_truncated = len(over) - self.num_dropped
@@ -100,7 +102,7 @@ class SizedSource:
         self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
 
     def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
-        """Chunk by chunk the index of its first row, and the ids of all of its prompts."""
+        """Yield, chunk by chunk, the index of the first row and the ids of all prompts."""
         first_kind: PromptKind | None = None
         for start in range(0, len(self._rows), CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, len(self._rows))
@@ -120,7 +122,7 @@ class SizedSource:
         return len(self._kept)
 
     def __getitem__(self, position: int) -> PromptRow:
-        """The prompt at `position` in 0 .. len - 1 (dropped rows do not count). Raises IndexError beyond."""
+        """Return the prompt at `position` in 0 .. len - 1, not counting dropped rows. Raises IndexError beyond that."""
         if not 0 <= position < len(self):
             raise IndexError(f"position {position} is outside the {len(self)} prompts of the dataset")
         index = int(self._kept[position])
@@ -130,7 +132,7 @@ class SizedSource:
 
 
 class StreamSource:
-    """Rows that come one by one; checked and tokenised as they come. The first row is read when it is made.
+    """Rows that arrive one by one, checked and tokenised as they arrive. The first one is read at construction.
 
     Attributes:
         column_names: columns of the first row, `prompt` included; every later row must have the same.
@@ -140,7 +142,7 @@ class StreamSource:
     """
 
     def __init__(self, open_rows: Callable[[int], Iterable[Any]], encoder: PromptEncoder) -> None:
-        """`open_rows(epoch)` starts a pass over the rows."""
+        """open_rows: starts a pass over the rows, given the number of the pass."""
         self._open_rows = open_rows
         self._encoder = encoder
         self.num_dropped = 0
@@ -152,17 +154,17 @@ class StreamSource:
             ids = self._ids_of(row, 0)
             break
         else:
-            raise DataError("the stream is empty; it must give at least one row with a `prompt`.")
+            raise DataError("the stream is empty; it must yield at least one row with a `prompt`")
         self.fingerprint = _digest(json.dumps([sorted(self.column_names), ids]).encode())
 
     def __iter__(self) -> Iterator[PromptRow]:
         return self.iterate()
 
     def iterate(self, start: int = 0, epoch: int = 0) -> Iterator[PromptRow]:
-        """One pass.
+        """Yield the prompts of one pass.
 
         Args:
-            start: rows to skip (dropped rows count); they are not tokenised.
+            start: rows to skip without tokenising them (dropped rows count).
             epoch: number of the pass; given to the `set_epoch` of a shuffled `IterableDataset`.
 
         Raises:
@@ -173,7 +175,7 @@ class StreamSource:
         if num_skipped < start:
             raise DataError(
                 f"the stream ended after {num_skipped} rows of pass {epoch}, but {start} were taken before; resuming "
-                "needs a stream that gives the same rows in the same order: restore it or start a new run."
+                "needs a stream that yields the same rows in the same order: restore it or start a new run"
             )
         num_prompts = num_dropped = 0
         for index, row in rows:
@@ -191,7 +193,7 @@ class StreamSource:
             if num_dropped:
                 raise self._all_dropped(num_dropped, num_dropped - 1)
             raise DataError(
-                f"the stream gave no row in pass {epoch}; pass a function that returns a new iterator at every call."
+                f"the stream yielded no row in pass {epoch}; pass a function that returns a new iterator at every call"
             )
 
     def _encode(self, row: Any, index: int) -> list[int] | None:
@@ -214,16 +216,16 @@ class StreamSource:
         return DataError(
             f"{num_dropped} rows in a row, up to row {last_row}, are longer than "
             f"max_prompt_length={self._encoder.max_prompt_length} and were dropped; the shortest has "
-            f"{self._shortest_dropped} tokens: {self._encoder.remedy(self._shortest_dropped)}."
+            f"{self._shortest_dropped} tokens: {self._encoder.remedy(self._shortest_dropped)}"
         )
 
 
 def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSource:
-    """Makes a prompt source of whatever the user has.
+    """Make a prompt source from whatever the user has.
 
     Args:
-        dataset: a list of dicts; a `datasets.Dataset` or `IterableDataset`; any object with length and index, or that
-            can be iterated again and again; a function that returns a new iterator; a `pyarrow.Table`; a
+        dataset: a list of dicts; a `datasets.Dataset` or `IterableDataset`; any object with length and index, or one
+            that can be iterated repeatedly; a function that returns a new iterator; a `pyarrow.Table`; a
             `pandas.DataFrame`; a path to JSON lines (`.jsonl`, `.json`), `.parquet`, or a `save_to_disk` folder.
         encoder: tokenises the prompts.
 
@@ -235,7 +237,7 @@ def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSou
     if isinstance(dataset, Mapping):
         raise _mapping_error(dataset)
     if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
-        # (A custom format computes whole rows, and may make the prompt column: it is read row by row.)
+        # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
         return SizedSource(HubRows(dataset), encoder)
     if is_instance(dataset, "pandas", "DataFrame"):
         dataset = frame_table(dataset)
@@ -244,14 +246,14 @@ def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSou
     if isinstance(dataset, bytes) or not (hasattr(dataset, "__iter__") or callable(dataset) or _is_indexed(dataset)):
         raise DataError(
             f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
-            "datasets.Dataset, a path, or a function that returns an iterator of dicts."
+            "datasets.Dataset, a path, or a function that returns an iterator of dicts"
         )
     if _is_indexed(dataset):
         return SizedSource(SequenceRows(dataset), encoder)
     if hasattr(dataset, "__next__"):
         raise DataError(
-            f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or on "
-            "resume; pass the function that makes it (without calling it), or a datasets.IterableDataset."
+            f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or after "
+            "a resume; pass the function that makes it (without calling it), or a datasets.IterableDataset"
         )
     return StreamSource(_opener(dataset), encoder)
 
@@ -264,7 +266,7 @@ def _opener(dataset: Any) -> Callable[[int], Iterable[Any]]:
             return dataset
         rows = dataset()
         if not hasattr(rows, "__iter__"):
-            raise DataError(f"the dataset function returned {shorten(rows)}; it must return an iterator of dicts.")
+            raise DataError(f"the dataset function returned {shorten(rows)}; it must return an iterator of dicts")
         return rows
 
     return open_rows
@@ -277,10 +279,10 @@ def _is_indexed(dataset: Any) -> bool:
 def _mapping_error(dataset: Mapping[Any, Any]) -> DataError:
     keys = ", ".join(repr(key) for key in dataset) or "none"
     if any(is_instance(dataset, "datasets", name) for name in ("DatasetDict", "IterableDatasetDict")):
-        return DataError(f"the dataset is a DatasetDict with the splits {keys}; pass one, such as dataset['train'].")
+        return DataError(f"the dataset is a DatasetDict with the splits {keys}; pass one, such as dataset['train']")
     return DataError(
         f"the dataset is a dict with the keys {shorten(keys)}; pass a list of dicts (one per row), or "
-        "datasets.Dataset.from_dict(...) if its values are columns."
+        "datasets.Dataset.from_dict(...) if its values are columns"
     )
 
 
@@ -294,8 +296,8 @@ def _lengths(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without collections of garbage in between: lists of ids by the thousand set them off one after the other, each
-    over all that the imported libraries hold, and took half of the time."""
+    """Disable garbage collection inside the block: thousands of lists of ids would trigger one collection after the
+    other, each over all objects of the imported libraries, and take half of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""The contract between whoever wants completions and whatever makes them.
+"""The contract of engines: what generates completions, and what holds weights.
 
-An engine works on requests: `submit` queues them, each `step` moves all of them on and returns those that finished.
-Weights and cache come and go by tag, and every call is guarded by state and policy version: an engine generates only
-when READY, and only with the weights that its caller believes it has.
+`submit` queues requests, and each `step` advances all of them and returns those that finished. Weights and cache come
+and go by tag, and every call is guarded by state and policy version: an engine generates only when READY, and only with
+the weights that its caller believes it has.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rl.errors import ConfigError, EngineStateError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout
 
@@ -28,7 +28,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class EngineState(enum.Enum):
-    """What lies in memory: nothing, the weights, or the weights and the cache."""
+    """Contents of an engine's memory: nothing, the weights, or the weights and the cache."""
 
     ASLEEP = "asleep"
     WEIGHTS = "weights"
@@ -37,7 +37,7 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Choice of the tokens of one request.
 
     max_tokens: longest completion, stop token counted. temperature: 0 = greedy. top_k = 0, top_p = 1, min_p = 0: off.
     repetition_penalty: divides the positive and multiplies the other logits of tokens that prompt or completion hold;
@@ -78,7 +78,7 @@ def _are_texts(strings: Any) -> bool:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One completion asked for. Requests of the same `group` have the same prompt and share its keys and values."""
+    """A completion to be made. Requests of the same `group` have the same prompt and share its keys and values."""
 
     id: int
     prompt_ids: tuple[int, ...]
@@ -101,14 +101,24 @@ class FinishedSample:
     finish_reason: FinishReason
 
 
+@dataclass(eq=False)
+class Generation:
+    """A request and what has been generated for it so far: token ids, ln p and policy version of each."""
+
+    request: RolloutRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made and its state now.
 
     num_waiting, num_queueable, num_running: requests that wait, that may still be submitted, and that run, now.
     num_prompt_tokens: computed tokens that were not decoded, those computed again included. num_shared_prompt_tokens,
-    num_prefix_tokens: tokens that were not computed because a request of the same group was at it, or because the cache
-    held them. num_preemptions: how often a running request gave its memory back to be computed again later.
+    num_prefix_tokens: tokens that were not computed because a request of the same group computed them, or because the
+    cache held them. num_preemptions: how often a running request gave its memory back to be computed again later.
     """
 
     state: EngineState
@@ -127,39 +137,38 @@ class EngineStats:
     kv_cache_used_share: float
 
 
-class RolloutEngine(ABC):
-    """A generator of completions. Not thread-safe: one caller at a time.
-
-    state, policy_version: what lies in memory, and of which version the weights are (-1: of none). num_ranks: ranks
-    that share the engine; each submits requests of its own and gets their events, and all call `step` together.
-    """
-
-    num_ranks: int = 1
-
-    def __init__(self) -> None:
-        self.state = EngineState.ASLEEP
-        self.policy_version = -1
+class Generator(ABC):
+    """The half of an engine that generates. Not thread-safe: one caller at a time (see EngineClient)."""
 
     @abstractmethod
     def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
-        """Raise what `submit` would raise for these requests; queue nothing."""
+        """Raise EngineStateError unless READY at this version, DataError for a request that can never run."""
+
+    @abstractmethod
+    def begin_rollout(self) -> None:
+        """Forget what earlier requests left behind (cached prefixes, the state of a random generator): a rollout must
+        not depend on what was generated before it. Does nothing while requests are unfinished."""
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
         """Queue requests, to be answered by weights of this version; returns their ids.
 
-        Raises EngineStateError unless READY at that version, ValueError for a request that can never run. Nothing is
-        queued if one request is refused.
+        Raises what `check` raises, DataError for an id that is in use, QueueFullError for more than `num_queueable`
+        requests. Nothing is queued if one request is refused.
         """
 
     @abstractmethod
     def step(self) -> list[FinishedSample]:
-        """Move every running request on by one token (or prefill some); returns what finished. No requests: no
+        """Advance every running request by one token (or prefill some); returns what finished. No requests: no
         events."""
 
     @abstractmethod
     def abort(self, ids: Iterable[int]) -> None:
         """End these requests; they finish with reason "abort" at the next step. Unknown ids are ignored."""
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """End every request at once and leave the engine empty; the events are lost."""
 
     @abstractmethod
     def pause(self, mode: PauseMode) -> None:
@@ -171,90 +180,78 @@ class RolloutEngine(ABC):
         """Go on after `pause`."""
 
     @abstractmethod
-    def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
-
-        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
-        holds back (they were promised the version they were submitted for), or for a version that does not rise;
-        HandoffError where the weights cannot be taken or are wrong: an engine that has written some of them by then
-        holds no version, and generates nothing until it is given weights.
-        """
-
-    @abstractmethod
-    def sleep(self, tags: Iterable[str]) -> None:
-        """Let go of the memory behind these tags ("weights", "kv_cache"). An engine may discard its weights: then it
-        holds no version, and generates nothing until it is given weights."""
-
-    @abstractmethod
-    def wake(self, tags: Iterable[str]) -> None:
-        """Get the memory behind these tags back. Weights come before the cache."""
-
-    @abstractmethod
-    def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes of the weights that the engine holds."""
-
-    @abstractmethod
     def stats(self) -> EngineStats:
         """Counters and state."""
 
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Requests that have not been returned by `step` yet, those of all ranks that share the engine."""
+        """Requests that have not been returned by `step` yet."""
+
+    @property
+    @abstractmethod
+    def num_queueable(self) -> int:
+        """Requests that may still be submitted."""
 
     @property
     @abstractmethod
     def kv_cache_tokens(self) -> int:
         """Tokens that the cache holds: no sequence can be longer."""
 
+
+class WeightHolder(ABC):
+    """The half of an engine that holds weights and memory.
+
+    state, policy_version: what is in memory, and which version the weights are (-1: none).
+    """
+
+    state: EngineState
+    policy_version: int
+
+    @abstractmethod
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
+
+        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
+        holds back (they were promised the version they were submitted for), or for a version that does not rise;
+        HandoffError if the weights cannot be taken or are wrong: an engine that has written some of them by then holds
+        no version, and generates nothing until it is given weights.
+        """
+
+    @abstractmethod
+    def weight_layout(self) -> WeightLayout:
+        """Names, shapes and dtypes of the weights that the engine holds."""
+
+    @abstractmethod
+    def sleep(self, tags: Iterable[str]) -> None:
+        """Release the memory of these tags ("weights", "kv_cache"). An engine may discard its weights: then it holds no
+        version, and generates nothing until it is given weights."""
+
+    @abstractmethod
+    def wake(self, tags: Iterable[str]) -> None:
+        """Get the memory of these tags back. Weights come before the cache."""
+
+    def invalidate(self) -> None:
+        """Generate nothing more with the current weights: they turned out to be wrong."""
+        self.policy_version = -1
+
     @property
     @abstractmethod
     def kv_cache_bytes(self) -> int:
         """Bytes of the cache while it is awake."""
 
-    def announce(self, num_requests: int) -> None:
-        """Say how many requests are about to be submitted, none perhaps. Where ranks share an engine, all of them
-        announce, and then step until nothing is unfinished: none may leave while another still needs it."""
-        return
-
-    def break_off(self) -> None:
-        """End every request at once and leave the engine empty; the events are lost. Where ranks share an engine this
-        ends the requests of all of them: their `step` raises EngineStateError."""
-        self.pause("abort")
-        try:
-            self.step()
-        finally:
-            self.resume()
-
-    def distrust(self) -> None:
-        """Generate nothing more with the weights that are there: they turned out not to be what they should be."""
-        self.policy_version = -1
-
     def close(self) -> None:
-        """Let go of everything. The engine cannot be used afterwards."""
+        """Release everything. The engine cannot be used afterwards."""
         return
 
-    def require_ready(self, version: int) -> None:
-        """Raise EngineStateError unless the engine may generate with weights of this version."""
-        if self.state is not EngineState.READY:
-            raise EngineStateError(
-                f"the engine is {self.state.value}, not ready; wake {sorted(TAGS)} before generating"
-            )
-        if self.policy_version < 0:
-            raise EngineStateError(
-                "the engine holds no weights to trust: it has never been given weights, or not since it slept, or they "
-                "were found wrong; publish them before generating"
-            )
-        if version != self.policy_version:
-            raise EngineStateError(
-                f"the engine holds policy version {self.policy_version} but version {version} was expected; publish "
-                f"the weights first"
-            )
+
+class RolloutEngine(Generator, WeightHolder):
+    """A generator of completions that holds the weights of a policy version."""
 
 
-def generate(engine: RolloutEngine, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
-    """Run requests to their end; results in the order of the requests."""
-    engine.announce(len(requests))
+def generate(engine: Generator, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
+    """Run requests to their end, as a rollout of their own; results in the order of the requests."""
+    engine.begin_rollout()
     engine.submit(requests, version)
     finished: dict[int, FinishedSample] = {}
     while engine.num_unfinished:

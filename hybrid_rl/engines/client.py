@@ -1,70 +1,308 @@
-"""What makes requests of an engine: wherever it lives, this is what a rollout talks to."""
+"""The one way to an engine of this process, however it is stepped: submit requests, await them, cancel them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, RolloutEngine, RolloutRequest
-from hybrid_rl.errors import EngineStateError
+from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
+from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
+from hybrid_rl.engines.guards import known_pause
+from hybrid_rl.engines.step_thread import StepThread
+from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.process.interrupts import interrupt_requested
 
 
-class RolloutClient(Protocol):
-    """What a rollout needs of an engine."""
+class Handle:
+    """Requests that were submitted together. num_unfinished: those that have not finished yet."""
 
-    def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
-        """Run requests to their end, handing out what finished after every engine step. More requests than the engine
-        lets wait are fed to it as it gets room.
+    def __init__(self, requests: Sequence[RolloutRequest]) -> None:
+        self.ids = tuple(request.id for request in requests)
+        self.num_unfinished = len(requests)
+        self._arrived: list[FinishedSample] = []
 
-        Where the consumer stops early, by an error or an interrupt, what still runs is aborted: the engine is left
-        empty. Raises KeyboardInterrupt, between two engine steps, where an interrupt was requested.
-        """
-        ...
+    @property
+    def is_done(self) -> bool:
+        """Whether everything has finished and was taken."""
+        return not self.num_unfinished and not self._arrived
 
-    def stats(self) -> EngineStats:
-        """Counters of the engine."""
-        ...
+    def put(self, sample: FinishedSample) -> None:
+        """Keep a finished sample until it is taken."""
+        self._arrived.append(sample)
+        self.num_unfinished -= 1
+
+    def take(self) -> list[FinishedSample]:
+        """The samples that have finished since the last call."""
+        taken, self._arrived = self._arrived, []
+        return taken
 
 
 class EngineClient:
-    """A client of an engine in this process."""
+    """A rank's client of its engine. Requests may be submitted and cancelled at any time, from any thread, also while a
+    step runs; they reach the engine at the next step boundary, as many as it lets wait.
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._busy = False
+    in_thread: step the engine in a thread of its own, so that an interrupt or a heartbeat gets through meanwhile.
+    coordinator: of the ranks that share the engine, if several do. Then all of them open each session together, and
+    `stream`, `wait` and the end of a session are collective: ranks step together until no rank needs the engine.
 
-    def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
-        """See RolloutClient."""
-        if self._busy:
+    engine: for what needs no step boundary (constants, state, policy version, `invalidate`); see `at_rest`.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, *, in_thread: bool = False, coordinator: Coordinator | None = None
+    ) -> None:
+        self.engine = engine
+        self._coordinator = coordinator
+        self._thread = StepThread() if in_thread else None
+        # Takes one step, wherever the engine is stepped; by the caller who holds `_driver`.
+        self._advance: Callable[[], None] = partial(self._thread.run, self._step) if self._thread else self._step
+        self._driver = threading.Lock()
+        self._lock = threading.Lock()  # of what the next step boundary takes
+        self._backlog: deque[RolloutRequest] = deque()  # not in the engine yet, under the engine's ids
+        self._message = StepMessage()
+        self._handles: dict[int, Handle] = {}  # by the ids of this rank's unfinished requests
+        self._is_open = self._is_exclusive = self._begins = False
+        # What the ranks that share the engine have to do yet, as far as this one knows.
+        self._num_unfinished, self._num_open = 0, 0
+
+    # ------------------------------------------------------------------------------------------------- sessions
+
+    @contextmanager
+    def session(self, *, is_exclusive: bool = False) -> Iterator[None]:
+        """One rollout call: prompts that begin alike share cached prefixes from its first request to its last, and
+        nothing is found of what was generated before. is_exclusive: only whoever opened it may submit.
+
+        Whatever is unfinished at its end is cancelled; after an error, that of all ranks that share the engine. Raises
+        EngineStateError inside another session.
+        """
+        if self._is_open:
             raise EngineStateError(
                 "the engine is busy with another rollout; do not generate from a reward function or another thread "
                 "meanwhile"
             )
-        self._busy = True
-        num_sent = num_finished = 0
-        is_shared = self._engine.num_ranks > 1
+        self._is_open, self._is_exclusive, self._begins = True, is_exclusive, True
+        self._num_open = 1 if self._coordinator else 0  # what the others do is known after the next step boundary
         try:
-            self._engine.announce(len(requests))
-            while num_finished < len(requests) or (is_shared and self._engine.num_unfinished):
+            yield
+            self._is_open = False
+            for handle in set(self._handles.values()):
+                self.cancel(handle)
+            while self._handles or self._num_unfinished or self._num_open:
+                with self._driver:
+                    self._advance()
+        except BaseException:
+            # An engine of its own has only what this client sent; one that is shared must not be left quietly.
+            if self._handles or self._num_open:
+                self.abort_all()
+            raise
+        finally:
+            self._is_open = self._begins = False
+
+    def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
+        """Run requests to their end, in a session of their own unless one is open; yields what finished after every
+        engine step.
+
+        If the consumer stops early, by an error or an interrupt, what still runs is aborted: the engine is left empty.
+        Raises KeyboardInterrupt, between two engine steps, if an interrupt was requested.
+        """
+        joins = self._is_open and not self._is_exclusive
+        with nullcontext() if joins else self.session(is_exclusive=True):
+            handle = self.submit(requests, version)
+            try:
+                # A rank that shares the engine stays until nobody's requests are unfinished.
+                self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
+                while not handle.is_done or self._num_unfinished:
+                    if interrupt_requested():
+                        raise KeyboardInterrupt
+                    with self._driver:
+                        self._advance()
+                    if finished := handle.take():
+                        yield finished
+            except BaseException:
+                self.cancel(handle)
+                raise
+
+    def generate(self, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
+        """Run requests to their end; results in the order of the requests."""
+        finished = {sample.id: sample for events in self.stream(requests, version) for sample in events}
+        return [finished[request.id] for request in requests]
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def submit(self, requests: Sequence[RolloutRequest], version: int) -> Handle:
+        """Queue requests, to be answered by weights of this version.
+
+        Raises EngineStateError unless the engine is ready at that version, DataError for a request that can never run
+        or an id that is in use. Nothing is queued if one request is refused.
+        """
+        self.engine.check(requests, version)
+        handle = Handle(requests)
+        with self._lock:
+            known = set(self._handles)
+            for identity in handle.ids:
+                if identity in known:
+                    raise DataError(f"request id {identity} is in use")
+                known.add(identity)
+            self._handles.update(dict.fromkeys(handle.ids, handle))
+            self._backlog.extend(
+                replace(request, id=self._shared(request.id)) if self._coordinator else request for request in requests
+            )
+        return handle
+
+    def poll(self, handle: Handle) -> list[FinishedSample]:
+        """What has finished of these requests since the last call, after one step at most. Raises KeyboardInterrupt,
+        before that step, if an interrupt was requested."""
+        with self._driver:
+            arrived = handle.take()
+            if not arrived and handle.num_unfinished:
                 if interrupt_requested():
                     raise KeyboardInterrupt
-                mark_progress()
-                if num_sent < len(requests):
-                    wave = requests[num_sent : num_sent + self.stats().num_queueable]
-                    self._engine.submit(wave, version)
-                    num_sent += len(wave)
-                finished = self._engine.step()
-                num_finished += len(finished)
-                if finished:
-                    yield finished
-        finally:
-            self._busy = False
-            # Of an engine for itself a rank ends only what it sent; from a shared one it may not leave quietly.
-            if self._engine.num_unfinished if is_shared else num_finished < num_sent:
-                self._engine.break_off()
+                self._advance()
+                arrived = handle.take()
+            return arrived
+
+    def wait(self, handle: Handle) -> list[FinishedSample]:
+        """The rest of these requests, in the order in which they finish."""
+        finished: list[FinishedSample] = []
+        while not handle.is_done:
+            finished += self.poll(handle)
+        return finished
+
+    def _shared(self, identity: int) -> int:
+        return self._coordinator.shared_id(identity) if self._coordinator else identity
+
+    def cancel(self, handle: Handle) -> None:
+        """End these requests; they finish with reason "abort" after the next step. Thread-safe."""
+        with self._lock:
+            mine = {
+                self._shared(identity): identity for identity in handle.ids if self._handles.get(identity) is handle
+            }
+            self._message.aborted += mine
+            for request in [request for request in self._backlog if request.id in mine]:
+                self._backlog.remove(request)
+                self._handles.pop(mine[request.id]).put(FinishedSample(mine[request.id], [], [], [], "abort"))
+
+    def abort_all(self) -> None:
+        """End every request at once, those of all ranks that share the engine; their events are lost."""
+        if self._thread:
+            self._thread.settle(forgets=True)
+            self._thread.run(self._abort_all)
+        else:
+            self._abort_all()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop generating from the next step boundary on, for all ranks that share the engine."""
+        with self._lock:
+            self._message.pauses.append(known_pause(mode))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        with self._lock:
+            self._message.pauses.append("resume")
 
     def stats(self) -> EngineStats:
-        """See RolloutClient."""
-        return self._engine.stats()
+        """Counters of the engine, answered while a step runs too; those of a shared one count all ranks' requests."""
+        stats = self.engine.stats()
+        return replace(stats, num_waiting=stats.num_waiting + len(self._backlog))
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def _step(self) -> None:
+        """A step boundary, and a step of the engine if there is anything to do."""
+        mark_progress()
+        num_expected = self._boundary(generates=True)
+        try:
+            events = self.engine.step() if self.engine.num_unfinished else []
+        except BaseException:
+            if self._coordinator:
+                self._forget()
+            raise
+        for event in self._coordinator.own(events) if self._coordinator else events:
+            self._handles.pop(event.id).put(event)
+        if self._coordinator:
+            self._num_unfinished = self.engine.num_unfinished + num_expected
+
+    def _boundary(self, *, generates: bool) -> int:
+        """Carry out what this rank, and all that share the engine, have asked for; the requests still to come.
+        generates: a step follows, for which ranks must agree."""
+        mine = self._take_message()
+        messages = [mine]
+        if self._coordinator:
+            try:
+                messages = self._coordinator.exchange(mine, self.engine.policy_version)
+                if generates and not any(message.aborts_all for message in messages):
+                    self._coordinator.check_agreement(messages)
+            except BaseException:
+                self._forget()
+                raise
+            aborting = [rank for rank, message in enumerate(messages) if message.aborts_all]
+            if aborting:
+                self._end_all()
+                raise PeerAbortedError(
+                    f"rank {aborting[0]} of those that share this engine ended its rollout early, which ended the "
+                    f"requests of all; that rank reports the reason"
+                )
+        if self._begins:
+            self.engine.begin_rollout()
+            self._begins = False
+        if requests := [request for message in messages for request in message.requests]:
+            self.engine.submit(requests, self.engine.policy_version)
+        for message in messages:
+            for word in message.pauses:
+                if word == "resume":
+                    self.engine.resume()
+                else:
+                    self.engine.pause(word)
+            self.engine.abort(message.aborted)
+        num_expected = sum(message.num_expected for message in messages)
+        self._num_open = sum(message.is_open for message in messages) if self._coordinator else 0
+        self._num_unfinished = self.engine.num_unfinished + num_expected if self._coordinator else 0
+        return num_expected
+
+    def _take_message(self) -> StepMessage:
+        """What this rank asks for now: of its backlog, as much as the engine has room for."""
+        num_ranks = self._coordinator.num_ranks if self._coordinator else 1
+        with self._lock:
+            mine, self._message = self._message, StepMessage()
+            room = self.engine.num_queueable // num_ranks if self._backlog else 0
+            mine.requests = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
+            mine.num_expected, mine.is_open = len(self._backlog), self._is_open
+        return mine
+
+    def _abort_all(self) -> None:
+        if self._coordinator:
+            self._coordinator.exchange(StepMessage(aborts_all=True), self.engine.policy_version)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self._forget()
+        if self.engine.num_unfinished:
+            self.engine.abort_all()
+
+    def _forget(self) -> None:
+        """Expect nothing more: whoever has failed must not wait for the others at another step boundary."""
+        with self._lock:
+            for handle in self._handles.values():
+                handle.num_unfinished = 0
+            self._handles.clear()
+            self._backlog.clear()
+            self._message = StepMessage()
+            self._num_unfinished = self._num_open = 0
+
+    def at_rest(self) -> RolloutEngine:
+        """The engine between two steps, after everything that was asked for (a pause, above all) has been carried out:
+        for `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
+        if self._thread:
+            self._thread.settle()
+        self._boundary(generates=False)
+        return self.engine
+
+    def close(self) -> None:
+        """End the engine, and its thread; a second call does nothing."""
+        if self._thread is None or self._thread.close():
+            self.engine.close()

@@ -1,13 +1,13 @@
-"""What the engines have in common that generate from the trainer's own modules, so that a handoff writes no byte."""
+"""Base of the engines that generate from the trainer's own modules, so that a handoff writes no byte."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, FinishReason, RolloutRequest
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState, FinishedSample, Generation
 from hybrid_rl.engines.guards import GuardedEngine
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
@@ -15,18 +15,15 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 
-
-class Unfinished(Protocol):
-    """A sample in the making, as each engine keeps it."""
-
-    request: RolloutRequest
-
-    def finished(self, reason: FinishReason) -> FinishedSample:
-        """What it is if it ends here."""
+Some = TypeVar("Some", bound=Generation)
 
 
 class EmbeddedEngine(GuardedEngine):
-    """A RolloutEngine over a `CausalLM` of this process. max_num_waiting, decode: as of GuardedEngine."""
+    """A RolloutEngine over a `CausalLM` of this process. max_num_waiting, decode: same as GuardedEngine.
+
+    The weights are the actor's: another resident decides about their memory, and `sleep` and `wake` move the cache
+    only.
+    """
 
     def __init__(self, model: CausalLM, *, max_num_waiting: int, decode: Callable[[Sequence[int]], str] | None) -> None:
         limit = model.length_limit
@@ -39,11 +36,22 @@ class EmbeddedEngine(GuardedEngine):
         )
         self._model = model
         self._weights = named_weights(model.module)
-        self._num_finished = self._num_prompt_tokens = self._num_shared_tokens = 0
-        self._num_generated_tokens = self._num_steps = 0
+        self._cache_is_awake = False
+
+    def _extended(
+        self, sequences: Sequence[Some], tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> tuple[list[Some], list[FinishedSample]]:
+        """Append a token to each of these; those that end with it, and their events."""
+        ended, finished = [], []
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            reason = self._extend(sequence, token, logprob)
+            if reason is not None:
+                ended.append(sequence)
+                finished.append(self._finish(sequence, reason))
+        return ended, finished
 
     def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """See RolloutEngine. The source must be the very tensors that this engine decodes from."""
+        """Take a policy version. The source must be the very tensors that this engine decodes from."""
         start = time.perf_counter()
         self.require_update(version)
         if not isinstance(source, TensorSource):
@@ -54,45 +62,44 @@ class EmbeddedEngine(GuardedEngine):
                 "modules or parameters of the model were replaced since the engine was made; make a new Trainer"
             )
         num_tensors = check_shared(source, current)
-        self._forget()
+        self._requeue_running()
+        self._expect_moves()
         self.policy_version = version
         return HandoffReport(version, 0, num_tensors, time.perf_counter() - start)
 
     @abstractmethod
-    def _forget(self) -> None:
-        """What was computed with the weights so far is no longer true, and they may lie elsewhere."""
+    def _requeue_running(self) -> None:
+        """Let everything that runs wait again, in order, to be computed again; its cache is lost."""
+
+    def _expect_moves(self) -> None:
+        """Look where weights and cache are before the next pass; only needed by who remembers addresses."""
+        return
 
     def weight_layout(self) -> WeightLayout:
-        """See RolloutEngine."""
+        """Names, shapes and dtypes of the weights."""
         return WeightLayout.of(self._weights.items())
 
-    def _finish_reason(self, request: RolloutRequest, tokens: Sequence[int]) -> FinishReason | None:
-        if self._is_stopped(request, tokens):
-            return "stop"
-        return "length" if len(tokens) >= request.params.max_tokens else None
+    def sleep(self, tags: Iterable[str]) -> None:
+        """Release the memory of the cache; what it held is lost."""
+        tags = self.require_sleep(tags)
+        self._requeue_running()
+        self._release_cache()
+        self._cache_is_awake = False
+        self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
 
-    def _finish(self, sequence: Unfinished, reason: FinishReason) -> FinishedSample:
-        self._ids.discard(sequence.request.id)
-        self._num_finished += 1
-        return sequence.finished(reason)
+    def _release_cache(self) -> None:
+        """Give the memory of the cache back, if it has any of its own."""
+        return
 
-    def _stats(
-        self, kv_cache_bytes: int, kv_cache_used_share: float, *, num_prefix_tokens: int = 0, num_preemptions: int = 0
-    ) -> EngineStats:
-        """What both count, and what each knows of its cache."""
-        return EngineStats(
-            state=self.state,
-            policy_version=self.policy_version,
-            num_waiting=self.num_waiting,
-            num_queueable=self.num_queueable,
-            num_running=self.num_running,
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_shared_prompt_tokens=self._num_shared_tokens,
-            num_prefix_tokens=num_prefix_tokens,
-            num_preemptions=num_preemptions,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_used_share=kv_cache_used_share,
-        )
+    def wake(self, tags: Iterable[str]) -> None:
+        """Get the memory of the cache back."""
+        tags = self.require_wake(tags)
+        if KV_CACHE in tags:
+            self._allocate_cache()
+            self._cache_is_awake = True
+        self._expect_moves()
+        self.state = EngineState.READY if self._cache_is_awake else EngineState.WEIGHTS
+
+    def _allocate_cache(self) -> None:
+        """Get the memory of the cache; nothing to do if it grows with its sequences."""
+        return

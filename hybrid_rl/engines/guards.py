@@ -1,22 +1,47 @@
-"""What every engine refuses, in one place: requests that cannot run, and calls at the wrong moment."""
+"""What all engines share: refusals of impossible requests and badly timed calls, counters, and the end of a sample."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
-from hybrid_rl.engines.base import TAGS, WEIGHTS, EngineState, PauseMode, RolloutEngine, RolloutRequest
+from hybrid_rl.engines.base import (
+    TAGS,
+    WEIGHTS,
+    EngineState,
+    EngineStats,
+    FinishedSample,
+    FinishReason,
+    Generation,
+    PauseMode,
+    RolloutEngine,
+    RolloutRequest,
+)
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
 
 
-class GuardedEngine(RolloutEngine):
-    """The half of a RolloutEngine that is alike in all: who may submit, pause, update, sleep and wake, and when.
+@dataclass
+class Counters:
+    """Counts since the engine was made, as EngineStats names and describes them."""
 
-    vocab_size: token ids lie below it. max_length: longest prompt and completion together, None = no limit, for the
-    reason that `why` tells.
-    max_num_waiting: requests that may wait. decode: token ids to text; only requests with stop strings need it.
+    num_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_shared_prompt_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_preemptions: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+
+
+class GuardedEngine(RolloutEngine):
+    """The part of a RolloutEngine that is the same in all: who may submit, pause, update, sleep and wake, and when.
+
+    vocab_size: token ids are below it. max_length: longest prompt and completion together, None = no limit, for the
+    reason in `why`. max_num_waiting: requests that may wait. decode: token ids to text; only requests with stop strings
+    need it.
     """
 
     def __init__(
@@ -28,7 +53,8 @@ class GuardedEngine(RolloutEngine):
         max_num_waiting: int,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
-        super().__init__()
+        self.state = EngineState.ASLEEP
+        self.policy_version = -1
         self._vocab_size, self._max_length, self._max_num_waiting = vocab_size, max_length, max_num_waiting
         self._why = why
         self._decode = decode
@@ -36,6 +62,7 @@ class GuardedEngine(RolloutEngine):
         self._aborted: set[int] = set()
         self._stopping: dict[tuple[str, ...], StopStrings] = {}
         self._paused: PauseMode | None = None
+        self._counters = Counters()
 
     @property
     @abstractmethod
@@ -49,39 +76,63 @@ class GuardedEngine(RolloutEngine):
 
     @property
     def num_unfinished(self) -> int:
-        """See RolloutEngine."""
+        """Requests that have not been returned by `step` yet."""
         return len(self._ids)
 
     @property
     def num_queueable(self) -> int:
-        """Requests that may still be submitted. Those that were pushed out wait as well, beyond the limit if need
-        be."""
+        """Requests that may still be submitted. Preempted ones wait as well, beyond the limit if need be."""
         return max(0, self._max_num_waiting - self.num_waiting)
 
     # ------------------------------------------------------------------------------------------------ requests
 
     def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
-        """See RolloutEngine."""
+        """Raise EngineStateError unless READY at this version, DataError for a request that can never run."""
         self.require_ready(version)
+        for request in requests:
+            self._check(request)
+
+    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
+        """Queue requests; all of them, or none if one is refused."""
+        self.check(requests, version)
         if len(requests) > self.num_queueable:
             raise QueueFullError(
                 f"{len(requests)} requests were submitted, but only {self.num_queueable} of "
                 f"max_num_waiting={self._max_num_waiting} may still wait; submit fewer at a time, or raise it"
             )
-        seen = set(self._ids)
-        for request in requests:
-            self._check(request, seen)
-            seen.add(request.id)
+        ids = [request.id for request in requests]
+        known = set(self._ids)
+        for identity in ids:
+            if identity in known:
+                raise DataError(f"request id {identity} is in use")
+            known.add(identity)
+        self._ids = known
+        self._queue(requests)
+        return ids
 
-    def _check(self, request: RolloutRequest, seen: set[int]) -> None:
+    @abstractmethod
+    def _queue(self, requests: Sequence[RolloutRequest]) -> None:
+        """Let checked requests wait."""
+
+    def begin_rollout(self) -> None:
+        """Forget what earlier requests left behind, unless requests are unfinished."""
+        if not self._ids:
+            self._begin_rollout()
+
+    def _begin_rollout(self) -> None:
+        """Forget cached prefixes and the like; an engine that keeps none has nothing to do."""
+        return
+
+    def _check(self, request: RolloutRequest) -> None:
         params = request.params
-        if request.id in seen:
-            raise DataError(f"request id {request.id} is in use")
         if not request.prompt_ids:
             raise DataError(f"request {request.id} has an empty prompt")
-        outside = [t for t in (*request.prompt_ids, *params.stop_token_ids) if not 0 <= t < self._vocab_size]
-        if outside:
-            raise DataError(f"request {request.id}: token {outside[0]} is outside the vocabulary of {self._vocab_size}")
+        for tokens in (request.prompt_ids, params.stop_token_ids):
+            if tokens and (min(tokens) < 0 or max(tokens) >= self._vocab_size):
+                outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
+                raise DataError(
+                    f"request {request.id}: token {outside} is outside the vocabulary of {self._vocab_size}"
+                )
         length = len(request.prompt_ids) + params.max_tokens
         if self._max_length is not None and length > self._max_length:
             raise DataError(
@@ -100,28 +151,85 @@ class GuardedEngine(RolloutEngine):
                 raise DataError(f"request {request.id} has stop strings, but the engine was given no decode function")
             self._stopping[strings] = StopStrings(self._decode, strings)
 
-    def _is_stopped(self, request: RolloutRequest, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a completion's tokens is a stop token or completes a stop string."""
-        params = request.params
-        if token_ids[-1] in params.stop_token_ids:
-            return True
-        return bool(params.stop_strings) and self._stopping[params.stop_strings].is_completed(token_ids)
+    def _extend(self, generation: Generation, token: int, logprob: float) -> FinishReason | None:
+        """Append a token; why it ends the completion, if it does: a stop token, a stop string, or the length."""
+        generation.tokens.append(token)
+        generation.logprobs.append(logprob)
+        generation.versions.append(self.policy_version)
+        self._counters.num_generated_tokens += 1
+        params = generation.request.params
+        if token in params.stop_token_ids:
+            return "stop"
+        if params.stop_strings and self._stopping[params.stop_strings].is_completed(generation.tokens):
+            return "stop"
+        return "length" if len(generation.tokens) >= params.max_tokens else None
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
+        """The event of a finished request."""
+        self._ids.discard(generation.request.id)
+        self._counters.num_finished += 1
+        return FinishedSample(
+            generation.request.id, generation.tokens, generation.logprobs, generation.versions, reason
+        )
 
     def abort(self, ids: Iterable[int]) -> None:
-        """See RolloutEngine."""
+        """End these requests at the next step."""
         self._aborted |= self._ids & set(ids)
 
+    def abort_all(self) -> None:
+        """End every request at once; the events are lost."""
+        self.pause("abort")
+        try:
+            self.step()
+        finally:
+            self.resume()
+
     def pause(self, mode: PauseMode) -> None:
-        """See RolloutEngine."""
+        """Stop generating: end (abort), finish (wait) or hold (keep) what runs."""
         if known_pause(mode) == "abort":
             self.abort(self._ids)
         self._paused = mode
 
     def resume(self) -> None:
-        """See RolloutEngine."""
+        """Go on after `pause`."""
         self._paused = None
 
+    def stats(self) -> EngineStats:
+        """Counters and state."""
+        num_bytes, used_share = self._cache_usage()
+        return EngineStats(
+            state=self.state,
+            policy_version=self.policy_version,
+            num_waiting=self.num_waiting,
+            num_queueable=self.num_queueable,
+            num_running=self.num_running,
+            kv_cache_bytes=num_bytes,
+            kv_cache_used_share=used_share,
+            **vars(self._counters),
+        )
+
+    @abstractmethod
+    def _cache_usage(self) -> tuple[int, float]:
+        """Bytes of the cache in memory now, and the share of it that is in use."""
+
     # --------------------------------------------------------------------------------------- weights and memory
+
+    def require_ready(self, version: int) -> None:
+        """Raise EngineStateError unless the engine may generate with weights of this version."""
+        if self.state is not EngineState.READY:
+            raise EngineStateError(
+                f"the engine is {self.state.value}, not ready; wake {sorted(TAGS)} before generating"
+            )
+        if self.policy_version < 0:
+            raise EngineStateError(
+                "the engine holds no valid weights: it has never been given weights, or not since it slept, or they "
+                "were found wrong; update its weights before generating"
+            )
+        if version != self.policy_version:
+            raise EngineStateError(
+                f"the engine holds policy version {self.policy_version} but version {version} was expected; update its "
+                f"weights first"
+            )
 
     def require_update(self, version: int) -> None:
         """Raise EngineStateError unless weights of this version may be written now."""
@@ -145,7 +253,7 @@ class GuardedEngine(RolloutEngine):
         return known
 
     def require_wake(self, tags: Iterable[str]) -> frozenset[str]:
-        """The tags. Raises ValueError for unknown ones, EngineStateError where the cache would wake before weights."""
+        """The tags. Raises ValueError for unknown ones, EngineStateError if the cache would wake before the weights."""
         known = known_tags(tags)
         if self.state is EngineState.ASLEEP and WEIGHTS not in known:
             raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")

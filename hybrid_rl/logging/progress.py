@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run for a person who watches: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ COLUMNS = (
     ("|g|", "grad_norm", "{:.2f}"),
     ("s/step", "step_time", "{:.2f}"),
 )
-LARGE = 1e6  # from here on digits say less than the exponent
-NUM_LINES = 40  # plain lines over a whole run, where nobody watches live
+LARGE = 1e6  # from here on an exponent is shorter than the digits
+NUM_LINES = 40  # plain lines over a whole run, if there is no live display
 
-STILL_SECONDS = 20.0  # between lines about something that takes long
+STILL_SECONDS = 20.0  # between messages about something slow
 
 
 @contextlib.contextmanager
 def still(tell: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
-    """Tell what begins, and while the block lasts again and again that it goes on, with the hint: whoever watches a
-    silent program for a minute takes it for dead."""
+    """Report repeatedly, with the hint, that something is still going on while the block lasts, so that nobody takes a
+    silent program for a dead one."""
     begun, is_over = time.monotonic(), threading.Event()
 
     def remind() -> None:
@@ -51,7 +51,7 @@ def still(tell: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
 
 
 class ProgressDisplay:
-    """Shows training steps of a run that has `max_steps` of them."""
+    """Display of the training steps of a run of `max_steps`."""
 
     def __init__(self, max_steps: int, *, file: TextIO | None = None) -> None:
         self.console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
@@ -62,7 +62,7 @@ class ProgressDisplay:
         self._task: Any = None
 
     def start(self, step: int) -> None:
-        """Begin to show, `step` training steps being done."""
+        """Begin the display after so many completed training steps."""
         if not self.console.is_terminal:
             return
         columns = (
@@ -85,7 +85,7 @@ class ProgressDisplay:
             self._bar = None
 
     def message(self, text: str) -> None:
-        """One line of its own."""
+        """Print one line."""
         self.console.print(Text(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,28 +97,28 @@ class ProgressDisplay:
             self.message(f"step {step}/{self._max_steps}  {line_of(metrics)}  {handoff_line(metrics)}")
 
     def completions(self, step: int, samples: Sequence[tuple[str, str, float | None]]) -> None:
-        """A table of (prompt, completion, reward)."""
+        """Print a table of (prompt, completion, reward)."""
         table = Table(title=f"completions of step {step}", title_justify="left")
         for title in ("prompt", "completion", "reward"):
             table.add_column(title, overflow="fold")
         for prompt, completion, reward in samples:
-            # Text, not str: markup and emoji codes of a model are shown as they are.
+            # Text, not str, so that markup and emoji codes from a model are shown as they are.
             table.add_row(Text(prompt), Text(completion), "masked" if reward is None else number("{:.3f}", reward))
         self.console.print(table)
 
 
 def line_of(metrics: Mapping[str, float]) -> str:
-    """The main metrics that are there, as one line."""
+    """The main metrics, those that exist, as one line."""
     return "  ".join(f"{title} {number(form, metrics[name])}" for title, name, form in COLUMNS if name in metrics)
 
 
 def number(form: str, value: float) -> str:
-    """A number in a form, unless that would take a line of digits."""
+    """A number in its format, or in exponential form if it is very large."""
     return f"{value:g}" if abs(value) >= LARGE else form.format(value)
 
 
 def handoff_line(metrics: Mapping[str, float]) -> str:
-    """The last handoff in words: version, bytes of the rank with most, seconds, and how it was proved."""
+    """The last handoff in words: version, bytes of the rank with the most, seconds, and how it was verified."""
     if "handoff/version" not in metrics:
         return ""
     gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ""

@@ -1,4 +1,4 @@
-"""The folder of a run: config.yaml, metrics.jsonl, samples.jsonl and a picture of the curves."""
+"""The folder of a run: config.yaml, metrics.jsonl, samples.jsonl and a picture of the curves; and trackers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CURVES = (
 
 
 class JsonLines:
-    """A JSON-lines file that survives a full disk: what cannot be written now is kept and written later, and a record
-    that was cut short is taken back."""
+    """A JSON-lines file that survives a full disk: records that cannot be written now are kept and written later, and a
+    record that was cut short is removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class JsonLines:
         self.flush()
 
     def _line(self, record: Mapping[str, Any]) -> str:
-        """What JSON cannot hold costs itself alone: a step is done when its records come, and must not be lost."""
+        """Return a record as a line. Values that JSON cannot hold are replaced: the rest must not be lost with them."""
         try:
             return _json(record)
         except Exception:
@@ -56,7 +56,7 @@ class JsonLines:
             return _json(written)
 
     def flush(self) -> bool:
-        """Try to write what is pending; whether nothing is."""
+        """Try to write the pending records; return whether none is left."""
         if not self._pending:
             return True
         size = self.path.stat().st_size if self.path.exists() else 0
@@ -74,7 +74,7 @@ class JsonLines:
             self._warned = True
             return False
         if self._warned:
-            logger.warning("%s can be written again; nothing was lost", self.path)
+            logger.warning("%s is writable again; nothing was lost", self.path)
         self._warned = False
         self._pending.clear()
         return True
@@ -85,7 +85,7 @@ class JsonLines:
 
     @property
     def num_pending(self) -> int:
-        """Records that are only in memory."""
+        """Number of records that are only in memory."""
         return len(self._pending)
 
 
@@ -94,24 +94,26 @@ def _json(value: Any) -> str:
 
 
 class Dropped(NamedTuple):
-    """What went from the logs of a run: the metrics of so many steps, and unreadable lines by the log's name."""
+    """What was removed from the logs of a run: metrics of so many steps, and unreadable lines by the log's name."""
 
     num_steps: int
     unreadable: Mapping[str, int]
 
 
 class RunFolder:
-    """`output_dir/name`, never one that holds another run's results: then a number is appended to the name."""
+    """The folder `output_dir/name`. If it holds another run's results, a number is appended to the name."""
 
     def __init__(self, output_dir: str, name: str | None, default_name: str, *, keep: bool = False) -> None:
         self.is_continued = keep
         name = name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = _claim(Path(output_dir).absolute(), name, keep)
-        self.taken = self.path.with_name(name) if self.path.name != name else None  # the name that was wanted
+        self.taken = (
+            self.path.with_name(name) if self.path.name != name else None
+        )  # the requested name, if it was taken
         self.metrics = JsonLines(self.path / "metrics.jsonl")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file whole or not at all."""
+        """Write a small file, completely or not at all."""
         self._write(name, text.encode())
 
     def _write(self, name: str, content: bytes) -> None:
@@ -125,12 +127,12 @@ class RunFolder:
             raise ConfigError(f"cannot write {target}: {error}") from error
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One JSON object for a step; NaN and infinities are left out."""
-        self.metrics.write([{"step": step} | finite(metrics) | {"step": step}])  # first, and whatever metrics there are
+        """Write one JSON object for a step, without NaN and infinities."""
+        self.metrics.write([{"step": step} | finite(metrics) | {"step": step}])  # first key, and not overridden
 
     def keep_until(self, step: int) -> Dropped:
-        """Move the records of later steps, which a resumed run makes again, and lines that cannot be read, from each
-        log to the file `<log>.dropped` beside it. Killed in between, the same call again does the rest."""
+        """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
+        `<log>.dropped` beside it. If it is killed in between, the next call completes it."""
         num_steps, unreadable = 0, {}
         for path in (self.metrics.path, *sorted(self.path.glob("samples*.jsonl"))):
             if not path.exists():
@@ -149,7 +151,7 @@ class RunFolder:
         return Dropped(num_steps, unreadable)
 
     def _keep_aside(self, path: Path, dropped: bytes) -> None:
-        """Append what is dropped from a log to the file for it; again what a process that was killed had appended."""
+        """Append what is dropped from a log to its file, without repeating what a killed process had appended."""
         target = path.with_name(f"{path.name}.dropped")
         try:
             with open(target, "a+b") as file:
@@ -162,18 +164,18 @@ class RunFolder:
             raise ConfigError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
 
     def has_record(self, step: int) -> bool:
-        """Whether there are metrics of a step."""
+        """Whether the metrics of a step have been recorded."""
         return step in self.steps()
 
     def steps(self) -> list[int]:
-        """The steps that there are metrics of, as they were written."""
+        """The steps whose metrics have been recorded, in the order of the file."""
         lines = _lines(self.metrics.path) if self.metrics.path.exists() else []
         return [step for step in map(_step_of, lines) if step is not None]
 
     def finish(self, lost: Iterable[Path] = ()) -> None:
-        """Draw the curves and write what is pending. lost: files of others that could not be written.
+        """Draw the curves and write pending records. lost: files of ranks that could not be written.
 
-        Raises HybridRLError where records still cannot be written.
+        Raises HybridRLError if records still cannot be written.
         """
         lost = [*lost, *([] if self.metrics.flush() else [self.metrics.path])]
         if lost:
@@ -189,12 +191,12 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All records of a JSON-lines file; [] where it does not exist."""
+    """Read all records of a JSON-lines file; [] if it does not exist."""
     return [json.loads(line) for line in _lines(path)] if path.exists() else []
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the main metrics of a metrics.jsonl over training steps into a PNG."""
+    """Draw the main metrics of a metrics.jsonl over training steps as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -220,12 +222,12 @@ def draw_curves(metrics: Path, picture: Path) -> None:
 
 
 def _lines(path: Path) -> list[bytes]:
-    # Not str.splitlines, which also cuts at U+2028 and others that JSON leaves as they are inside a string.
+    # Not str.splitlines, which also splits at U+2028 and other characters that JSON leaves unescaped in strings.
     return [line for line in path.read_bytes().split(b"\n") if line]
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a record, None for a line that is none: cut short by a crash, or of something else."""
+    """The step of a record; None for a line that is cut short or is not a record."""
     try:
         return int(json.loads(line).get("step", 0))
     except (ValueError, TypeError, AttributeError):
@@ -250,7 +252,7 @@ def _claim(base: Path, name: str, keep: bool) -> Path:
         raise ConfigError(
             f"cannot make the run folder {base / name}: {error}; set output_dir to a writable folder"
         ) from error
-    raise ConfigError(f"{base / name} and 9,998 numbered siblings exist; choose another run_name")
+    raise ConfigError(f"{base / name} and 9,998 numbered variants of it exist; choose another run_name")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -261,7 +263,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Experiment trackers beside metrics.jsonl: "tensorboard" (into the run folder) and "wandb"."""
+    """Experiment trackers in addition to metrics.jsonl: "tensorboard" (into the run folder) and "wandb"."""
 
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
         self._writer: Any = None

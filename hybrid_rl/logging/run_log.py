@@ -1,4 +1,4 @@
-"""Everything a run tells: its folder, its trackers and its console, fed from one place."""
+"""All output of a run: folder, trackers and console, written through one object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
 from hybrid_rl.checkpoint import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
@@ -30,11 +30,13 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class RunLog:
-    """Logs training steps. checkpoint: where the run continues from, None for one from the beginning. lock: of the run
-    folder that goes on, None where a new one is made, or locked here.
+    """The log of training steps.
 
-    Until `take_up`, the first word that it writes, nothing that was there is changed: a run that cannot start, or is
-    only looked at, leaves no trace. Raises ConfigError where another run has the folder.
+    checkpoint: the one that the run resumes from, None for a new run.
+    lock: of the resumed run's folder; None if a new folder is made, or locked here.
+
+    Existing files stay unchanged until `take_up`, before the first write: a run that cannot start leaves no trace.
+    Raises ConfigError if another run has the folder.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class RunLog:
         self._trackers: Trackers | None = None
         self._display = ProgressDisplay(max_steps)
         self._has_warned = False
-        self._first_step = 0  # that it goes on from
+        self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
             self._write_config()
@@ -54,15 +56,14 @@ class RunLog:
             self.message(f"the run folder is {self.path}, because {self._run.taken} exists")
 
     def tell_resumed(self, state: Mapping[str, Any]) -> None:
-        """Say where the run goes on from, and with what other keys. state: of the checkpoint."""
+        """Log where the run resumes, and which keys have changed. state: of the checkpoint."""
         place = "" if self._checkpoint is None or _same(self._checkpoint.parent, self.path) else f" in {self.path}"
         self.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
         if changed := changes(state.get("config", {}), to_dict(self._config)):
             self.message(f"changed: {changed}")
 
     def begin(self, step: int) -> bool:
-        """The run can start, from after this step on. Whether there is a record of the time before the first step that
-        stays."""
+        """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
         self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
         if not self._run.is_continued:
@@ -72,17 +73,17 @@ class RunLog:
         return self._checkpoint is not None and self._run.has_record(0)
 
     def take_up(self) -> None:
-        """Take a folder that goes on into use, before anything is written there: a resumed run makes checkpoints,
-        records and rollouts of later steps again, and one without a checkpoint all of them, so those that lie there
-        are set aside. Nothing is deleted, and what is broken off in between is done by the next call.
+        """Take a resumed folder into use before anything is written to it: checkpoints, records and rollouts of later
+        steps (of all steps, if there is no checkpoint) are set aside, because they will be made again. Nothing is
+        deleted, and the next call completes what was interrupted.
 
-        Raises HybridRLError where the folder was taken over or cannot be written.
+        Raises HybridRLError if the folder was taken over or cannot be written.
         """
         if self._is_taken_up:
             return
         self.check()
         kept = self._first_step if self._checkpoint is not None else -1
-        # Checkpoints go first: a run that is killed now must not find those of another branch without their records.
+        # Checkpoints first: if the run is killed now, no checkpoint of another branch may be left without its records.
         moved = set_later_aside(self.path, max(kept, 0), self._checkpoint)
         dropped = self._run.keep_until(kept)
         set_rollouts_aside(self.path / "rollouts", kept)
@@ -91,45 +92,44 @@ class RunLog:
                 set_aside(self.path / "config.yaml", "dropped")
         self._write_config()
         self._is_taken_up = True
-        after = f"training goes on from step {kept}" if kept >= 0 else "training begins without a checkpoint"
+        after = f"training continues from step {kept}" if kept >= 0 else "training begins without a checkpoint"
         if moved:
             logger.warning(
-                "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto leaves them out; "
-                "one of them given as resume= begins a run folder of its own",
+                "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto ignores them; "
+                "resume= with the path of one of them starts a run folder of its own",
                 *(self.path, after, ", ".join(path.name for path in moved)),
             )
         if dropped.num_steps:
             logger.warning(
-                "%s: %s, so the records of %s that lay there are moved to metrics.jsonl.dropped, with their samples "
-                "beside it",
+                "%s: %s, so the existing records of %s are moved to metrics.jsonl.dropped, and their samples likewise",
                 *(self.path, after, counted(dropped.num_steps, "later step" if kept >= 0 else "step")),
             )
         for name, number in dropped.unreadable.items():
             logger.warning(
-                "%s: %s of %s %s dropped, and kept in %s.dropped",
+                "%s: %s of %s %s removed, and kept in %s.dropped",
                 *(self.path, counted(number, "unreadable line"), name, "was" if number == 1 else "were", name),
             )
 
     def _config_problem(self) -> str:
-        """What is wrong with the config.yaml that lies there, "" for nothing."""
+        """What is wrong with the existing config.yaml; "" if nothing is."""
         path = self.path / "config.yaml"
         if not path.exists():
-            return "it is missing"
+            return "the file is missing"
         try:
             is_config = as_mapping(path).keys() & to_dict(self._config).keys()
-            return "" if is_config else "it holds no key of a configuration"
+            return "" if is_config else "the file has no configuration key"
         except ConfigError as error:
             return str(error)
 
     def _tell_of_config(self) -> None:
-        """Warn of a run's config.yaml that is not there or not readable, where there was a run."""
+        """Warn of a missing or unreadable config.yaml, if the folder is that of an earlier run."""
         problem = self._config_problem()
         if problem and (self._checkpoint is not None or self._run.steps()):
-            logger.warning("%s: %s; the first step writes the present one", self.path / "config.yaml", problem)
+            logger.warning("%s: %s; the first step writes the current one", self.path / "config.yaml", problem)
 
     def check(self) -> None:
-        """Raise HybridRLError where another run has taken the folder. A folder that was deleted is made again, with
-        what a later `resume` goes by; a disk that does not let it is told of, and is no error."""
+        """Raise HybridRLError if another run has taken the folder. A deleted folder is made again, with what a later
+        `resume` needs; if the disk prevents that, it is a warning, not an error."""
         problem: Exception | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class RunLog:
             except ConfigError as error:
                 problem = error
         if problem is not None and not self._has_warned:
-            logger.warning("%s was deleted, or what lay in it, and cannot be written: %s", self.path, problem)
+            logger.warning("%s, or a file in it, was deleted and cannot be written again: %s", self.path, problem)
             self._has_warned = True
 
     def _write_config(self) -> None:
@@ -157,15 +157,15 @@ class RunLog:
         return self._run.path
 
     def start(self, step: int) -> None:
-        """Show progress from here on."""
+        """Show progress from this step on."""
         self._display.start(step)
 
     def message(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Print a line for the person who watches."""
         self._display.message(text)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, or (step 0) of the time before the first."""
+        """Record the metrics of a step, or (step 0) of the evaluation before the first."""
         assert self._trackers is not None
         self.take_up()
         self.check()
@@ -180,14 +180,14 @@ class RunLog:
         self._display.completions(step, shown)
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
-        """Stop showing progress; write what is pending and draw the curves. lost: sample files that ranks cannot
+        """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot
         write."""
         self._display.stop()
         if self._is_taken_up:
             self._run.finish(lost)
 
     def close(self) -> None:
-        """End the trackers; idempotent. The folder of a run that never began goes, unless something else lies in it."""
+        """Close the trackers; idempotent. The folder of a run that never began is removed if nothing else is in it."""
         self._lock.release()
         if self._trackers is not None:
             self._trackers.close()
@@ -195,15 +195,15 @@ class RunLog:
         with contextlib.suppress(OSError):
             if not self._run.is_continued:
                 (self._run.path / "config.yaml").unlink(missing_ok=True)
-            self._run.path.rmdir()  # an empty folder, or none
+            self._run.path.rmdir()  # fails unless it is empty
 
 
 def _same(first: Path, second: Path) -> bool:
     return first.resolve() == second.resolve()
 
 
-def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> dict[str, float]:
-    """What a training step of so many seconds cost, by part, and what it achieved with them."""
+def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
+    """Return the seconds of a training step by part, and the throughput that they achieved."""
     completion_tokens = int(batch["completion_length"].sum())
     all_tokens = completion_tokens + int(batch["prompt_length"].sum())
     return {
@@ -216,9 +216,15 @@ def cost_metrics(batch: Batch | BatchRef, timings: Timings, seconds: float) -> d
     }
 
 
+def with_logged(metrics: dict[str, float], logged: Mapping[str, float]) -> dict[str, float]:
+    """Add the values that reward functions logged to metrics; a name that is taken gets the prefix `log_metric/`."""
+    taken = {name for name in logged if name in metrics or name.startswith("eval/")}
+    return metrics | {f"log_metric/{name}" if name in taken else name: value for name, value in logged.items()}
+
+
 def _open_folder(config: TrainerConfig) -> RunFolder:
-    """The folder of the run that goes on (`resumed_folder`), or of a new one. resume=auto takes that of its name also
-    where it found no checkpoint: a job that died before its first one finds the later ones under the same name."""
+    """Return the folder of the resumed run (`resumed_folder`), or a new one. resume=auto also takes an existing folder
+    without a checkpoint: a job that died before its first one finds its later ones under the same name."""
     folder = resumed_folder(config.resume, config.output_dir, config.run_name)
     if folder is not None:
         return RunFolder(str(folder.parent), folder.name, "", keep=True)

@@ -1,4 +1,4 @@
-"""What is in memory when."""
+"""Sleep and wake of whatever occupies memory, and measurement of memory in use."""
 
 from hybrid_rl.memory.leases import Gather, Leases, Resident, Transition
 from hybrid_rl.memory.probe import measure

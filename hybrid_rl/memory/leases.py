@@ -1,11 +1,11 @@
-"""Who is in memory: residents, and the one state machine that puts them to sleep and wakes them.
+"""Residents of memory, and the state machine that puts them to sleep and wakes them.
 
-A worker method leases the tags it needs. What is not leased goes to sleep first, then what is leased wakes, so that the
-two are never in memory together; in between, what the allocator keeps free goes back to the device. No method calls
-sleep or wake by hand, and a generator can therefore not be left asleep or awake by a step that skipped something.
+A worker method leases the tags it needs. Residents that are not leased go to sleep first, then the leased ones wake, so
+the two are never in memory together; in between, the allocator returns its free memory to the device. No method calls
+sleep or wake by hand, so a step that skips something cannot leave a resident in the wrong state.
 
 With several ranks a move may be a collective (unsharding weights), and half a group must not lose what the other half
-still reads: the ranks agree on every lease before the first of them moves anything, and all walk in one order.
+still reads: the ranks agree on every lease before any of them moves anything, and all move residents in the same order.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 Policy = Literal["keep", "discard", "offload"]
-Gather = Callable[[Any], list[Any]]  # one object of every rank, in rank order
+Gather = Callable[[Any], list[Any]]  # from one object per rank to those of all ranks, in rank order
 
 
 @dataclass(frozen=True)
 class Resident:
     """Something that occupies memory.
 
-    tag: its name. num_bytes: its size while awake. policy: what sleep does with it: keep (it never sleeps), discard
-    (its content is lost), offload (its content comes back). sleep and wake do the work and are called by the leases
-    alone. after: tags that wake before it and go to sleep after it, where both move. sleep_all stands for sleep if
-    several residents have one owner: those that have the same one and go to sleep in the same transition do so in one
-    call, which gets their tags.
+    tag: its name.
+    num_bytes: its size while awake.
+    policy: the effect of sleep: keep (it never sleeps), discard (the content is lost), offload (the content returns).
+    sleep, wake: do the work; only the leases call them.
+    sleep_all: replaces sleep if several residents have one owner. Those that share it and go to sleep in the same
+    transition do so in one call, which receives their tags.
+    after: tags that, in a transition that moves both, wake before it and go to sleep after it.
     """
 
     tag: str
@@ -46,13 +48,13 @@ class Resident:
     def __post_init__(self) -> None:
         if self.policy != "keep" and ((self.sleep is None) == (self.sleep_all is None) or self.wake is None):
             raise ValueError(
-                f"resident {self.tag!r} with policy={self.policy} needs sleep and wake; sleep_all may stand for sleep"
+                f"resident {self.tag!r} with policy={self.policy} needs sleep and wake; sleep_all may replace sleep"
             )
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One resident going to sleep or waking. seconds: of the call; of one that moves several, told with the first."""
+    """One resident going to sleep or waking. seconds: of the call; if it moves several, all with the first of them."""
 
     tag: str
     awake: bool
@@ -61,8 +63,8 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class _Stand:
-    """What a rank contributes before a lease. problem: why it cannot take part."""
+class _RankState:
+    """One rank's state before a lease. problem: why it cannot take part, empty if it can."""
 
     wanted: tuple[str, ...]
     awake: tuple[str, ...]
@@ -73,10 +75,10 @@ class _Stand:
 class Leases:
     """The residents of this process and their state. Residents with a policy other than keep start asleep.
 
-    gather: gives every rank the objects of all ranks, in rank order; None = one rank. It is called once per outermost
-    lease, so all ranks of a group must take their leases together. give_back: called once in every transition that
-    wakes something, after the last sleep and before the first wake; for an allocator that keeps what it frees, while
-    what wakes takes its memory from the device itself.
+    gather: returns the objects of all ranks, in rank order; None = one rank. It is called once per outermost lease, so
+    all ranks of a group must take their leases together.
+    give_back: called once in every transition that wakes something, between the last sleep and the first wake. It is
+    for an allocator that keeps freed memory, if waking residents take theirs from the device itself.
     """
 
     def __init__(
@@ -96,10 +98,10 @@ class Leases:
             self.add(resident)
 
     def add(self, resident: Resident) -> None:
-        """Register a resident; a tag names one resident only. Raises MemoryStateError for a second one, or where
-        residents wait for each other to wake."""
+        """Register a resident. Raises MemoryStateError if its tag exists, or if residents wait for each other to
+        wake."""
         if resident.tag in self._residents:
-            raise MemoryStateError(f"resident {resident.tag!r} is registered already")
+            raise MemoryStateError(f"resident {resident.tag!r} is already registered")
         residents = self._residents | {resident.tag: resident}
         self._order = _wake_order(residents)
         self._residents = residents
@@ -112,17 +114,19 @@ class Leases:
         return frozenset(self._awake)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes in memory now, by tag; 0 for what sleeps."""
+        """Bytes in memory now, by tag; 0 for residents that sleep."""
         return {tag: resident.num_bytes() if tag in self._awake else 0 for tag, resident in self._residents.items()}
 
     @contextmanager
     def lease(self, tags: Iterable[str]) -> Iterator[None]:
-        """Have these tags, and none of the sleepable others, in memory inside the block.
+        """Keep these tags in memory inside the block, and let all other residents that can sleep do so.
 
-        They stay awake behind it, until another lease wants them gone: a lease taken twice in a row moves nothing. A
-        lease inside another may only ask for what that one holds. Raises MemoryStateError for an unknown tag, for more
-        than an outer lease holds, and after a transition that failed; with several ranks also where they do not agree,
-        or where any of them cannot: then on all ranks, and nothing has moved.
+        They stay awake after the block until another lease puts them to sleep: a lease taken twice in a row moves
+        nothing. A lease inside another may only ask for tags that the outer one holds.
+
+        Raises MemoryStateError for an unknown tag, for more than an outer lease holds, and after a failed transition;
+        with several ranks also if they do not agree, or if any of them cannot take part. It is then raised on all
+        ranks, and nothing has moved.
         """
         wanted = frozenset(tags)
         outer = self._leased
@@ -131,12 +135,12 @@ class Leases:
                 raise MemoryStateError(problem)
             if wanted - outer:
                 raise MemoryStateError(
-                    f"a lease on {sorted(outer)} is held; {sorted(wanted - outer)} cannot be had inside it"
+                    f"cannot lease {sorted(wanted - outer)} while a lease on {sorted(outer)} is active"
                 )
             yield
             return
         self._agree(wanted)
-        # A Ctrl-C in the middle of a transition would leave memory half moved: it waits for the end.
+        # A Ctrl-C in the middle of a transition would leave memory half moved, so it is deferred.
         with deferred_interrupt():
             self._move_to(wanted)
         self._leased = wanted
@@ -148,9 +152,9 @@ class Leases:
     def _problem(self, wanted: frozenset[str]) -> str | None:
         unknown = sorted(wanted - set(self._residents))
         if unknown:
-            return f"residents {unknown} do not exist; there are {sorted(self._residents)}"
+            return f"residents {unknown} do not exist; the registered ones are {sorted(self._residents)}"
         if self._broken is not None:
-            return f"memory is in an unknown state since this failed: {self._broken}"
+            return f"memory is in an unknown state since this failure: {self._broken}"
         return None
 
     def _agree(self, wanted: frozenset[str]) -> None:
@@ -159,14 +163,14 @@ class Leases:
             if problem:
                 raise MemoryStateError(problem)
             return
-        # A rank with a problem takes part as well: the others would wait for it.
-        mine = _Stand(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
-        stands: list[_Stand] = self._gather(mine)
-        problems = [f"rank {rank}: {stand.problem}" for rank, stand in enumerate(stands) if stand.problem]
+        # A rank with a problem takes part as well, because the others would wait for it.
+        mine = _RankState(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
+        states: list[_RankState] = self._gather(mine)
+        problems = [f"rank {rank}: {state.problem}" for rank, state in enumerate(states) if state.problem]
         if problems:
-            raise MemoryStateError(f"nothing was moved in memory on any rank, because of {'; '.join(problems)}")
+            raise MemoryStateError(f"nothing was moved in memory on any rank: {'; '.join(problems)}")
         for field in ("residents", "wanted", "awake"):
-            values = [getattr(stand, field) for stand in stands]
+            values = [getattr(state, field) for state in states]
             if len(set(values)) > 1:
                 told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
                 raise MemoryStateError(
@@ -194,7 +198,7 @@ class Leases:
         return self._residents[tag].policy != "keep"
 
     def _together(self, leaving: Sequence[str]) -> list[str]:
-        """The first of these tags and all that go to sleep in the same call."""
+        """The first of these tags and all others that go to sleep in the same call."""
         sleep_all = self._residents[leaving[0]].sleep_all
         if sleep_all is None:
             return [leaving[0]]
@@ -211,12 +215,12 @@ class Leases:
             self._note(tag, False, 0.0 if number else seconds)
 
     def _do(self, what: str, action: Callable[[], None]) -> float:
-        """Carry out a part of a transition; its seconds."""
+        """Carry out a part of a transition and return its seconds."""
         start = time.perf_counter()
         try:
             action()
         except BaseException as error:
-            # Half-moved memory must not be used: every later lease refuses, naming the first cause.
+            # Half-moved memory must not be used: every later lease refuses and names the first cause.
             self._broken = f"{what}: {type(error).__name__}: {error}"
             raise
         return time.perf_counter() - start
@@ -225,13 +229,13 @@ class Leases:
         self.transitions.append(Transition(tag, awake, self._residents[tag].num_bytes(), seconds))
 
     def drain_transitions(self) -> list[Transition]:
-        """Transitions since the last call, oldest first."""
+        """Return the transitions since the last call, oldest first."""
         moved, self.transitions = self.transitions, []
         return moved
 
 
 def _wake_order(residents: Mapping[str, Resident]) -> list[str]:
-    """All tags, each behind those that it comes after, else by name: the same on every rank."""
+    """All tags, each after those in its `after`, otherwise by name: the same order on every rank."""
     sorter = TopologicalSorter({tag: set(item.after) & set(residents) for tag, item in residents.items()})
     try:
         sorter.prepare()

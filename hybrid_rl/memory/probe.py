@@ -1,4 +1,4 @@
-"""What memory is really used, as the operating system and the device say."""
+"""Measured memory use, as the operating system and the device report it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 def measure() -> dict[str, int]:
-    """Bytes: `process` (resident set of this process), `available` (what the machine can still give), and on CUDA
-    `device_allocated`, `device_peak` and `device_free`."""
+    """Return bytes: `process` (resident set of this process), `available` (memory the machine can still provide), and
+    on CUDA `device_allocated`, `device_peak` and `device_free`."""
     found = {"process": psutil.Process().memory_info().rss, "available": psutil.virtual_memory().available}
     if torch.cuda.is_available():
         found["device_allocated"] = torch.cuda.memory_allocated()

@@ -1,6 +1,7 @@
 """Hugging Face models, loaded and run packed."""
 
-from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions, PackedAttention, masked_attention
+from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions
+from hybrid_rl.models.attention.padded import PaddedAttention, masked_attention
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
@@ -10,8 +11,8 @@ __all__ = [
     "AttentionOptions",
     "CausalLM",
     "Layout",
-    "PackedAttention",
     "PackedRow",
+    "PaddedAttention",
     "check_tokenizer",
     "load_model",
     "load_tokenizer",

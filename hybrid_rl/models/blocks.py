@@ -8,23 +8,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from hybrid_rl.compat.torch import compiled_form, is_compiled, use_compiled
+from hybrid_rl.compat.transformers import block_class_names
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import NAME, attention_forward
 
-# A compiled block is cut around its attention: what that does depends on the row, and every row would be compiled anew.
+# A compiled block is cut around its attention: what that does depends on the row, so each row would be compiled again.
 APART = f"{NAME}_apart"
 AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
 
 
-def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+def transformer_blocks(module: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks of a model, in order: what transformers will not split over devices.
 
-    Raises ModelError where there are none.
+    Raises ModelError if there are none.
     """
-    names = set(getattr(module, "_no_split_modules", None) or ())
+    names = block_class_names(module)
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     found = [block for blocks in lists for block in blocks if _class_names(block) & names]
     if not found:

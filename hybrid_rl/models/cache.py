@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import Cache, PreTrainedModel
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
@@ -63,7 +62,7 @@ class ModelCache:
 def next_states(model: Decodable, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
     """Last hidden states [B, H] of B sequences that begin, or go on, with int64 [B, L] tokens, and their cache.
 
-    Raises ModelError where the model gives no cache of transformers.
+    Raises ModelError if the model gives no cache of transformers.
     """
     given = {} if cached is None else {cached.name: cached.cache}
     output = model.own_forward(token_ids, use_cache=True, **given)
@@ -103,7 +102,7 @@ def check_cache(model: Decodable) -> float:
     """Compare what a model decodes with its cache, while rows of it are copied, turned round and dropped, with its
     forward without one; the largest relative gap.
 
-    Raises ModelError where they differ, or where rows of the cache cannot be chosen.
+    Raises ModelError if they differ, or if rows of the cache cannot be chosen.
     """
     name = type(model.module).__name__
     tokens = torch.arange(2, 9, device=model.device) % model.vocab_size

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.interface import (
@@ -103,25 +104,25 @@ class CausalLM:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the position embedding was made for, None where the config does not say."""
+        """Longest sequence that the position embedding was made for, None if the config does not say."""
         return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def idle_token(self) -> int:
-        """A token to compute with where there is nothing to compute: not the one of padding, whose embedding may be
+        """A token to compute with if there is nothing to compute: not the one of padding, whose embedding may be
         zeros. There some norms have an infinite slope, and a loss of weight 0 a gradient of NaN."""
         return int(getattr(self.module.get_input_embeddings(), "padding_idx", None) == 0)
 
     @property
     def length_limit(self) -> LengthLimit | None:
-        """The longest sequences that may run, None where nothing limits them: the model's positions, or fewer."""
+        """The longest sequences that may run, None if nothing limits them: the model's positions, or fewer."""
         positions = self.max_positions
         own = None if positions is None else LengthLimit(positions, f"the model has {positions} positions")
         limits = (own, rotary_limit(self.module.config.get_text_config(), positions), self.masked_from)
         return min((limit for limit in limits if limit is not None), default=None, key=lambda limit: limit.num_tokens)
 
     def check_length(self, max_length: int) -> None:
-        """Raise ModelError where sequences of up to max_length tokens would not run as the model itself runs them."""
+        """Raise ModelError if sequences of up to max_length tokens would not run as the model itself runs them."""
         limit = self.length_limit
         if limit is not None and max_length > limit.num_tokens:
             raise ModelError(
@@ -130,7 +131,7 @@ class CausalLM:
             )
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in the backward pass. Raises ModelError where the architecture cannot."""
+        """Recompute activations in the backward pass. Raises ModelError if the architecture cannot."""
         if not self.module.supports_gradient_checkpointing:
             raise ModelError(
                 f"{type(self.module).__name__} cannot recompute activations; set gradient_checkpointing=false"
@@ -143,7 +144,7 @@ class CausalLM:
                 child.training = True
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, again = checkpoint_contexts(self._configs, self._linears)
+        first, again = checkpoint_contexts(self._linears)
         return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
@@ -159,9 +160,9 @@ class CausalLM:
         if isinstance(attention, UnpackedRow):
             output = self.own_forward(attention.spread(token_ids), use_cache=False)
             return attention.collect(output.last_hidden_state)
-        functions = [APART if self._compiled.is_active else NAME] * len(self._configs)
+        function = APART if self._compiled.is_active else NAME
         num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
-        with attention_functions(self._configs, functions, attention), self._linears.fast(num_rows):
+        with attention_functions(self._configs, function, attention), self._linears.fast(num_rows):
             output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
@@ -229,8 +230,8 @@ class CausalLM:
     def verify(self) -> float:
         """The start-up check (verify.py): the largest relative gap to the model's own forward.
 
-        Raises ModelError where this architecture does not run under packed attention or its head is not the plain one:
-        the numbers would be wrong, silently. Weights that are no numbers are named first.
+        Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
+        the numbers would be wrong, silently. Weights that are not finite are named first.
         """
         try:
             if self.attention.is_packed:
@@ -244,7 +245,7 @@ class CausalLM:
             raise ModelError(f"{error}; {self._remedy()}") from error
 
     def _remedy(self) -> str:
-        """What to do where packed attention does not do: the other engine, unless its own checks refuse it as well."""
+        """What to do if packed attention does not work: use the other engine, unless its own checks refuse it too."""
         try:
             unpacked = CausalLM(self.module, UNPACKED)
             check_outputs(unpacked)
@@ -274,7 +275,7 @@ def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Non
 
 
 def _backbone(module: PreTrainedModel) -> PreTrainedModel:
-    """The module without its head, also where a class names it by a word that it is not called by (Llama-4)."""
+    """The module without its head, also if a class names it by a word that it is not called by (Llama-4)."""
     named: Any = module.base_model
     inner = [child for child in module.children() if isinstance(child, PreTrainedModel)]
     found: PreTrainedModel = inner[0] if named is module and len(inner) == 1 else named
@@ -297,7 +298,7 @@ def _output_head(module: PreTrainedModel) -> nn.Linear:
 def _switch_off_noise(module: nn.Module) -> None:
     """Dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode.
 
-    Phi-3.5-MoE's router_jitter_noise is no noise: its router reads it as a threshold, in evaluation too.
+    Phi-3.5-MoE's router_jitter_noise is not noise: its router reads it as a threshold, in evaluation too.
     """
     for child in module.modules():
         if isinstance(child, nn.Dropout):
@@ -334,10 +335,10 @@ def _head_options(module: PreTrainedModel) -> HeadOptions:
 
 
 def _keep_soft_capping(module: PreTrainedModel, configs: Sequence[Any]) -> None:
-    """A module that runs through its own forward, and whose attention is capped, runs eager where SDPA, transformers'
+    """A module that runs through its own forward, and whose attention is capped, runs eager if SDPA, transformers'
     default, would leave the capping out and give other numbers."""
     capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None)
-    if capped and any(config._attn_implementation == "sdpa" for config in configs):
+    if capped and any(attention_name(config) == "sdpa" for config in configs):
         module.set_attn_implementation("eager")
         logger.warning(
             "%s caps its attention at %g, which SDPA leaves out: it runs with attn_implementation=eager",

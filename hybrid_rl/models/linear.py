@@ -41,7 +41,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     """grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
-    # oneDNN falls back to a loop several hundred times slower where what is transposed here has gaps between its rows.
+    # oneDNN falls back to a loop several hundred times slower if what is transposed here has gaps between its rows.
     grad, rows = grad.contiguous(), rows.contiguous()
     # It wants its left side contiguous, so the smaller of the two is the one to be transposed.
     if grad.shape[1] <= rows.shape[1]:

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from hybrid_rl.compat.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from hybrid_rl.errors import ModelError
 
 Medium = Literal["images", "audio"]
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model name or folder. Raises ModelError where there is none."""
+    """The tokenizer of a model name or folder. Raises ModelError if there is none."""
     refuse_missing_folder(path)
     if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
         raise ModelError(
@@ -58,7 +58,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def media_of(config: PreTrainedConfig) -> tuple[Medium, ...]:
-    """What a model of this config could be shown beside text. That of its text part alone is a model of text."""
+    """What a model of this config could be shown beside text. The config of its text part only is a model of text."""
     return tuple(
         medium for medium, names in MEDIA.items() if any(getattr(config, name, None) is not None for name in names)
     )
@@ -137,7 +137,7 @@ def _vocabulary(module: PreTrainedModel) -> int:
 
 
 def refuse_missing_folder(path: str) -> None:
-    """Raise ModelError for a name that looks like a local folder and is none."""
+    """Raise ModelError for a name that looks like a local folder and is not one."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"model folder {path!r} does not exist")

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
-# anew for every number of rows, and memory of ever new sizes is never used again. It repeats the row's first token: one
+# again for every number of rows, and memory of ever new sizes is never reused. It repeats the row's first token: one
 # that is in no sample may have an embedding of zeros, where some norms have an infinite slope, and 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
@@ -78,11 +79,29 @@ class Layout:
             totals[root] += length
         return totals
 
+    def child_keys(self) -> list[Tensor]:
+        """Places of the tokens that each child sees: those of its root, then its own; int64 [root + child] each."""
+        places = torch.arange(self.num_tokens).split(self.lengths)
+        own = places[len(self.roots) :]
+        return [torch.cat([places[root], child]) for root, child in zip(self.parents, own, strict=True)]
+
+    def check_num_tokens(self, rows: Tensor) -> None:
+        """Raise ModelError if these are not the T tokens that were laid out."""
+        if rows.shape[0] != self.num_tokens:
+            raise ModelError(f"the packed row was planned for {self.num_tokens} tokens but got {rows.shape[0]}")
+
     def positions(self) -> Tensor:
         """Position of every token in its own sequence, int64 [T]."""
         first = torch.tensor([0] * len(self.roots) + [self.roots[root] for root in self.parents])
         lengths = torch.tensor(self.lengths)
         return torch.arange(self.num_tokens) + (first - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+
+
+def padded(sequences: Sequence[Tensor]) -> Tensor:
+    """Sequences of [length] as rows [N, longest]; after its end a sequence repeats its last number, as what is causal
+    cannot tell that from the sequence alone."""
+    length = max(map(len, sequences))
+    return torch.stack([torch.cat([s, s[-1:].expand(length - len(s))]) for s in sequences])
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,7 @@ class PackedRow:
 
     @classmethod
     def of(cls, prompts: Jagged, completions: Jagged, device: torch.device) -> PackedRow:
-        """Lay out N samples. A sample without completion tokens takes no place (but one does where all are such).
+        """Lay out N samples. A sample without completion tokens takes no place (but one does if all are such).
 
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
@@ -147,7 +166,7 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
 
 
 def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
-    """The samples that share a prompt, group by group, and the others; none without completion tokens, but one where
+    """The samples that share a prompt, group by group, and the others; none without completion tokens, but one if
     all are such."""
     wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
     groups = prompt_groups(prompts, wanted)
@@ -180,7 +199,7 @@ def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
     appearance.
 
     Sharing has no lower limit: measured on a CPU, 16 prompts of 5 tokens with 8 completions of 13 each take 10 to 25 %
-    less time than unshared, and where there is next to nothing to share (completions 25 times as long as the prompt)
+    less time than unshared, and if there is next to nothing to share (completions 25 times as long as the prompt)
     the time is the same within 3 %.
     """
     rows = list(prompts)

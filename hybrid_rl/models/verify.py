@@ -77,7 +77,7 @@ class Packed(Protocol):
 def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: torch.device) -> LengthLimit | None:
     """Survey a model; the length from which on its mask lets layers see something else than packed attention does.
 
-    Raises ModelError where layers do not go through attention, or ask for what packed attention does not have.
+    Raises ModelError if layers do not go through attention, or ask for what packed attention does not have.
     """
     name = type(module).__name__
     with named_failure(name, "in its own forward pass of token ids"):
@@ -112,7 +112,7 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
     which = f"{', '.join(map(str, missing[:6]))}{' ...' if len(missing) > 6 else ''} (of {num_layers})"
     found = sorted({kind_of[layer] for layer in missing}) if kind_of else []
     if found and not any("attention" in kind and kind != "linear_attention" for kind in found):
-        # By type alone one family is taken for another: to transformers the layers of Mamba are of linear attention.
+        # By type only, one family would be taken for another: to transformers, Mamba's layers are linear attention.
         there = (child for child in backbone.modules() if getattr(child, "layer_idx", None) in missing)
         mixers = sorted({type(child).__name__ for child in there if _carries_state(child) or _is_mixer(child)})
         of_class = f" ({', '.join(mixers)})" if mixers else ""
@@ -148,7 +148,7 @@ def check_outputs(model: Packed) -> float:
     each is compared with a forward of it alone.
 
     Experts are those of the model's own forward in both: a router that decides closely sends a token elsewhere by
-    rounding alone, and nothing is wrong. That its scores agree is checked. Raises ModelError where numbers differ.
+    rounding alone, and nothing is wrong. That its scores agree is checked. Raises ModelError if numbers differ.
     """
     name = type(model.module).__name__
     row = verify_row(model)
@@ -194,7 +194,7 @@ def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_weights(module: nn.Module) -> None:
-    """Raise ModelError where weights are no numbers: then all that a model gives is none, and it is not to blame."""
+    """Raise ModelError if weights are not finite: then no output is, and the architecture is not to blame."""
     parameters = dict(module.named_parameters())
     broken = [name for name, tensor in parameters.items() if not bool(tensor.isfinite().all())]
     if broken:
@@ -248,8 +248,8 @@ def whole_sequences(row: PackedRow) -> list[list[int]]:
 
 
 def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The places of a row at which tokens stand that are in the sequences too, after the same tokens, int64 [P]; and
-    for every place of the row where that is, int64 [T], 0 where nowhere. starts: the first place of each sequence."""
+    """The places of a row whose tokens are in the sequences too, after the same tokens, int64 [P]; and
+    for every place of the row where that is, int64 [T], 0 if nowhere. starts: the first place of each sequence."""
     known = {
         tuple(sequence[: place + 1]): start + place
         for sequence, start in zip(sequences, starts, strict=True)
@@ -270,8 +270,7 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequ
 def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside the block a module runs as its architecture is defined: eager attention. The others leave out what they
     lack, SDPA Gemma-2's soft-capping."""
-    configs = attention_configs(module)
-    return attention_functions(configs, ["eager"] * len(configs))
+    return attention_functions(attention_configs(module), "eager")
 
 
 @contextmanager
@@ -304,5 +303,5 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def relative_gap(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected number; NaN where a number is none."""
+    """Largest difference relative to the largest expected number; NaN if a number is NaN."""
     return float((found - expected.to(found.dtype)).abs().max() / expected.abs().max().clamp(min=1e-6))

@@ -8,7 +8,7 @@ _last_progress = time.monotonic()
 
 
 def mark_progress() -> None:
-    """Record that the work of this process makes progress: called at engine steps and micro-batches."""
+    """Record that the work of this process makes progress. Called at engine steps and micro-batches."""
     global _last_progress
     _last_progress = time.monotonic()
 

@@ -1,7 +1,7 @@
-"""Ctrl-C at the right moment: never between the update of the weights and the note that it happened.
+"""Ctrl-C at safe points only: never between the update of the weights and the record of it.
 
-Work that takes long and may be broken off asks `interrupt_requested()` at its own safe points. A worker in another
-process gets no signal: whoever controls it calls `request_interrupt()` there.
+Long work that may be interrupted checks `interrupt_requested()` at its own safe points. A worker in another process
+gets no signal; its controller calls `request_interrupt()` there instead.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ _requested = threading.Event()
 
 
 def interrupt_requested() -> bool:
-    """Whether a Ctrl-C is being held back in this process, or another process asked for an end."""
+    """Whether a Ctrl-C is deferred in this process, or another process has requested an interrupt."""
     return _requested.is_set()
 
 
 def request_interrupt() -> None:
-    """Ask the work in this process to end at its next safe point. Thread-safe."""
+    """Ask the work in this process to stop at its next safe point. Thread-safe."""
     _requested.set()
 
 
 def clear_interrupt() -> None:
-    """Forget a request, once the work that it was for has ended."""
+    """Forget a request once the work that it was meant for has ended."""
     _requested.clear()
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block is done, then deliver it: KeyboardInterrupt, or whatever handler was there
-    before, an outer block of this kind included. A second one passes at once. Meanwhile `interrupt_requested()` says
-    that one is waiting.
+    """Defer Ctrl-C until the block is done, then deliver it: raise KeyboardInterrupt, or call the previous handler (an
+    outer block of this kind, say). A second Ctrl-C is delivered at once. Meanwhile `interrupt_requested()` is true.
 
-    Only the main thread gets signals; elsewhere, and where Ctrl-C is ignored, the block simply runs.
+    Only the main thread gets signals; in other threads, and if Ctrl-C is ignored, the block simply runs.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):

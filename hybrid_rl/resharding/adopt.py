@@ -1,7 +1,7 @@
-"""One memory for two: the trainer's tensors as views of the engine's, where nothing but their place differs.
+"""Shared memory of trainer and engine: the trainer's tensors as views of the engine's, if only their place differs.
 
-An engine fuses what a model has in parts (query, key and value; gate and up), one below the other. Such a part is a
-contiguous piece of the fused tensor, so the trainer can have its own there: a handoff then writes no byte.
+An engine fuses what a model keeps apart (query, key and value; gate and up), one below the other. Each part is a
+contiguous range of the fused tensor, so the trainer's tensor can live there, and a handoff then writes no byte.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hybrid_rl.resharding.trace import Trace
 
 
 def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Tensor]:
-    """For each source that the engine takes, the view of the engine's memory that is all of it.
+    """Return for each source that the engine takes the view of the engine's memory that holds all of it.
 
-    Raises HandoffError, naming them, where sources are stored otherwise: in another dtype, in pieces, more than once,
-    transposed, or derived by the engine.
+    Raises HandoffError, naming them, if sources are stored differently: in another dtype, in several ranges, more than
+    once, transposed, or derived by the engine.
     """
     if trace.untraced:
         raise HandoffError(
@@ -39,7 +39,7 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
         dims = len(spec.shape)
         moving = shape[0] > 1  # a dim of one element has no stride that counts
         if len(rows) > 1 or tuple(shape[0, :dims].tolist()) != spec.shape:
-            problems[spec.name] = f"lies in {len(rows)} pieces"
+            problems[spec.name] = f"lies in {len(rows)} separate ranges"
         elif target.dtype != spec.dtype:
             problems[spec.name] = f"is {spec.dtype} in the trainer, {target.dtype} in the engine"
         elif not np.array_equal(copies.strides[0][moving], contiguous_strides(shape)[0][moving]):
@@ -57,7 +57,7 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
 
 
 def check_adopted(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
-    """Prove that the trainer's tensors are the engine's memory. Raises HandoffError for one that is not any more."""
+    """Prove that the trainer's tensors are the engine's memory. Raises HandoffError for one that no longer is."""
     for name, view in views.items():
         mine, theirs = (
             (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in (view, tensors[name])

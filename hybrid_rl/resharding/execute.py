@@ -1,18 +1,18 @@
-"""Carrying out a bucket of a plan: all of its pieces copied and cast in one call, hashed on the way if asked for.
+"""Execution of a bucket of a plan: all of its pieces copied and cast in one call, and hashed on the way if asked.
 
-The compiled operator `strided_copy` (csrc) does the work on CPUs and on CUDA; the PyTorch forms here are its oracle and
-stand in where it was not built. Everything is checked before anything is written.
+The compiled operator `strided_copy` (csrc) does the work on CPUs and on CUDA; the PyTorch forms here are its oracle,
+and replace it if it was not built. Everything is checked before anything is written.
 
-The *content hash* of a tensor is a sum over its elements, modulo 2^64, so that everybody adds up what he holds of it:
+The *content hash* of a tensor is a sum over its elements, modulo 2^64, so that each holder can add up its own part:
 
     H = sum of (bits XOR 0x9E3779B9) * (key(seed, number) + 1)
 
-bits: the element's bits, as a number of at most 32 bits (an element of 8 bytes counts as two of 4, of the numbers 2n
-and 2n + 1). number: which element of the global tensor it is. key: 32 pseudo-random bits. It is a universal hash
-(Carter and Wegman 1979; "multilinear" in Lemire and Kaser, "Strongly universal string hashing is fast", 2014): contents
-that differ agree with a probability of at most 2^-32, and never where one element differs or two within 2^32 neighbours
-were exchanged. -0.0 and the payload of a NaN count as any other bits. It is no defence against somebody who knows the
-seed.
+bits: the element's bits, as a number of at most 32 bits (an element of 8 bytes counts as two of 4, numbered 2n and
+2n + 1). number: the index of the element in the global tensor. key: 32 pseudo-random bits. It is a universal hash
+(Carter and Wegman 1979; "multilinear" in Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
+different contents agree with a probability of at most 2^-32, and never if one element differs or two within 2^32
+neighbours were exchanged. -0.0 and the payload of a NaN count like any other bits. It is no defence against
+somebody who knows the seed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces, Table
 
 _OPERATOR = "strided_copy"
-_CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's names for dtypes that convert
+_CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's numbers of dtypes that convert
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 _WEYL, _MIX_1, _MIX_2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-_ORACLE_ELEMENTS = 1 << 22  # hashed at once by PyTorch: it takes some 50 bytes each
+_ORACLE_ELEMENTS = 1 << 22  # hashed at once by PyTorch, which takes about 50 bytes for each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True)
-class Walk(Table):
-    """Boxes of global tensors as they lie in memory, to be hashed.
+class HashedBoxes(Table):
+    """Boxes of global tensors in memory, to be hashed.
 
-    tensor [R]: which tensor they lie in. offset [R], strides [R, MAX_DIMS]: where, from its first element, in elements.
-    shape [R, MAX_DIMS]: extents. dtype [R]: number of the dtype whose bits count. parameter [R]: which global tensor.
-    global_offset [R], global_strides [R, MAX_DIMS]: the number of the first element in that, and the way to the next.
+    tensor [R]: index of the tensor that holds the box.
+    offset [R], strides [R, MAX_DIMS]: of the box in that tensor, from its first element, in elements.
+    shape [R, MAX_DIMS]: extents.
+    dtype [R]: number of the dtype whose bits are hashed.
+    parameter [R]: index of the global tensor.
+    global_offset [R], global_strides [R, MAX_DIMS]: element number of the first element in the global tensor, and the
+    step along each dim.
     """
 
     tensor: Column
@@ -60,7 +64,7 @@ class Walk(Table):
 
 
 def name_seed(name: str) -> int:
-    """The seed of a parameter's content hash, int64."""
+    """Return the seed of a parameter's content hash, int64."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -72,21 +76,21 @@ def copy_pieces(
     hashes: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> None:
-    """Write the pieces: the elements of each to its place, in the dtype of its destination.
+    """Write each piece to its destination, in the destination's dtype.
 
-    float32, bfloat16 and float16 convert into each other as Tensor.to does, rounded to nearest even; a NaN becomes the
-    canonical one. All other dtypes are copied as bytes, between equal dtypes only.
+    float32, bfloat16 and float16 convert into each other as with Tensor.to, rounded to nearest even; a NaN becomes the
+    canonical one. All other dtypes are copied as bytes, only between equal dtypes.
 
     Args:
         pieces: what to copy; `source_rank` is not read.
-        sources: by `pieces.source` the part that is read, contiguous; None where there is none.
-        destinations: by `pieces.destination` the tensor that is written, of any strides.
+        sources: by `pieces.source`, the part that is read, contiguous; None if there is none.
+        destinations: by `pieces.destination`, the tensor that is written, of any strides.
         hashes: int64 [tensors]; the content hash of what is written, in its new dtype, is added by `pieces.source`.
-        seeds: int64 [tensors]; needed with `hashes`, see name_seed.
+        seeds: int64 [tensors]; needed with `hashes`, made by name_seed.
 
     Raises:
-        HandoffError: a piece lies outside of its tensors, dtypes do not convert, or tensors lie on several devices;
-            nothing has been written then.
+        HandoffError: a piece lies outside its tensors, dtypes do not convert, or tensors are on several devices;
+            nothing has been written.
     """
     read = _Tensors.of(sources, pieces.source, "source")
     written = _Tensors.of(destinations, pieces.destination, "destination")
@@ -109,33 +113,38 @@ def copy_pieces(
 
 
 def hash_pieces(
-    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], *, hashes: Tensor, seeds: Tensor
+    boxes: HashedBoxes,
+    tensors: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype],
+    *,
+    hashes: Tensor,
+    seeds: Tensor,
 ) -> None:
-    """Add the content hash of every box to that of its parameter. Nothing is written but `hashes`.
+    """Add the content hash of every box to that of its parameter. Only `hashes` is written.
 
     Args:
-        walk: the boxes; `walk.dtype` numbers `dtypes`, into which elements are converted before they are hashed.
-        tensors: by `walk.tensor`.
-        hashes, seeds: int64 [parameters], by `walk.parameter`.
+        boxes: the boxes; `boxes.dtype` numbers `dtypes`, into which elements are converted before they are hashed.
+        tensors: by `boxes.tensor`.
+        hashes, seeds: int64 [parameters], by `boxes.parameter`.
 
     Raises:
-        HandoffError: as copy_pieces.
+        HandoffError: as in copy_pieces.
     """
-    read = _Tensors.of(tensors, walk.tensor, "tensor")
+    read = _Tensors.of(tensors, boxes.tensor, "tensor")
     device = _one_device(read.used)
-    read.check_reach(walk.tensor, walk.offset, walk.strides, walk.shape)
-    _check_dtypes(read, walk.tensor, dtypes, walk.dtype)
-    _check_hashes(hashes, seeds, walk.parameter, device)
+    read.check_reach(boxes.tensor, boxes.offset, boxes.strides, boxes.shape)
+    _check_dtypes(read, boxes.tensor, dtypes, boxes.dtype)
+    _check_hashes(hashes, seeds, boxes.parameter, device)
     operator = native.operator(_OPERATOR, device.type)
     if operator is None:
-        _hash_torch(walk, tensors, dtypes, hashes, seeds)
+        _hash_torch(boxes, tensors, dtypes, hashes, seeds)
         return
-    table = _Columns(len(walk))
-    table.put(0, read.addresses[walk.tensor] + walk.offset * read.sizes[walk.tensor])
-    table.put(2, read.types[walk.tensor])
-    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[walk.dtype])
-    table.put_dims(0, walk.shape, walk.strides, np.zeros_like(walk.strides), walk.global_strides)
-    table.run(operator, walk.global_offset, walk.parameter, hashes, seeds, device)
+    table = _Columns(len(boxes))
+    table.put(0, read.addresses[boxes.tensor] + boxes.offset * read.sizes[boxes.tensor])
+    table.put(2, read.types[boxes.tensor])
+    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[boxes.dtype])
+    table.put_dims(0, boxes.shape, boxes.strides, np.zeros_like(boxes.strides), boxes.global_strides)
+    table.run(operator, boxes.global_offset, boxes.parameter, hashes, seeds, device)
 
 
 def content_hash(
@@ -145,21 +154,21 @@ def content_hash(
     global_strides: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> int:
-    """The content hash of a tensor or view of at most MAX_DIMS dims, as a part of a global tensor; int64.
+    """Return the content hash of a view of at most MAX_DIMS dims, as a part of a global tensor; int64.
 
-    global_offset: the number of its first element; global_strides: from an element's number to the next one's, by dim.
-    dtype: the one whose bits count; the view's own if None.
+    global_offset: element number of its first element; global_strides: step in element numbers along each dim.
+    dtype: the one whose bits are hashed; the view's own if None.
 
     Raises:
         HandoffError: too many dims, or a dtype that does not convert.
     """
     if view.dim() > MAX_DIMS or len(global_strides) != view.dim():
         raise HandoffError(
-            f"a view of shape {list(view.shape)} with global strides {list(global_strides)}: give one for each dim, of "
-            f"at most {MAX_DIMS}; flatten dims that run through"
+            f"a view of shape {list(view.shape)} with global strides {list(global_strides)}: give one per dim, and "
+            f"at most {MAX_DIMS}; flatten dims that are contiguous"
         )
     zero = np.zeros(1, dtype=np.int64)
-    walk = Walk(
+    boxes = HashedBoxes(
         tensor=zero,
         offset=zero,
         strides=_row(view.stride(), 0),
@@ -171,7 +180,7 @@ def content_hash(
     )
     hashes = torch.zeros(1, dtype=torch.int64, device=view.device)
     seeds = torch.tensor([seed], dtype=torch.int64)
-    hash_pieces(walk, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
+    hash_pieces(boxes, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
     return int(hashes)
 
 
@@ -185,7 +194,7 @@ def _row(values: Sequence[int], fill: int) -> Column:
 @dataclass(frozen=True)
 class _Tensors:
     """Tensors as columns. addresses: of the first element; sizes: bytes of an element; reach: elements from the first
-    one to the last one, in memory; types: csrc's names of their dtypes; used: those that are used at all."""
+    to the last one in memory; types: csrc's numbers of their dtypes; used: whether any piece uses the tensor."""
 
     what: str
     addresses: Column
@@ -196,7 +205,7 @@ class _Tensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], index: Column, what: str) -> _Tensors:
-        """The columns; of tensors that are not in `index` all is 0. Raises HandoffError where a used one is None."""
+        """Make the columns, zero for tensors not in `index`. Raises HandoffError if a used one is None."""
         unknown = index[(index < 0) | (index >= len(tensors))]
         if len(unknown):
             raise HandoffError(f"a piece names {what} {unknown[0]} of {len(tensors)}; plan for these tensors")
@@ -205,7 +214,7 @@ class _Tensors:
         for i in np.unique(index).tolist():
             tensor = tensors[i]
             if tensor is None:
-                raise HandoffError(f"nothing is held of {what} {i}, from which a piece is read; plan for these tensors")
+                raise HandoffError(f"{what} {i}, from which a piece is read, is not held here; plan for these tensors")
             span = 0
             if tensor.numel():
                 span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -215,7 +224,7 @@ class _Tensors:
         return cls(what, addresses, sizes, reach, types, used)
 
     def check_reach(self, index: Column, offset: Column, strides: Column, shape: Column) -> None:
-        """Raises HandoffError where a piece lies outside of its tensor's memory."""
+        """Raise HandoffError if a piece lies outside its tensor's memory."""
         span = (shape - 1) * strides
         low = offset + np.minimum(span, 0).sum(axis=1)
         high = offset + np.maximum(span, 0).sum(axis=1)
@@ -233,7 +242,7 @@ def _type_of(dtype: torch.dtype) -> int:
     if dtype in _CASTS:
         return _CASTS[dtype]
     if dtype.itemsize > 8:
-        raise HandoffError(f"elements of {dtype} have {dtype.itemsize} bytes; at most 8 can be handed over")
+        raise HandoffError(f"elements of {dtype} have {dtype.itemsize} bytes; the largest supported size is 8")
     return dtype.itemsize
 
 
@@ -243,8 +252,8 @@ def _check_dtypes(read: _Tensors, index: Column, dtypes: Sequence[torch.dtype], 
         mine, theirs = tensors[i].dtype, dtypes[j]
         if mine != theirs and not (mine in _CASTS and theirs in _CASTS):
             raise HandoffError(
-                f"{read.what} {i} is {mine} and is to become {theirs}; only {', '.join(map(str, _CASTS))} convert into "
-                f"each other"
+                f"{read.what} {i} is {mine} and cannot be cast to {theirs}; only {', '.join(map(str, _CASTS))} convert "
+                f"into each other"
             )
 
 
@@ -252,20 +261,20 @@ def _check_hashes(hashes: Tensor | None, seeds: Tensor | None, index: Column, de
     if hashes is None:
         return
     if seeds is None:
-        raise HandoffError("hashes are asked for without seeds; give int64 seeds, one for each tensor (name_seed)")
+        raise HandoffError("hashes were requested without seeds; give int64 seeds, one for each tensor (name_seed)")
     for name, tensor in (("hashes", hashes), ("seeds", seeds)):
         if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise HandoffError(f"{name} is {tensor.dtype} {list(tensor.shape)}; give contiguous int64 [tensors]")
         if len(index) and len(tensor) <= int(index.max()):
             raise HandoffError(f"{name} has {len(tensor)} elements, but a piece is of tensor {int(index.max())}")
     if len(index) and hashes.device != device:
-        raise HandoffError(f"hashes lies on {hashes.device} and the tensors on {device}; put it there")
+        raise HandoffError(f"hashes is on {hashes.device} and the tensors on {device}; use one device")
 
 
 def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise HandoffError(f"pieces lie on several devices ({', '.join(sorted(map(str, devices)))}); use one device")
+        raise HandoffError(f"pieces are on several devices ({', '.join(sorted(map(str, devices)))}); use one device")
     return devices.pop() if devices else torch.device("cpu")
 
 
@@ -273,7 +282,7 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 class _Columns:
-    """The table that csrc takes (csrc/strided_copy.h names its columns): int64 [P, columns]."""
+    """The table that csrc takes, int64 [P, columns]; csrc/strided_copy.h names the columns."""
 
     def __init__(self, num_pieces: int) -> None:
         self._table = np.zeros((num_pieces, 7 + 4 * MAX_DIMS), dtype=np.int64)
@@ -295,7 +304,7 @@ class _Columns:
         seeds: Tensor | None,
         device: torch.device,
     ) -> None:
-        """Fill the columns of the hash and do it."""
+        """Fill the columns of the hash and call the operator."""
         if hashes is None or seeds is None:
             hashes = torch.empty(0, dtype=torch.int64, device=device)
         else:
@@ -329,14 +338,14 @@ def _copy_torch(
 
 @torch.no_grad()
 def _hash_torch(
-    walk: Walk, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], hashes: Tensor, seeds: Tensor
+    boxes: HashedBoxes, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], hashes: Tensor, seeds: Tensor
 ) -> None:
-    for i in range(len(walk)):
-        tensor, number = tensors[int(walk.tensor[i])], int(walk.parameter[i])
+    for i in range(len(boxes)):
+        tensor, number = tensors[int(boxes.tensor[i])], int(boxes.parameter[i])
         assert tensor is not None
-        view = _view(tensor, walk.shape[i].tolist(), walk.strides[i], walk.offset[i])
-        values = _cast(view, dtypes[int(walk.dtype[i])])
-        offset, strides = int(walk.global_offset[i]), walk.global_strides[i].tolist()
+        view = _view(tensor, boxes.shape[i].tolist(), boxes.strides[i], boxes.offset[i])
+        values = _cast(view, dtypes[int(boxes.dtype[i])])
+        offset, strides = int(boxes.global_offset[i]), boxes.global_strides[i].tolist()
         hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
 
 
@@ -347,12 +356,12 @@ def _view(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Ten
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
-    # Sign and payload of a converted NaN depend on the machine; the constant's do not.
+    # Sign and payload of a converted NaN depend on the machine; those of a constant do not.
     return values.to(dtype).masked_fill(values.isnan(), math.nan)
 
 
 def _sum_of_terms(values: Tensor, seed: int, offset: int, strides: list[int]) -> Tensor:
-    """The content hash of elements, int64 []; arithmetic modulo 2^64 in int64."""
+    """Return the content hash of elements, int64 []; arithmetic modulo 2^64 in int64."""
     if values.numel() > _ORACLE_ELEMENTS:
         dim = max(range(values.dim()), key=lambda d: values.shape[d])
         half = values.shape[dim] // 2
@@ -372,7 +381,7 @@ def _sum_of_terms(values: Tensor, seed: int, offset: int, strides: list[int]) ->
 
 
 def _keys(seed: int, number: Tensor) -> Tensor:
-    """The keys of elements by their numbers: 32 bits each, in int64."""
+    """Return the keys of elements from their numbers: 32 bits each, in int64."""
     upper = number >> 32
     first, second = torch.zeros_like(number), torch.zeros_like(number)
     for value in upper.unique().tolist():
@@ -387,7 +396,7 @@ def _keys(seed: int, number: Tensor) -> Tensor:
 
 
 def _splitmix(z: int) -> int:
-    """The finalizer of splitmix64 (Steele et al. 2014)."""
+    """Apply the finalizer of splitmix64 (Steele et al. 2014)."""
     z &= _MASK_64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK_64

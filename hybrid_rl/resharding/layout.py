@@ -1,4 +1,4 @@
-"""What weights there are: names, shapes and dtypes, and which rank holds which part."""
+"""Layouts of weights: names, shapes and dtypes, and the rank of every part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid_rl.resharding.tables import MAX_DIMS, Column
 from hybrid_rl.tensors.boxes import Box
 
 Cuts = tuple[tuple[int, ...], ...]
-PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold it
+PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold the tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WeightLayout:
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> WeightLayout:
-        """The layout of named tensors, ordered by name."""
+        """Make the layout of named tensors, ordered by name."""
         return cls(
             tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in sorted(named, key=lambda pair: pair[0]))
         )
@@ -60,13 +60,13 @@ class WeightLayout:
         return sum(spec.num_bytes for spec in self.tensors)
 
     def digest(self) -> str:
-        """A short hash: two sides that agree on it walk the same tensors in the same order."""
+        """A short hash. Two sides with the same one have the same tensors in the same order."""
         lines = "\n".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in self.tensors)
         return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, a tied tensor once. Buffers belong to a handoff as much as parameters do."""
+    """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""
     weights: dict[str, Tensor] = dict(module.named_parameters())
     weights.update(module.named_buffers())
     return weights
@@ -76,8 +76,8 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
 class ShardedTensor:
     """A global tensor cut into a grid of cells.
 
-    cuts: for each dim where the cells begin and end, from 0 to the extent, rising; cells that would be empty are not
-    there. owners: int32 [cells of dim 0, cells of dim 1, ..., copies]: the ranks that hold each cell, as one contiguous
+    cuts: for each dim the boundaries of the cells, increasing from 0 to the extent; empty cells do not exist.
+    owners: int32 [cells of dim 0, cells of dim 1, ..., copies]: the ranks that hold each cell, as one contiguous
     tensor. A rank holds at most one cell.
     """
 
@@ -87,10 +87,10 @@ class ShardedTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, mesh: npt.NDArray[np.int32], placements: Sequence[Placement]) -> ShardedTensor:
-        """A tensor placed on a mesh of ranks, one placement for each axis, as a DTensor is: torch.chunk semantics,
-        and the interleaved chunks of FSDP2 over tensor parallelism.
+        """Place a tensor on a mesh of ranks, one placement per axis, as a DTensor does: torch.chunk semantics, and
+        FSDP2's interleaved chunks over tensor parallelism.
 
-        Raises HandoffError where a rank's part is no box, or only a part of a sum.
+        Raises HandoffError if a rank's part is not a box, or is only a summand.
         """
         try:
             cuts, owners = _grid(spec.shape, mesh.shape, mesh.astype(np.int32).tobytes(), tuple(placements))
@@ -99,7 +99,7 @@ class ShardedTensor:
         return cls(spec, cuts, owners)
 
     def check_dims(self) -> int:
-        """The number of dims. Raises HandoffError where tables of boxes have no room for them."""
+        """Return the number of dims. Raises HandoffError if it is more than tables of boxes have room for."""
         if len(self.cuts) > MAX_DIMS:
             raise HandoffError(
                 f"{self.spec.name} has {len(self.cuts)} dims; at most {MAX_DIMS} can be resharded: reshape it"
@@ -107,7 +107,7 @@ class ShardedTensor:
         return len(self.cuts)
 
     def cell(self, rank: int) -> Box | None:
-        """What a rank holds, as a box of the global tensor; None where that is nothing."""
+        """Return the box of the global tensor that a rank holds; None if it holds nothing."""
         found = np.argwhere(self.owners == rank)
         if not len(found):
             return None
@@ -116,8 +116,10 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class SourceLayout:
-    """Who holds the trainer's weights. tensors: in a fixed order, the same on all ranks. hosts: where each rank lives,
-    by rank; ranks of one host can read each other's memory."""
+    """The ranks that hold the trainer's weights.
+
+    tensors: in a fixed order, the same on all ranks.
+    hosts: the host of each rank; ranks of one host can read each other's memory."""
 
     tensors: tuple[ShardedTensor, ...]
     hosts: tuple[str, ...]
@@ -126,10 +128,10 @@ class SourceLayout:
     def of(
         cls, named: Mapping[str, Tensor], hosts: Sequence[str], *, plain_owners: Sequence[int] | None = None
     ) -> SourceLayout:
-        """The layout of tensors, sharded (DTensor) or plain, ordered by name. Nothing is communicated.
+        """Make the layout of tensors, sharded (DTensor) or plain, ordered by name, without communication.
 
-        plain_owners: the ranks that hold the tensors that are not sharded; without it all ranks, as FSDP2 leaves
-        buffers. Raises HandoffError for a tensor whose part on some rank is no box, or only a part of a sum.
+        plain_owners: the ranks that hold the unsharded tensors; by default all ranks, as FSDP2 leaves buffers.
+        Raises HandoffError for a tensor whose part on some rank is not a box, or is only a summand.
         """
         everybody = np.asarray(range(len(hosts)) if plain_owners is None else plain_owners, dtype=np.int32)
         tensors = []
@@ -145,10 +147,10 @@ class SourceLayout:
     def fsdp(
         cls, specs: Iterable[TensorSpec], num_ranks: int, *, replicas: int = 1, hosts: Sequence[str] | None = None
     ) -> SourceLayout:
-        """What FSDP2 would make of tensors on ranks that need not exist: dim 0 sharded, scalars on every rank.
+        """Make the layout that FSDP2 would give tensors on hypothetical ranks: dim 0 sharded, scalars on every rank.
 
-        replicas: groups of num_ranks / replicas consecutive ranks that hold everything each (HSDP). hosts: by rank;
-        without it all ranks live on one.
+        replicas: groups of num_ranks / replicas consecutive ranks that each hold everything (HSDP).
+        hosts: by rank; by default all ranks are on one.
         """
         if num_ranks % replicas:
             raise HandoffError(f"replicas={replicas} does not divide num_ranks={num_ranks}; choose a divisor of it")
@@ -160,10 +162,10 @@ class SourceLayout:
         return cls(tuple(tensors), tuple(hosts) if hosts is not None else ("localhost",) * num_ranks)
 
     def parts(self, rank: int) -> tuple[Column, Column]:
-        """The box of every tensor that a rank holds: low and high, int64 [tensors, MAX_DIMS].
+        """Return the box of every tensor that a rank holds: low and high, int64 [tensors, MAX_DIMS].
 
-        Dims that a tensor does not have are 0 to 1. Where a rank holds nothing, low and high are 0. Raises HandoffError
-        for a tensor of more dims.
+        Dims that a tensor does not have run from 0 to 1. If a rank holds nothing, low and high are 0. Raises
+        HandoffError for a tensor of more dims.
         """
         low, high = (np.zeros((len(self.tensors), MAX_DIMS), dtype=np.int64) for _ in range(2))
         found: dict[int, list[int] | None] = {}  # tensors share the arrays of owners
@@ -181,11 +183,11 @@ class SourceLayout:
         return low, high
 
     def digest(self) -> str:
-        """A short hash: ranks that agree on it plan from the same names, shapes, dtypes, cells, owners and hosts."""
+        """A short hash. Ranks with the same one plan from the same names, shapes, dtypes, cells, owners and hosts."""
         return self._digest
 
     @cached_property
-    def _digest(self) -> str:  # asked for several times in every handoff
+    def _digest(self) -> str:  # cached, because every handoff needs it several times
         found = hashlib.blake2b(repr(self.hosts).encode(), digest_size=8)
         owners: dict[int, bytes] = {}
         for tensor in self.tensors:
@@ -200,8 +202,8 @@ class SourceLayout:
 def _grid(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: bytes, placements: tuple[Placement, ...]
 ) -> tuple[Cuts, npt.NDArray[np.int32]]:
-    """Cuts and owners of a tensor; made once for all tensors of one shape, which share them. ranks: int32 [mesh]."""
-    axes: list[list[int]] = [[] for _ in shape]  # of each dim, those that cut it
+    """Return cuts and owners of a tensor, made once for all tensors of one shape. ranks: int32 [mesh]."""
+    axes: list[list[int]] = [[] for _ in shape]  # the mesh axes that cut each dim
     copies = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, (Shard, StridedShard)):
@@ -209,13 +211,13 @@ def _grid(
         elif isinstance(placement, Replicate):
             copies.append(axis)
         else:
-            raise HandoffError(f"placed as {placement}, no rank holds its values; redistribute it")
+            raise HandoffError(f"placed as {placement}, so no rank holds its values; redistribute it")
     cuts, chosen = [], []
     for extent, group in zip(shape, axes, strict=True):
         cells = _cells(extent, [(placements[axis], mesh_shape[axis]) for axis in group])
         chosen.append([coordinate for _, _, coordinate in cells])
         cuts.append((0, *(end for _, end, _ in cells)))
-    # Ranks by the coordinates that cut dim 0, dim 1, ..., then by those that make copies.
+    # Ranks by the coordinates that cut dim 0, dim 1, ..., then by those of copies.
     order = [axis for group in axes for axis in group] + copies
     counts = [math.prod(mesh_shape[axis] for axis in group) for group in axes]
     owners = np.frombuffer(ranks, dtype=np.int32).reshape(mesh_shape).transpose(order).reshape(*counts, -1)
@@ -225,8 +227,8 @@ def _grid(
 
 
 def _cells(extent: int, axes: Sequence[tuple[Any, int]]) -> list[tuple[int, int, int]]:
-    """The parts of a dim that are not empty, in order: begin, end, and the coordinates on the axes that cut it, as one
-    number. axes: placement and size, the outermost first, as DTensor applies them."""
+    """Return the non-empty parts of a dim, in order: begin, end, and the coordinates on the axes that cut it, as one
+    number. axes: placement and size, outermost first, as DTensor applies them."""
     dim = axes[0][0].dim if axes else 0
     parts = [torch.arange(extent).view(*[1] * dim, extent)]
     for placement, size in axes:
@@ -239,7 +241,7 @@ def _cells(extent: int, axes: Sequence[tuple[Any, int]]) -> list[tuple[int, int,
         begin, end = int(part[0]), int(part[-1]) + 1
         if end - begin != len(part):
             raise HandoffError(
-                f"a rank's part is no box: {len(part)} of the indices {begin} to {end - 1} of a dim of {extent}; "
+                f"a rank's part is not a box: {len(part)} of the indices {begin} to {end - 1} of a dim of {extent}; "
                 f"choose mesh sizes that divide this dim"
             )
         cells.append((begin, end, row))

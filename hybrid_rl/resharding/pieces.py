@@ -1,6 +1,6 @@
-"""The overlaps of an engine's copies with what ranks hold, made few, large and no larger than a bucket.
+"""Pieces of a plan: overlaps of an engine's copies with the parts of ranks, merged and cut to the size of a bucket.
 
-Everything works on whole columns: there may be millions of overlaps.
+All functions work on whole columns, because there may be millions of overlaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Pieces
 
 
 class Cells:
-    """The cells of a layout's tensors as columns, to look up which of them a box meets, and who holds them."""
+    """The cells of a layout's tensors as columns, to look up the cells that a box overlaps, and their holders."""
 
     def __init__(self, layout: SourceLayout) -> None:
         grids: dict[tuple[int, int], int] = {}  # tensors of equal layers share their cuts and owners
@@ -45,7 +45,7 @@ class Cells:
         self.first_owner = np.array(first_owner, dtype=np.int64)
         self.num_copies = np.array(num_copies, dtype=np.int64)
         self.num_cells = np.array([[len(c) - 1 for c in column] for column in cuts], dtype=np.int64).T
-        # The cuts of all grids in one rising column per dim: a grid's are moved up by its number times the span.
+        # The cuts of all grids in one increasing column per dim: each grid's are shifted by its number times the span.
         self._span = int(self.shape.max(initial=0)) + 1
         self._first_cut = [_starts(np.array([len(c) for c in column], dtype=np.int64)) for column in cuts]
         self._cuts = [
@@ -54,23 +54,23 @@ class Cells:
         ]
 
     def meeting(self, dim: int, grid: Column, low: Column, high: Column) -> tuple[Column, Column]:
-        """For boxes in tensors of these grids the first cell of a dim that they meet, and how many they meet."""
+        """Return for boxes in tensors of these grids the first cell of a dim that they overlap, and how many."""
         cuts, shift = self._cuts[dim], grid * self._span
         first = np.searchsorted(cuts, low + shift, side="right") - 1
         return first - self._first_cut[dim][grid], np.searchsorted(cuts, high + shift, side="left") - first
 
     def bounds(self, dim: int, grid: Column, cell: Column) -> tuple[Column, Column]:
-        """Where cells of a dim begin and end."""
+        """Return where cells of a dim begin and end."""
         at, shift = self._first_cut[dim][grid] + cell, grid * self._span
         return self._cuts[dim][at] - shift, self._cuts[dim][at + 1] - shift
 
 
 def overlaps(copies: Copies, layout: SourceLayout, item_bytes: Column, rank: int) -> Pieces:
-    """One piece for each cell that each copy meets, read by a rank from one of those that hold the cell.
+    """Return one piece for each cell that each copy overlaps, to be read from a rank that holds the cell.
 
-    copies.source: index in layout.tensors. item_bytes [copies]: size of an element where it is written. Preferred is
-    the rank itself, then ranks of its host; among equals bytes are balanced, each rank beginning at another one. Raises
-    HandoffError for a box outside its tensor.
+    copies.source: index in layout.tensors. item_bytes [copies]: size of an element at the destination. The rank itself
+    is preferred, then ranks of its host; among equals bytes are balanced, and different ranks begin at different ones.
+    Raises HandoffError for a box outside its tensor.
     """
     cells = Cells(layout)
     shape = cells.shape[copies.source]
@@ -121,13 +121,13 @@ def overlaps(copies: Copies, layout: SourceLayout, item_bytes: Column, rank: int
 
 
 def simplified(pieces: Pieces) -> Pieces:
-    """The same elements in fewer dims and fewer pieces: what is contiguous on both sides and in the global tensor, by
-    which the content hash is keyed, becomes one."""
+    """Merge the same elements into fewer dims and fewer pieces: ranges that are contiguous on both sides, and in the
+    global tensor that keys the content hash, become one."""
     return _coalesced(_merged(_squeezed(pieces)))
 
 
 def divided(pieces: Pieces, item_bytes: Column, max_bytes: int) -> tuple[Pieces, Column]:
-    """The same elements in pieces of at most max_bytes, cut by rows; and the rows of item_bytes that go with them.
+    """Cut pieces by rows to at most max_bytes each. Returns them, and their rows of item_bytes.
 
     item_bytes [pieces]: at most max_bytes each. Dims of extent 1 must come last.
     """
@@ -152,13 +152,13 @@ def divided(pieces: Pieces, item_bytes: Column, max_bytes: int) -> tuple[Pieces,
 
 
 def spread(counts: Column) -> tuple[Column, Column]:
-    """counts[i] rows for each i: the i of each row, and its number among those of i."""
+    """Expand each i to counts[i] rows: return the i of each row, and its number among the rows of i."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(_starts(counts), counts)
 
 
 def contiguous_strides(shape: Column) -> Column:
-    """Of contiguous tensors: int64 [tensors, dims] both."""
+    """Return the strides of contiguous tensors of these shapes; both int64 [tensors, dims]."""
     strides = np.ones_like(shape)
     strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
     return strides
@@ -171,7 +171,7 @@ def _starts(counts: Column) -> Column:
 def _choose(
     owners: npt.NDArray[np.int32], first: Column, counts: Column, num_bytes: Column, rank: int, hosts: Sequence[str]
 ) -> Column:
-    """Whom each piece is read from. Its candidates are owners[first : first + counts]."""
+    """Choose the rank that each piece is read from. Its candidates are owners[first : first + counts]."""
     numbers = {name: number for number, name in enumerate(hosts)}
     host = np.array([numbers[name] for name in hosts], dtype=np.int64)
     chosen = np.empty(len(first), dtype=np.int64)
@@ -190,7 +190,7 @@ def _choose(
 
 
 def _slots(group: Column, num_bytes: Column, num_slots: Column) -> Column:
-    """The pieces of a group cut into num_slots runs of equally many bytes; groups begin at different runs."""
+    """Assign the pieces of a group to num_slots ranges of equal bytes; different groups begin at different ranges."""
     order = np.argsort(group, kind="stable")
     begins = np.diff(group[order], prepend=-1) != 0
     number, size = np.cumsum(begins) - 1, num_bytes[order]
@@ -202,7 +202,7 @@ def _slots(group: Column, num_bytes: Column, num_slots: Column) -> Column:
 
 
 def _squeezed(pieces: Pieces) -> Pieces:
-    """Extents of 1 last, with strides of 0."""
+    """Move extents of 1 to the end, with strides of 0."""
     order = np.argsort(pieces.shape == 1, axis=1, kind="stable")
     shape = np.take_along_axis(pieces.shape, order, axis=1)
 
@@ -219,7 +219,7 @@ def _squeezed(pieces: Pieces) -> Pieces:
 
 
 def _merged(pieces: Pieces) -> Pieces:
-    """Neighbouring dims as one where they are contiguous everywhere. Dims of extent 1 must come last."""
+    """Merge neighbouring dims that are contiguous everywhere. Dims of extent 1 must come last."""
     shape = pieces.shape.copy()
     strides = [pieces.source_strides.copy(), pieces.destination_strides.copy(), pieces.global_strides.copy()]
     for dim in reversed(range(MAX_DIMS - 1)):
@@ -236,7 +236,7 @@ def _merged(pieces: Pieces) -> Pieces:
 
 
 def _coalesced(pieces: Pieces) -> Pieces:
-    """Pieces that go on where another ends as one. Sorted by source."""
+    """Join pieces that begin where another one ends. Sorted by source."""
     if not len(pieces):
         return pieces
     pieces = pieces.select(np.lexsort((pieces.source_offset, pieces.destination, pieces.source_rank, pieces.source)))

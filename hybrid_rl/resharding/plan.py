@@ -1,6 +1,6 @@
-"""What one rank copies in a handoff: each element of its engine once, from a rank that holds it, in buckets.
+"""The plan of a handoff for one rank: each element of its engine once, from a rank that holds it, in buckets.
 
-Every rank plans for itself, without communication: a plan follows from the trace, the layout and the rank.
+Every rank plans for itself without communication: a plan depends only on the trace, the layout and the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINKS = ("local", "host", "remote")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of the same elements: as read, in the source's dtype, and as written, in the destination's."""
+    """Bytes of the same elements: as read, in the source's dtype, and as written, in the destination's dtype."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -37,10 +37,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan moves. local: from the rank itself; host: from other ranks of its host; remote: from other hosts.
+    """The bytes that a plan moves.
 
-    minimum: each element of the engine's tensors read and written once. constant_bytes: written without being read, as
-    padding is. largest_bucket_bytes: among buckets of other ranks.
+    local: from the rank itself; host: from other ranks of its host; remote: from other hosts.
+    minimum: each element of the engine's tensors read and written once.
+    constant_bytes: written without being read, such as padding.
+    largest_bucket_bytes: among buckets from other ranks.
     """
 
     local: Traffic
@@ -59,7 +61,7 @@ class PlanReport:
 
     @property
     def point_to_point_staging_bytes(self) -> int:
-        """Extra peak memory of a receiver: two buckets, one that arrives and one that is copied out."""
+        """Extra peak memory of a receiver: one bucket that arrives, and one that is copied out."""
         return 2 * self.largest_bucket_bytes
 
 
@@ -73,8 +75,8 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Buckets in a row from one rank, and all of their pieces."""
+class RankShare:
+    """The part of a plan that comes from one rank: its buckets, with all of their pieces."""
 
     source_rank: int
     buckets: tuple[Bucket, ...]
@@ -83,27 +85,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank copies. The pieces' `source` is an index in the layout's tensors, `destination` one in the trace's
-    destinations. Buckets begin with the rank's own part and go on with the next rank's, so that no two ranks read
-    from the same one at the same time."""
+    """The copies of one rank. The pieces' `source` is an index in the layout's tensors, `destination` one in the
+    trace's destinations. Buckets begin with the rank's own part and continue with the next rank's, so that no two ranks
+    read from the same one at the same time."""
 
     rank: int
     buckets: tuple[Bucket, ...]
     report: PlanReport
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """The buckets by the rank that they come from: what is read in place needs no cutting into buckets."""
+    def shares(self) -> tuple[RankShare, ...]:
+        """The buckets by source rank: what is read in place need not be cut into buckets."""
         found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
-        return tuple(Run(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
+        return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
 
     def of_ranks(self, ranks: Collection[int]) -> Plan:
-        """What of it comes from these ranks; the report stays that of the whole."""
+        """Return the part of the plan that comes from these ranks; the report stays that of the whole."""
         return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.source_rank in ranks))
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of everything that is copied, and in which order."""
+        """A short hash of all copies and their order."""
         found = hashlib.blake2b(f"{self.rank}".encode(), digest_size=8)
         for bucket in self.buckets:
             found.update(f"{bucket.source_rank} {len(bucket.pieces)}".encode())
@@ -113,15 +115,15 @@ class Plan:
 
 
 def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:
-    """Plan for one rank, whose engine takes what `trace` says, from ranks that hold what `layout` says.
+    """Plan the handoff to one rank, whose engine takes what `trace` says, from ranks that hold what `layout` says.
 
-    bucket_bytes: the most that a bucket writes; a larger piece is cut by rows. Raises HandoffError where the trace does
-    not write each element exactly once, the layout lacks a tensor or has another shape of it, or bucket_bytes is
+    bucket_bytes: the most that a bucket writes; a larger piece is cut by rows. Raises HandoffError if the trace does
+    not write each element exactly once, the layout lacks a tensor or has it in another shape, or bucket_bytes is
     smaller than an element.
     """
     check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
     if not 0 <= rank < len(layout.hosts):
-        raise HandoffError(f"rank {rank} is none of the {len(layout.hosts)} ranks of the layout")
+        raise HandoffError(f"rank {rank} is not one of the {len(layout.hosts)} ranks of the layout")
     copies = _in_layout(trace, layout)
     written = np.array([spec.dtype.itemsize for spec in trace.destinations], dtype=np.int64)
     read = np.array([tensor.spec.dtype.itemsize for tensor in layout.tensors], dtype=np.int64)
@@ -150,7 +152,7 @@ def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: in
 
 
 def _in_layout(trace: Trace, layout: SourceLayout) -> Copies:
-    """The copies with sources numbered as in the layout."""
+    """Return the copies with sources numbered as in the layout."""
     index = {tensor.spec.name: i for i, tensor in enumerate(layout.tensors)}
     used = np.unique(trace.copies.source)
     found = np.full(len(trace.sources), -1, dtype=np.int64)
@@ -167,7 +169,7 @@ def _in_layout(trace: Trace, layout: SourceLayout) -> Copies:
 
 
 def _cut(source_rank: Column, num_bytes: Column, bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of runs of one source rank and at most bucket_bytes, which no piece exceeds."""
+    """Yield begin and end of stretches of one source rank and at most bucket_bytes, which no piece exceeds."""
     total = np.concatenate([[0], np.cumsum(num_bytes)])
     ends = np.append(np.flatnonzero(np.diff(source_rank)) + 1, len(source_rank))
     begin = 0
@@ -179,7 +181,7 @@ def _cut(source_rank: Column, num_bytes: Column, bucket_bytes: int) -> Iterator[
 
 
 def traffic(pieces: Pieces, layout: SourceLayout, rank: int, read: Column, written: Column) -> dict[str, Traffic]:
-    """What a rank reads over each link (LINKS). read [sources], written [destinations]: bytes of an element."""
+    """Return what a rank reads over each link (LINKS). read [sources], written [destinations]: bytes of an element."""
     near = np.array([host == layout.hosts[rank] for host in layout.hosts])
     link = np.where(pieces.source_rank == rank, 0, np.where(near[pieces.source_rank], 1, 2))
     elements = pieces.num_elements
@@ -193,7 +195,7 @@ def traffic(pieces: Pieces, layout: SourceLayout, rank: int, read: Column, writt
 
 
 def _minimum(trace: Trace, copies: Copies, read: Column, written: Column) -> Traffic:
-    """Each element once: written are those that the destinations have, less constants; read those that are copied."""
+    """Count each element once: written are the destinations' elements without constants, read those that are copied."""
     elements = np.array([spec.num_elements for spec in trace.destinations], dtype=np.int64)
     elements[[spec.name in trace.untraced for spec in trace.destinations]] = 0
     np.subtract.at(elements, trace.fills.destination, trace.fills.shape.prod(axis=1))

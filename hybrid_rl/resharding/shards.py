@@ -1,8 +1,8 @@
-"""Tensors in files, each rank writing its own part, to be read at any number of ranks.
+"""Sharded tensor files: each rank writes its own part, and any number of ranks can read them.
 
-The files are those of torch.distributed.checkpoint's safetensors format (HuggingFaceStorageWriter with
-save_distributed), which can read them. Here nothing is unpickled, nothing communicated, no second copy of the tensors
-made, and a part that is missing is an error.
+The files are in torch.distributed.checkpoint's safetensors format (HuggingFaceStorageWriter with save_distributed),
+which can read them. The code here unpickles nothing, communicates nothing, makes no second copy of the tensors, and
+treats a missing part as an error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
+from hybrid_rl.compat.transformers import str_to_torch_dtype
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.files import save_tensors
 from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
@@ -35,9 +35,9 @@ class _Part:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Path | None:
-    """Write this rank's parts of tensors, plain (rank 0 writes them) or sharded; the file, None without any part.
+    """Write this rank's parts of tensors, sharded or plain (which rank 0 writes). Returns the file, if it has any.
 
-    Of copies one rank writes. The folder must exist and be the same for all ranks.
+    Of several copies only one is written. The folder must exist and be the same for all ranks.
     """
     own = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor, rank)}
     parts = {name: local_tensor(tensor).contiguous() for name, tensor in own.items() if _holds_part(tensor)}
@@ -50,15 +50,15 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Path
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors, plain or sharded, from what any number of ranks wrote. Each rank reads its own parts.
+    """Fill tensors, plain or sharded, from files of any number of ranks. Each rank reads its own parts.
 
-    Raises CheckpointError, before anything is changed, where names, shapes or dtypes differ or a part is missing.
+    Raises CheckpointError, before anything is changed, if names, shapes or dtypes differ or a part is missing.
     """
     stored = _parts(folder)
     differing = sorted(stored.keys() ^ tensors.keys())
     if differing:
         raise CheckpointError(
-            f"{folder} is of another model, or of another dtype: it differs in {len(differing)} tensors, e.g. "
+            f"{folder} is of another model, or of another dtype: {len(differing)} tensors differ, e.g. "
             f"{differing[0]} ({'only in the checkpoint' if differing[0] in stored else 'not in the checkpoint'})"
         )
     plan = {name: _plan(folder, name, tensors[name], stored[name]) for name in tensors}
@@ -72,7 +72,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_boxes(folder: Path) -> dict[str, list[tuple[str, Box]]]:
-    """Of every tensor in a folder its parts: name of the file, and box. Raises CheckpointError where it cannot be read.
+    """Return the parts of every tensor in a folder: file name and box. Raises CheckpointError if it cannot be read.
 
     Every file holds at most one part of a tensor.
     """
@@ -98,7 +98,7 @@ def _parts(folder: Path) -> dict[str, list[_Part]]:
 
 
 def _plan(folder: Path, name: str, tensor: Tensor, parts: list[_Part]) -> list[tuple[_Part, Box]]:
-    """What to read from which part. Parts do not overlap, so counting elements shows whether any is missing."""
+    """Return what to read from which part. Parts do not overlap, so counting elements shows whether any is missing."""
     shape, dtype = _global_shape(parts), parts[0].dtype
     if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
         raise CheckpointError(
@@ -108,7 +108,7 @@ def _plan(folder: Path, name: str, tensor: Tensor, parts: list[_Part]) -> list[t
     pieces = [(part, common) for part in parts if (common := overlap(part.box, box)) is not None]
     missing = num_elements(box) - sum(num_elements(common) for _, common in pieces)
     if missing:
-        raise CheckpointError(f"{folder} is incomplete: {missing} elements of {name} are in none of its files")
+        raise CheckpointError(f"{folder} is incomplete: none of its files has {missing} elements of {name}")
     return pieces
 
 
@@ -117,5 +117,5 @@ def _global_shape(parts: list[_Part]) -> tuple[int, ...]:
 
 
 def _holds_part(tensor: Tensor) -> bool:
-    # A tensor without elements is one everywhere: it is written so that its name is known.
+    # An empty tensor has one empty part on every rank: it is written to record its name.
     return num_elements(local_box(tensor)) > 0 or tensor.numel() == 0

@@ -1,4 +1,4 @@
-"""Strided views as axis-aligned boxes of the tensors that they are views of."""
+"""Strided views, described by axis-aligned boxes of the tensors that they view."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_BOXES = 1 << 16
 
 
 def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence[int]) -> list[SourceBox] | None:
-    """Copying a view of a contiguous tensor of this shape, as copies of boxes of it.
+    """Describe a copy from a view of a contiguous tensor of this shape as copies of boxes of that tensor.
 
-    source_offset: of the view's first element in the source; offset: of where it goes. The strides of a box: the way in
-    the destination for one step along each dim of the source. None where it takes more than MAX_BOXES.
+    source_offset: of the view's first element in the source; offset: of its destination. The strides of a box are the
+    steps in the destination along each dim of the source. Returns None if that takes more than MAX_BOXES.
     """
     steps = _contiguous_strides(shape)
     found: list[SourceBox] = []
@@ -32,7 +32,7 @@ def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence
         if isinstance(taken, tuple):
             found.append(taken)
             continue
-        # An axis that is no run along one dim is cut: into runs where it can be, else step by step.
+        # An axis that does not run along one dim is cut: into stretches that do if possible, otherwise step by step.
         extent, stride, way = rest.pop(taken)
         dim = _dim_of(stride, shape, steps)
         if dim is not None and steps[dim] == stride and low[dim] + extent > shape[dim]:
@@ -54,10 +54,10 @@ def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence
 def without_overlaps(
     writes: Sequence[tuple[int, Sequence[Axis]]], shape: Sequence[int], strides: Sequence[int]
 ) -> list[tuple[int, int, int, list[Axis]]] | None:
-    """Writes to one contiguous tensor, of which later ones hide earlier ones, as writes that do not overlap.
+    """Return writes to one contiguous tensor without overlaps: later ones hide earlier ones.
 
-    writes: (offset in the tensor, axes with strides in the tensor last). Returns (index of the write, offset, way that
-    its source offset moves, axes); None where writes have no boxes in the tensor.
+    writes: (offset in the tensor, axes with strides in the tensor last). Returns (index of the write, offset, shift of
+    its source offset, axes); None if a write is not made of boxes of the tensor.
     """
     if list(strides) != _contiguous_strides(shape):
         return None
@@ -65,7 +65,7 @@ def without_overlaps(
     taken: list[tuple[list[int], list[int]]] = []
     for index in reversed(range(len(writes))):
         offset, axes = writes[index]
-        # Seen from the tensor: its boxes, with the way in the write's source along each of its dims.
+        # Relative to the tensor: its boxes, with the step in the write's source along each of its dims.
         found = boxes(offset, 0, [(extent, to, way) for extent, way, to in axes], shape)
         if found is None:
             return None
@@ -84,7 +84,7 @@ def _contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _dim_of(stride: int, shape: Sequence[int], steps: Sequence[int]) -> int | None:
-    """The dim, of those with more than one element, along which a stride makes whole steps before it leaves the dim."""
+    """The dim, among those with several elements, along which a stride makes whole steps inside the dim."""
     for dim, step in enumerate(steps):
         if shape[dim] > 1 and step <= stride:
             return dim
@@ -94,9 +94,9 @@ def _dim_of(stride: int, shape: Sequence[int], steps: Sequence[int]) -> int | No
 def _as_box(
     low: list[int], offset: int, axes: Sequence[Axis], shape: Sequence[int], steps: Sequence[int]
 ) -> SourceBox | int:
-    """The box that the axes span from its lowest element; or the position of an axis that is in the way."""
+    """The box that the axes span from its lowest element; or the position of an axis that does not fit."""
     extents, ways = [1] * len(shape), [0] * len(shape)
-    # Finest first: an axis of larger steps continues the run of a finer one where both sides agree.
+    # Finest first: an axis of larger steps continues a finer one if both sides agree.
     for position in sorted(range(len(axes)), key=lambda p: axes[p][1]):
         extent, stride, way = axes[position]
         dim = _dim_of(stride, shape, steps)
@@ -119,7 +119,7 @@ def _as_box(
 def _subtract(
     low: Sequence[int], high: Sequence[int], taken: Sequence[tuple[list[int], list[int]]]
 ) -> list[tuple[list[int], list[int]]]:
-    """What is left of a box without others, as boxes."""
+    """Return a box minus other boxes, as boxes."""
     left = [(list(low), list(high))]
     for other_low, other_high in taken:
         remaining: list[tuple[list[int], list[int]]] = []

@@ -1,8 +1,7 @@
-"""What is copied where, as columns of integers: thousands of small copies are planned and carried out without a Python
-object for each.
+"""Tables of copies, as columns of integers: thousands of small copies without a Python object for each.
 
 A global tensor is contiguous; its elements are numbered row by row. Tensors have at most MAX_DIMS dims here; rows of
-fewer dims are filled up with extents of 1 and strides of 0 at the end. All columns are int64, offsets and strides count
+fewer dims are padded at the end with extents of 1 and strides of 0. All columns are int64; offsets and strides count
 elements.
 """
 
@@ -28,22 +27,24 @@ class Table:
         return len(getattr(self, fields(self)[0].name))
 
     def select(self: Rows, rows: Any) -> Rows:
-        """The rows of an index array, a mask or a slice, as a table."""
+        """Return the rows of an index array, a mask or a slice, as a table."""
         return type(self)(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
     @classmethod
     def join(cls: type[Rows], tables: Sequence[Rows]) -> Rows:
-        """The rows of several tables, one after the other; at least one table."""
+        """Return the rows of several tables (at least one), one after the other."""
         return cls(**{f.name: np.concatenate([getattr(table, f.name) for table in tables]) for f in fields(cls)})
 
 
 @dataclass(frozen=True)
 class Copies(Table):
-    """What an engine's loader copies: each row takes one box of a global source tensor to one destination tensor.
+    """The copies of an engine's loader: each row copies one box of a global source tensor to a destination tensor.
 
-    source [R]: index of the global tensor. low, high [R, MAX_DIMS]: the box in it, high excluded. destination [R]:
-    index of the engine's tensor. offset [R]: where the element `low` goes, from that tensor's first element. strides
-    [R, MAX_DIMS]: the way in the destination's memory for one step along each dim of the source.
+    source [R]: index of the global tensor.
+    low, high [R, MAX_DIMS]: the box in it, high excluded.
+    destination [R]: index of the engine's tensor.
+    offset [R]: of the element `low` in the destination, from that tensor's first element.
+    strides [R, MAX_DIMS]: step in the destination's memory along each dim of the source.
     """
 
     source: Column
@@ -56,13 +57,15 @@ class Copies(Table):
 
 @dataclass(frozen=True)
 class Pieces(Table):
-    """What one rank reads from the local tensors of the ranks that hold a source, and where it writes that.
+    """The reads of one rank from the local tensors of the ranks that hold a source, and their destinations.
 
-    source, source_rank [P]: which global tensor's part, of which rank; that part is contiguous in the rank's memory.
-    source_offset [P], source_strides [P, MAX_DIMS]: in that part. destination, destination_offset [P],
-    destination_strides [P, MAX_DIMS]: in the engine's tensor, from its first element. shape [P, MAX_DIMS]: extents.
-    global_offset [P], global_strides [P, MAX_DIMS]: the number of the first element in the global tensor, and the way
-    to the next along each dim; what the content hash is keyed with.
+    source, source_rank [P]: the global tensor, and the rank whose part is read; the part is contiguous in its memory.
+    source_offset [P], source_strides [P, MAX_DIMS]: in that part.
+    destination, destination_offset [P], destination_strides [P, MAX_DIMS]: in the engine's tensor, from its first
+    element.
+    shape [P, MAX_DIMS]: extents.
+    global_offset [P], global_strides [P, MAX_DIMS]: element number of the first element in the global tensor, and the
+    step along each dim; they key the content hash.
     """
 
     source: Column

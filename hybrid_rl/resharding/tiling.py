@@ -15,7 +15,7 @@ from hybrid_rl.resharding.trace import DestinationSpec, Fills
 
 @dataclass(frozen=True)
 class _Writes(Table):
-    """Elements of memory that are written. destination, offset [R]; shape, strides [R, D], largest stride first."""
+    """Writes to memory. destination, offset [R]; shape, strides [R, D], largest stride first."""
 
     destination: Column
     offset: Column
@@ -26,10 +26,10 @@ class _Writes(Table):
 def check_tiling(
     copies: Copies, fills: Fills, destinations: Sequence[DestinationSpec], untraced: Collection[str] = ()
 ) -> None:
-    """Raise HandoffError unless each element of each destination is written exactly once, and nothing beside them.
+    """Raise HandoffError unless each element of each destination is written exactly once, and nothing else.
 
     untraced: names of destinations that are written in another way, and must not be written here. Exact for any shapes
-    and strides: padded, fused, stacked and transposed destinations, of whatever order the writes are.
+    and strides (padded, fused, stacked and transposed destinations) and any order of the writes.
     """
     writes = _Writes.join(
         [
@@ -44,20 +44,20 @@ def check_tiling(
     for index in np.flatnonzero(~_is_row_of_runs(writes, memory) | elsewhere).tolist():
         rows = writes.select(np.flatnonzero(writes.destination == index))
         if elsewhere[index]:
-            problem = f"{len(rows)} copies write it, though it is to be loaded otherwise" if len(rows) else None
+            problem = f"{len(rows)} copies write it, though it is loaded in another way" if len(rows) else None
         else:
             problem = _problem(rows, memory.select([index]))
         if problem:
             wrong.append(f"{destinations[index].name} {list(destinations[index].shape)}: {problem}")
     if wrong:
         raise HandoffError(
-            f"the weights that the engine would get are not complete: {len(wrong)} of its {len(destinations)} tensors, "
+            f"the weights for the engine are not complete: {len(wrong)} of its {len(destinations)} tensors, "
             f"e.g. {'; '.join(wrong[:3])}. Trainer and engine must be built from one config; is the model supported?"
         )
 
 
 def _ordered(destination: Column, offset: Column, shape: Column, strides: Column) -> _Writes:
-    """Writes in the order of memory, with neighbouring dims as one where they are contiguous."""
+    """Sort writes in the order of memory, and merge neighbouring dims that are contiguous."""
     strides = np.where(shape == 1, 0, strides)
     order = np.argsort(-strides, axis=1, kind="stable")
     shape, strides = np.take_along_axis(shape, order, axis=1), np.take_along_axis(strides, order, axis=1)
@@ -72,7 +72,7 @@ def _ordered(destination: Column, offset: Column, shape: Column, strides: Column
 
 
 def _memory(destinations: Sequence[DestinationSpec]) -> _Writes:
-    """The elements that the destinations have, one row each."""
+    """Return the elements of the destinations, one row each."""
     num_dims = max([MAX_DIMS, *(len(spec.shape) for spec in destinations)])
     shape = np.ones((len(destinations), num_dims), dtype=np.int64)
     strides = np.zeros_like(shape)
@@ -83,9 +83,10 @@ def _memory(destinations: Sequence[DestinationSpec]) -> _Writes:
 
 
 def _is_row_of_runs(writes: _Writes, memory: _Writes) -> Column:
-    """Which destinations are contiguous and written in contiguous runs, one after the other. bool [destinations]
+    """Return which destinations are contiguous and written in contiguous stretches, one after the other: bool
+    [destinations].
 
-    Nearly all are; the others are counted.
+    Nearly all are; the others are counted element by element.
     """
     length = memory.shape.prod(axis=1)
     good = _is_run(memory)
@@ -93,7 +94,7 @@ def _is_row_of_runs(writes: _Writes, memory: _Writes) -> Column:
     order = np.lexsort((writes.offset, writes.destination))
     destination, begin = writes.destination[order], writes.offset[order]
     end = begin + writes.shape.prod(axis=1)[order]
-    # Each run begins where the one before ends, the first one at 0, the last one ends at the length.
+    # Each stretch begins where the previous one ends, the first one at 0; the last one ends at the length.
     starts = np.diff(destination, prepend=-1) != 0
     expected = np.where(starts, 0, np.concatenate([end[:1], end[:-1]]))
     good &= np.bincount(destination, begin != expected, minlength=len(length)) == 0
@@ -108,7 +109,7 @@ def _is_run(writes: _Writes) -> Column:
 
 
 def _problem(writes: _Writes, memory: _Writes) -> str | None:
-    """Count how often each element of one destination is written; what is wrong, if anything."""
+    """Count how often each element of one destination is written; return what is wrong, if anything."""
     shape, strides = memory.shape[0], memory.strides[0]
     num_elements = int(shape.prod())
     if not num_elements and not len(writes):
@@ -117,7 +118,7 @@ def _problem(writes: _Writes, memory: _Writes) -> str | None:
     last = writes.offset + ((writes.shape - 1) * writes.strides).sum(axis=1)
     outside = int(((writes.offset < 0) | (last >= length)).sum())
     if outside:
-        return f"{outside} copies go beyond its memory of {length} elements"
+        return f"{outside} copies exceed its memory of {length} elements"
     grain = int(np.gcd.reduce(_grains(_Writes.join([writes, memory]))))
     counts, present = (_counts(rows, grain, -(-length // grain)) for rows in (writes, memory))
     missing = int(((counts == 0) & (present == 1)).sum()) * grain
@@ -125,17 +126,17 @@ def _problem(writes: _Writes, memory: _Writes) -> str | None:
     beside = int(((counts > 0) & (present == 0)).sum()) * grain
     if not missing and not doubled and not beside:
         return None
-    return f"of {num_elements} elements {missing} are missing, {doubled} written more than once, {beside} beside it"
+    return f"of {num_elements} elements {missing} are missing, {doubled} written more than once, {beside} outside it"
 
 
 def _is_inner(writes: _Writes) -> Column:
-    """The dim of contiguous elements, where there is one: the last of stride 1. bool [R, D]"""
+    """Return the dim of contiguous elements, if there is one: the last of stride 1. bool [R, D]"""
     is_one = writes.strides == 1
     return is_one & (np.cumsum(is_one[:, ::-1], axis=1)[:, ::-1] == 1)
 
 
 def _grains(writes: _Writes) -> Column:
-    """Each write is made of aligned runs of so many elements. int64 [R]"""
+    """Return the largest size of aligned stretches of which each write is made. int64 [R]"""
     is_inner = _is_inner(writes)
     run = np.where(is_inner, writes.shape, 1).prod(axis=1)
     steps = np.where(is_inner | (writes.shape == 1), 0, writes.strides)
@@ -143,7 +144,7 @@ def _grains(writes: _Writes) -> Column:
 
 
 def _counts(writes: _Writes, grain: int, num_grains: int) -> Column:
-    """How often each run of `grain` elements is written. int64 [num_grains]"""
+    """Count how often each stretch of `grain` elements is written. int64 [num_grains]"""
     is_inner = _is_inner(writes)
     shape = np.where(is_inner, writes.shape // grain, writes.shape)
     steps = np.where(is_inner, 1, writes.strides // grain)

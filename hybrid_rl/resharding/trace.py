@@ -1,4 +1,4 @@
-"""Where an engine puts every element of the trainer's weights, as found by watching its own loader (tracer.py)."""
+"""The trace of an engine's loader: the place in the engine of every element of the trainer's weights (tracer.py)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class DestinationSpec:
 
 @dataclass(frozen=True)
 class Fills(Table):
-    """What a loader sets to constants, such as padding. destination, offset [R]; shape, strides [R, MAX_DIMS]: as in
-    Copies, a box of the destination's memory; value [R], float64."""
+    """Constants that a loader sets, such as padding. destination, offset [R]; shape, strides [R, MAX_DIMS]: a box of
+    the destination's memory, as in Copies; value [R], float64."""
 
     destination: Column
     offset: Column
@@ -50,8 +50,8 @@ class Fills(Table):
 class Trace:
     """What one rank's engine takes from the global tensors.
 
-    Copies and fills write each element of every destination exactly once, but for those in `untraced` (name -> why),
-    which they do not write at all. unused: names of sources of which this rank's engine takes nothing.
+    Copies and fills write each element of every destination exactly once, except for those in `untraced` (name ->
+    reason), which they do not write at all. unused: names of sources that this rank's engine does not use.
     """
 
     sources: tuple[TensorSpec, ...]
@@ -62,7 +62,7 @@ class Trace:
     unused: tuple[str, ...]
 
     def without(self, reasons: Mapping[str, str]) -> Trace:
-        """The trace with these destinations untraced, for the reasons given; indices stay as they are."""
+        """Return the trace with these destinations untraced, for the given reasons; indices do not change."""
         names = {spec.name for spec in self.destinations}
         if not reasons.keys() <= names:
             raise HandoffError(f"the trace has no destinations {sorted(reasons.keys() - names)}")
@@ -96,14 +96,14 @@ class Trace:
         for prefix, table in (("copies", self.copies), ("fills", self.fills)):
             for item in fields(table):
                 column = getattr(table, item.name)
-                # Neighbouring rows are alike: differences of integers compress well.
+                # Neighbouring rows are similar, and differences of integers compress well.
                 change = column if column.dtype == np.float64 else np.diff(column, axis=0, prepend=0)
                 columns[f"{prefix}.{item.name}"] = np.ascontiguousarray(change.T)
         np.savez_compressed(path, **columns)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Read what `save` wrote. Raises HandoffError where the file is not one of a trace."""
+        """Read what `save` wrote. Raises HandoffError if the file is not a trace."""
         try:
             with np.load(path, allow_pickle=False) as stored:
                 columns = {name: stored[name] for name in stored.files}

@@ -1,4 +1,4 @@
-"""Runs an engine's loader without executing it: writes into the engine's tensors become records of a trace."""
+"""Tracing of an engine's loader: it runs without executing, and its writes to the engine's tensors are recorded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ def trace_loader(
     destinations: Mapping[str, Tensor],
     optional: Collection[str] = (),
 ) -> Trace:
-    """Run a loader on offered views of the sources, without executing it, and tell what it copies where.
+    """Run a loader on views of the sources without executing it, and return what it copies where.
 
-    load: takes (name, tensor) pairs, such as a model's `load_weights`. offered: views of `sources` under checkpoint
-    names. sources: contiguous meta tensors, each with a storage of its own. destinations: the engine's tensors, live or
-    meta, under unique names. optional: names of destinations that are left out of the trace where the loader does not
-    touch them, such as buffers that the engine computes itself. Raises HandoffError where the loader reads values.
+    load: takes (name, tensor) pairs, such as a model's `load_weights`.
+    offered: views of `sources` under checkpoint names.
+    sources: contiguous meta tensors, each with a storage of its own.
+    destinations: the engine's tensors, live or meta, under unique names.
+    optional: names of destinations left out of the trace if the loader does not touch them, such as buffers that the
+    engine computes itself.
+
+    Raises HandoffError if the loader reads values.
     """
     recorder = _Recorder(sources, destinations)
     with torch.no_grad(), recorder:
@@ -43,7 +47,7 @@ def trace_loader(
 
 @dataclass
 class _Write:
-    """One write of the loader: what a destination's elements are taken from. source: None for a constant."""
+    """One write of the loader: the origin of a destination's elements. source: None for a constant."""
 
     offset: int
     axes: list[Axis]  # (extent, stride in the source, stride in the destination)
@@ -57,19 +61,19 @@ class _Write:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records writes from sources to destinations. Everything is known by its storage."""
+    """Recorder of writes from sources to destinations. All tensors are identified by their storage."""
 
     def __init__(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._sources = tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in sources.items())
         self._names = tuple(destinations)
         self._tensors = list(destinations.values())
-        # A storage of a source holds its elements at their global numbers; so does that of a cast of it.
+        # A storage of a source holds its elements at their global numbers; so does the storage of a cast of it.
         self._source_of: dict[int, tuple[int, torch.dtype]] = {}
         self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
         self._destinations_of: dict[int, list[int]] = {}
         self._lost: dict[int, str] = {}
-        self._alive: list[Tensor] = list(sources.values())  # else another tensor could get a storage's identity
+        self._alive: list[Tensor] = list(sources.values())  # or a new tensor could reuse the identity of a storage
         self._writes: list[list[_Write]] = [[] for _ in self._tensors]
         self._untraced: dict[str, str] = {}
         self._kinds: dict[Any, tuple[bool, bool]] = {}
@@ -109,14 +113,14 @@ class _Recorder(TorchDispatchMode):
         return self._computed(func, args, kwargs, tracked)
 
     def trace(self, optional: Collection[str]) -> Trace:
-        """What was recorded, as a trace."""
+        """Return the recorded writes as a trace."""
         numbers = [i for i, name in enumerate(self._names) if self._touched(i) or name not in optional]
         specs = tuple(_spec(self._names[i], self._tensors[i]) for i in numbers)
         copies: list[list[int]] = []
         fills: list[tuple[int, int, list[int], list[int], float]] = []
         for index, (number, spec) in enumerate(zip(numbers, specs, strict=True)):
             if spec.name not in self._untraced:
-                # Kept only where all writes of the destination have boxes.
+                # Kept only if all writes of the destination are made of boxes.
                 rows: tuple[list[Any], list[Any]] = [], []
                 reason = self._rows(index, self._writes[number], spec, *rows)
                 if reason:
@@ -149,14 +153,14 @@ class _Recorder(TorchDispatchMode):
     def _rows(
         self, index: int, writes: list[_Write], spec: DestinationSpec, copies: list[list[int]], fills: list[Any]
     ) -> str | None:
-        """Append a destination's writes as boxes; why it cannot be traced, where it cannot."""
+        """Append a destination's writes as boxes; return the reason if it cannot be traced."""
         if not writes:
             return UNWRITTEN
         num_elements = sum(write.num_elements for write in writes)
         if num_elements > spec.num_elements:
             kept = without_overlaps([(write.offset, write.axes) for write in writes], spec.shape, spec.strides)
             if kept is None:
-                return "the loader writes parts of it more than once, in a way that has no boxes"
+                return "the loader overwrites parts of it in a way that cannot be described by boxes"
             writes = [
                 replace(writes[i], offset=at, axes=axes, source_offset=writes[i].source_offset + moved)
                 for i, at, moved, axes in kept
@@ -178,7 +182,7 @@ class _Recorder(TorchDispatchMode):
                 return f"its source {self._sources[write.source].name} has more than {MAX_DIMS} dims"
             found = boxes(write.source_offset, write.offset, write.axes, extents)
             if found is None:
-                return f"it takes {self._sources[write.source].name} in a way that has too many boxes"
+                return f"it takes {self._sources[write.source].name} in a way that needs too many boxes"
             filled = [0] * (MAX_DIMS - len(extents))
             ones = [1] * len(filled)
             for low, high, at, strides in found:
@@ -194,7 +198,7 @@ class _Recorder(TorchDispatchMode):
         return found is not None and found[1] == tensor.dtype and storage_id(tensor) not in self._lost
 
     def _destination(self, view: Tensor) -> int | None:
-        """The destination that a view lies in."""
+        """Return the destination that a view belongs to."""
         for index in self._destinations_of.get(storage_id(view), ()):
             tensor = self._tensors[index]
             begin, end = _span(tensor)
@@ -226,7 +230,7 @@ class _Recorder(TorchDispatchMode):
         elif value.numel() == 1 and not value.is_meta:
             self._fill(target, float(value), aten.copy_.default)
         else:
-            self._untraced[name] = "the loader copies a tensor into it that is no part of the checkpoint"
+            self._untraced[name] = "the loader copies a tensor into it that is not part of the checkpoint"
 
     def _fill(self, target: Tensor, value: float | None, func: Any) -> None:
         if target.numel() == 0:
@@ -240,7 +244,7 @@ class _Recorder(TorchDispatchMode):
         self._writes[index].append(_Write(offset, axes, value=value))
 
     def _spoil(self, tensor: Tensor, reason: str) -> None:
-        """What lies in a tensor's storage is no longer known."""
+        """Mark the content of a tensor's storage as unknown."""
         destinations = self._destinations_of.get(storage_id(tensor), ())
         for index in destinations:
             self._untraced[self._names[index]] = reason
@@ -249,7 +253,7 @@ class _Recorder(TorchDispatchMode):
             self._alive.append(tensor)
 
     def _cast(self, view: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of a source's view: the same view, of the source in another dtype. Nothing needs to be contiguous."""
+        """Trace a copy of a source's view: the same view, of the source in another dtype; it need not be contiguous."""
         index, _ = self._source_of[storage_id(view)]
         if dtype != view.dtype:
             key = (index, dtype)
@@ -260,7 +264,7 @@ class _Recorder(TorchDispatchMode):
         return view.detach()
 
     def _reshaped(self, view: Tensor, shape: Sequence[int]) -> Tensor:
-        """The second half of `reshape` on what cannot be viewed: PyTorch copied before, which here made no copy."""
+        """Trace the second half of `reshape` on a tensor without such a view: PyTorch has copied, the trace has not."""
         try:
             return aten.view.default(view, shape)  # type: ignore[no-any-return]
         except (RuntimeError, ValueError):
@@ -271,8 +275,8 @@ class _Recorder(TorchDispatchMode):
     def _computed(self, func: Any, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         if not any(isinstance(result.type, torch.TensorType | torch.ListType) for result in schema_of(func).returns):
             raise HandoffError(
-                f"the engine's loader reads values of weights ({func} on {self._name(tracked[0])}), so it cannot be "
-                f"traced; load this model through the engine's reload"
+                f"the engine's loader reads the values of weights ({func} on {self._name(tracked[0])}), so it cannot "
+                f"be traced; load this model through the engine's reload"
             )
         results = func(*args, **kwargs)
         for result in tree_leaves(results):
@@ -293,7 +297,7 @@ def _spec(name: str, tensor: Tensor) -> DestinationSpec:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last element in the storage, the last one excluded."""
+    """Return the range of elements in the storage: first, and last + 1."""
     first = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return first, first
@@ -301,7 +305,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation is given, alone or in lists; quicker than a walk through any structure."""
+    """Return the tensors among an operation's arguments, alone or in lists; faster than a general tree traversal."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -326,7 +330,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _number(value: Any) -> float | None:
-    """A filling value; None where it is a tensor without data."""
+    """Return a fill value; None for a tensor without data."""
     return None if isinstance(value, Tensor) and value.is_meta else float(value)
 
 

@@ -1,10 +1,9 @@
-"""Proof that engines hold the trainer's weights: each side hashes what it has by what it alone knows.
+"""Proof that engines hold the trainer's weights: each side hashes what it has, using only its own description of it.
 
 The hash of a parameter is the sum over its elements of a function of its name, the element's number in the global
 tensor, and the element's bits in the engine's dtype. Sources find the elements by their layout, engines by the trace of
-their own loader; the plan is not asked. So a wrong plan shows as much as a corrupted byte, a parameter that was not
-written, or one that still has its old value. Engines that hold the same (data-parallel replicas) are one for the
-sources: an image.
+their own loader; the plan is not used. A wrong plan is therefore found just like a corrupted byte, a parameter that was
+not written, or one that still has its old value. Engines that hold the same (data-parallel replicas) share one *image*.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.execute import Walk, hash_pieces, name_seed
+from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, alone, gathered
 from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
@@ -37,7 +36,7 @@ _LISTED = 5  # parameters named in an error
 
 @dataclass(frozen=True)
 class Verified:
-    """What a proof took. num_bytes: re-read from this participant's engine; num_tensors: global tensors compared."""
+    """The extent of a proof. num_bytes: re-read from this participant's engine; num_tensors: tensors compared."""
 
     num_tensors: int
     num_bytes: int
@@ -46,8 +45,8 @@ class Verified:
 
 @dataclass(frozen=True)
 class _Image(Table):
-    """What an engine holds, wherever it keeps it: boxes of global tensors, sorted. source [R]: number in the layout;
-    dtype [R]: number in DTYPES; low, high [R, MAX_DIMS]."""
+    """What an engine holds, wherever it is in memory: boxes of global tensors, sorted. source [R]: index in the layout;
+    dtype [R]: index in DTYPES; low, high [R, MAX_DIMS]."""
 
     source: Column
     dtype: Column
@@ -55,7 +54,7 @@ class _Image(Table):
     high: Column
 
     def digest(self) -> str:
-        """Equal for engines that hold the same elements in the same dtypes."""
+        """A short hash, equal for engines that hold the same elements in the same dtypes."""
         found = hashlib.blake2b(digest_size=16)
         for item in fields(self):
             found.update(np.ascontiguousarray(getattr(self, item.name)).tobytes())
@@ -63,12 +62,13 @@ class _Image(Table):
 
 
 class Verifier:
-    """Compares what engines hold with what sources hold, parameter by parameter. Every participant has one.
+    """Comparison of engines with sources, parameter by parameter. Every participant has one.
 
-    trace: what this participant's engine takes; None where it has no engine. What a trace leaves out, as layers that an
-    engine derives, is not compared. gather: over all participants. Making it is collective.
+    trace: what this participant's engine takes; None if it has no engine. Destinations that a trace leaves out, such as
+    layers that an engine derives, are not compared.
+    gather: over all participants. Making a verifier is collective.
 
-    Raises HandoffError where a trace does not write every element once, or takes what the trainer does not have.
+    Raises HandoffError if a trace does not write every element once, or takes what the trainer does not have.
     """
 
     def __init__(self, trace: Trace | None, layout: SourceLayout, *, gather: Gather = alone) -> None:
@@ -79,7 +79,7 @@ class Verifier:
         for number, sharded in enumerate(layout.tensors):
             shape[number, : sharded.check_dims()] = sharded.spec.shape
         self._strides = contiguous_strides(shape)  # of the global tensors
-        self._reading: Walk | None = None
+        self._reading: HashedBoxes | None = None
         own: _Image | None = None
         if trace is not None:
             self._reading, own = self._of_trace(trace)
@@ -88,19 +88,19 @@ class Verifier:
         answers = gathered(gather, (layout.digest(), digest, token), "what engines hold")
         if len({theirs for theirs, _, _ in answers}) > 1:
             raise PeerError("participants verify different weights: the digests of their layouts differ")
-        # The first one of those that hold the same tells the others what that is.
+        # The first participant of those with the same image sends its boxes to the others.
         firsts = {theirs: who for _, theirs, who in reversed(answers) if theirs is not None}
         told = gathered(gather, own if digest is not None and firsts[digest] == token else None, "what engines hold")
         self.images = [image for image in told if image is not None]
         numbers = {image.digest(): number for number, image in enumerate(self.images)}
         self._image_of = [None if theirs is None else numbers[theirs] for _, theirs, _ in answers]
-        self._walks: dict[int, list[Walk]] = {}
+        self._boxes: dict[int, list[HashedBoxes]] = {}
 
     def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> Verified:
-        """Prove that every engine holds the weights that the sources hold now. Collective.
+        """Prove that every engine holds the sources' present weights. Collective.
 
-        destinations: this participant's engine's tensors, as in its trace. Raises HandoffError on every participant,
-        naming the parameters, where an engine does not hold them or participants verify different versions.
+        destinations: the tensors of this participant's engine, as in its trace. Raises HandoffError on every
+        participant, naming the parameters, if an engine does not hold them or participants verify different versions.
         """
         start = time.perf_counter()
         said: str | None = None
@@ -117,7 +117,7 @@ class Verifier:
             if problem is not None:
                 raise PeerError(f"participant {number} failed to verify policy version {theirs}: {problem}")
             if theirs != version:
-                raise PeerError(f"participant {number} verifies policy version {theirs}, here it is {version}")
+                raise PeerError(f"participant {number} verifies policy version {theirs}, this one verifies {version}")
         self._compare(version, [sides for _, _, sides in answers])
         num_bytes = 0 if self._reading is None else _num_bytes(self._reading)
         return Verified(len(self._names), num_bytes, time.perf_counter() - start)
@@ -125,20 +125,20 @@ class Verifier:
     def _sides(
         self, held: Mapping[int, Parts], destinations: Sequence[Tensor]
     ) -> tuple[Hashes, Hashes | None, list[str]]:
-        """By image and parameter, what the parts held here add to it; by parameter, what the engine here holds; and the
-        names of the engine's tensors whose constants are not as its loader set them."""
+        """Return, by image and parameter, the contribution of the parts held here; by parameter, the hash of the engine
+        here; and the names of the engine's tensors whose constants differ from those of its loader."""
         expected = np.zeros((len(self.images), len(self._names)), dtype=np.int64)
         for rank, parts in held.items():
-            if rank not in self._walks:
-                self._walks[rank] = [self._of_rank(rank, image) for image in self.images]
-            for number, walk in enumerate(self._walks[rank]):
-                expected[number] += self._sums(walk, parts)
+            if rank not in self._boxes:
+                self._boxes[rank] = [self._of_rank(rank, image) for image in self.images]
+            for number, boxes in enumerate(self._boxes[rank]):
+                expected[number] += self._sums(boxes, parts)
         if self._trace is None or self._reading is None:
             return expected, None, []
         return expected, self._sums(self._reading, destinations), _wrong_constants(self._trace, destinations)
 
     def _compare(self, version: int, sides: Sequence[tuple[Hashes, Hashes | None, list[str]]]) -> None:
-        expected = np.sum([part for part, _, _ in sides], axis=0)  # wraps around, as it should
+        expected = np.sum([part for part, _, _ in sides], axis=0)  # wraps around, as intended
         problems = []
         for number, (_, actual, constants) in enumerate(sides):
             image = self._image_of[number]
@@ -151,13 +151,13 @@ class Verifier:
         if problems:
             raise HandoffError(
                 f"engines do not hold the trainer's weights of policy version {version}: {'; '.join(problems)}. "
-                f"Nothing may be generated with them; run again, and report it if it comes back"
+                f"Nothing may be generated with them; run again, and report it if it happens again"
             )
 
     # ----------------------------------------------------------------------------------------------- what to hash
 
-    def _of_trace(self, trace: Trace) -> tuple[Walk, _Image]:
-        """Where the engine keeps the boxes that it takes, and what these are."""
+    def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
+        """Return where the engine keeps the boxes that it takes, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
         known = {sharded.spec.name: (i, sharded.spec.shape) for i, sharded in enumerate(self._layout.tensors)}
         numbers = np.full(len(trace.sources), -1, dtype=np.int64)
@@ -172,7 +172,7 @@ class Verifier:
             numbers[i] = number
         copies, parameter = trace.copies, numbers[trace.copies.source]
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
-        walk = Walk(
+        boxes = HashedBoxes(
             tensor=copies.destination,
             offset=copies.offset,
             strides=copies.strides,
@@ -183,10 +183,10 @@ class Verifier:
             global_strides=self._strides[parameter],
         )
         order = np.lexsort((*copies.high.T, *copies.low.T, code, parameter))
-        return walk, _Image(parameter, code, copies.low, copies.high).select(order)
+        return boxes, _Image(parameter, code, copies.low, copies.high).select(order)
 
-    def _of_rank(self, rank: int, image: _Image) -> Walk:
-        """The parts of an image that lie in a rank's cells; of a cell that several ranks hold the first answers."""
+    def _of_rank(self, rank: int, image: _Image) -> HashedBoxes:
+        """Return the parts of an image in a rank's cells; of several ranks that hold a cell the first one counts."""
         low, high = self._layout.parts(rank)
         answers = [bool((sharded.owners[..., 0] == rank).any()) for sharded in self._layout.tensors]
         high = np.where(np.array(answers, dtype=bool)[:, None], high, low)
@@ -195,7 +195,7 @@ class Verifier:
         rows = np.flatnonzero((end > begin).all(axis=1))
         parameter, begin, shape = image.source[rows], begin[rows], (end - begin)[rows]
         strides = contiguous_strides((cell_high - cell_low)[rows])
-        return Walk(
+        return HashedBoxes(
             tensor=parameter,
             offset=((begin - cell_low[rows]) * strides).sum(axis=1),
             strides=strides,
@@ -206,25 +206,25 @@ class Verifier:
             global_strides=self._strides[parameter],
         )
 
-    def _sums(self, walk: Walk, tensors: Parts) -> Hashes:
-        """The hash of each parameter over the boxes, int64 [parameters]."""
+    def _sums(self, boxes: HashedBoxes, tensors: Parts) -> Hashes:
+        """Return the hash of each parameter over the boxes, int64 [parameters]."""
         found: Hashes = np.zeros(len(self._names), dtype=np.int64)
         devices = {tensor.device for tensor in tensors if tensor is not None}
         for device in devices:
             is_there = np.array([tensor is not None and tensor.device == device for tensor in tensors], dtype=bool)
-            rows = walk if len(devices) == 1 else walk.select(is_there[walk.tensor])
+            rows = boxes if len(devices) == 1 else boxes.select(is_there[boxes.tensor])
             sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
             hash_pieces(rows, tensors, DTYPES, hashes=sums, seeds=self._seeds)
             found += sums.cpu().numpy()
         return found
 
 
-def _num_bytes(walk: Walk) -> int:
-    return int((walk.shape.prod(axis=1) * _SIZES[walk.dtype]).sum())
+def _num_bytes(boxes: HashedBoxes) -> int:
+    return int((boxes.shape.prod(axis=1) * _SIZES[boxes.dtype]).sum())
 
 
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:
-    """Names of the destinations that hold something else where their loader sets a constant."""
+    """Return the names of the destinations whose constants differ from those of their loader."""
     wrong: dict[str, None] = {}
     for i in range(len(trace.fills)):
         number = int(trace.fills.destination[i])

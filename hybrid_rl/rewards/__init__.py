@@ -1,4 +1,6 @@
-"""Rewards: the calling convention for users' functions, their background runner, ready-made rewards, judges."""
+"""Reward functions: how they are called in the background, ready-made ones, and judges."""
+
+from __future__ import annotations
 
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import RewardList, RewardModelEntry, with_model_entries

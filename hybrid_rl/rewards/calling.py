@@ -1,51 +1,37 @@
-"""One call of one reward function, and the main program of a reward process.
+"""One call of one reward function: its log, its values and its exceptions.
 
-Reward processes run this file by its path, so that they start in milliseconds and never import torch (or the rest
-of this package) on their own. Therefore it imports nothing of this package, and its classes never cross the
-connection: outcomes travel as plain tuples.
+Reward processes load this file by its path (`process_main.py`), so it imports nothing of this package.
 """
 
+from __future__ import annotations
+
 import asyncio
-import contextlib
-import ctypes
 import inspect
 import json
 import math
 import numbers
-import os
-import pickle
 import re
-import resource
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import cloudpickle
-
-PARENT_CHECK_SECONDS = 0.5
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 FORKED = "forked"  # the reason of a call after which a second process came back from the function
+LENGTH_BYTES = 8  # of the length before each message between trainer and reward process, big endian
 RESERVED_METRICS = frozenset({"step"})
-ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # how Python shows what has no text of its own
+ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # an object without a text of its own
 
 
 class CallOutcome(NamedTuple):
-    """What one call over K samples gave. Exactly one of `failure` and `values` is meaningful.
+    """The result of one call over K samples. Exactly one of `failure` and `values` is meaningful.
 
-    `values`: [K] floats; None where the function does not apply; nan where the sample is listed in `errors`; the sum
-    where there is one number per token.
-    `errors`: position in the call -> (reason, detail), for samples whose value is no finite number.
-    `failure`: (reason, detail) when the call as a whole gave nothing; then `values`, `extras`, `metrics` are empty.
+    `values`: [K] floats; None if the function does not apply; nan if the sample is listed in `errors`; the sum if there
+    is one number per token.
+    `errors`: position in the call -> (reason, detail), for samples whose value is not a finite number.
+    `failure`: (reason, detail) if the call as a whole gave nothing; then `values`, `extras`, `metrics` are empty.
     `extras`: column -> [K] values from `log_extra`. `metrics`: (name, value) from `log_metric`, in order.
-    `tokens`: position in the call -> one number per token, for samples that got such.
+    `tokens`: position in the call -> one number per token, for samples that got these.
     `repeats`: (reason, detail) of the failed call over several samples that this one repeats for one of them.
+    `is_left_behind`: the call could not be ended and may still run; it is not repeated.
     """
 
     values: list[float | None]
@@ -55,11 +41,12 @@ class CallOutcome(NamedTuple):
     metrics: list[tuple[str, float]]
     tokens: dict[int, list[float]]
     repeats: tuple[str, str] | None = None
+    is_left_behind: bool = False
 
 
-def failed_call(reason: str, detail: str) -> CallOutcome:
-    """Outcome of a call that gave no values at all."""
-    return CallOutcome([], {}, (reason, detail), {}, [], {})
+def failed_call(reason: str, detail: str, *, is_left_behind: bool = False) -> CallOutcome:
+    """Make the outcome of a call that gave no values at all."""
+    return CallOutcome([], {}, (reason, detail), {}, [], {}, is_left_behind=is_left_behind)
 
 
 class CallLog:
@@ -72,11 +59,11 @@ class CallLog:
 
     def log_extra(self, column: str, values: Any = None) -> None:
         """Add a column to the log of samples: one value per sample of the call, kept as JSON gives it back: tuples as
-        lists, numpy and torch as numbers and lists, NaN and infinities as None, and what else JSON does not know as its
-        text, if it has one that says more than its address.
+        lists, numpy and torch as numbers and lists, NaN and infinities as None, and any other object as its text, if
+        that says more than its address.
 
-        Raises TypeError for what does not hold a value per sample (a single one, a text, a dict), ValueError when the
-        length differs from the number of samples, and for what cannot be written.
+        Raises TypeError for anything but a value per sample (a single value, a text, a dict), ValueError if the
+        length differs from the number of samples, and for a value that cannot be written.
         """
         check_name("log_extra", column)
         column_values = one_per_sample(values, column)
@@ -88,10 +75,10 @@ class CallLog:
         self.extras[column] = [as_json(value, column, position) for position, value in enumerate(column_values)]
 
     def log_metric(self, name: str, value: Any = None) -> None:
-        """Log one number; the numbers of a training step are averaged. Under a name that a metric of the library has
-        (reward, loss) or that begins with eval/, it is logged as log_metric/<name>, so that neither hides the other.
+        """Log one number; the numbers of a training step are averaged. If a metric of the library has
+        this name (reward, loss), or it begins with eval/, it is logged as log_metric/<name>: neither hides the other.
 
-        Raises TypeError for anything but a number, ValueError for a name that is empty, or that the record itself has.
+        Raises TypeError for anything but a number, ValueError for a name that is empty, or that the record itself uses.
         """
         check_name("log_metric", name)
         if name in RESERVED_METRICS:
@@ -102,21 +89,21 @@ class CallLog:
             raise TypeError(f"log_metric({name!r}, ...): {error}") from None
 
     def functions(self, names: Sequence[str]) -> dict[str, Callable[..., None]]:
-        """Those of the two log functions that the reward function accepts, as keyword arguments."""
+        """Return the log functions with these names, as keyword arguments."""
         return {name: getattr(self, name) for name in names}
 
 
 def check_name(function: str, name: Any) -> None:
-    """Raise TypeError for a name that is no text, ValueError for one that nobody could read."""
+    """Raise TypeError for a name that is not text, ValueError for an empty one."""
     if not isinstance(name, str):
         raise TypeError(f"{function}({name!r}, ...): the name is of type {type(name).__name__}; use text")
     if not name.strip():
-        raise ValueError(f"{function}({name!r}, ...): the name is empty; choose one by which you find it again")
+        raise ValueError(f"{function}({name!r}, ...): the name is empty; choose one that tells what it is")
 
 
 def one_per_sample(values: Any, column: str) -> list[Any]:
-    """What log_extra got as a list. Raises TypeError for what has no order of samples: of a text the letters would be
-    taken for values, of a dict the keys."""
+    """Return the values of log_extra as a list. Raises TypeError for anything without an order of samples: the letters
+    of a text, or the keys of a dict, would be taken for values."""
     try:
         entries = None if isinstance(values, str | bytes | Mapping | Set) else iter(values)
     except TypeError:  # also of an array without dimensions, which has the method
@@ -129,11 +116,11 @@ def one_per_sample(values: Any, column: str) -> list[Any]:
 
 
 def as_json(value: Any, column: str, position: int) -> Any:
-    """A value of log_extra as it is written and read again. Here, while its function can still be told: records are
-    written when the step is done, and what the function changes later must not reach them."""
+    """Return a value of log_extra as it is written and read again. Done now, while its function can get the error:
+    records are written at the end of the step, and later changes by the function must not reach them."""
     try:
         return json.loads(json.dumps(value, default=plain), parse_constant=lambda _: None)
-    except Exception as error:  # by what is wrong with it, or by an object's own __str__
+    except Exception as error:  # from JSON, or from an object's own __str__
         raise ValueError(
             f"log_extra({column!r}, ...): value {position} of type {type(value).__name__} cannot be written as JSON "
             f"({type(error).__name__}: {error}); give text, numbers, None, lists, or dicts with text as keys"
@@ -141,8 +128,8 @@ def as_json(value: Any, column: str, position: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON does not know: numbers and arrays of numpy and torch as numbers and lists, all else as its text. Raises
-    TypeError for an object whose text is its address alone."""
+    """Convert a value that JSON does not know: numbers and arrays of numpy and torch to numbers and lists, all else to
+    its text. Raises TypeError for an object whose text is only its address."""
     if hasattr(value, "tolist"):
         return value.tolist()
     text = str(value)
@@ -152,7 +139,7 @@ def plain(value: Any) -> Any:
 
 
 def to_number(value: Any) -> float:
-    """Python, numpy or 0-d tensor scalar (bool included) -> float. Raises TypeError for anything else."""
+    """Convert a scalar of Python or numpy, or a tensor without dimensions; bool counts. Raises TypeError otherwise."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -164,7 +151,7 @@ def to_number(value: Any) -> float:
 
 
 def to_numbers(value: Any) -> float | list[float]:
-    """A scalar -> float; a sequence, 1-d array or tensor -> one float per entry. Raises TypeError for anything else."""
+    """Convert a scalar to a float; a sequence, 1-d array or tensor to one per entry. Raises TypeError otherwise."""
     num_dims = getattr(value, "ndim", None)
     if isinstance(num_dims, int) and num_dims > 1:
         raise TypeError(f"an array of shape {tuple(value.shape)} is neither a number nor one number per token")
@@ -178,10 +165,10 @@ def to_numbers(value: Any) -> float | list[float]:
 def check_values(returned: Any, log: CallLog) -> CallOutcome:
     """Turn what a reward function returned into an outcome.
 
-    Accepts a sequence or a 1-d array or tensor of the right length; of an entry what `to_numbers` takes. Whether a
-    sample may have numbers per token, and how many, is for the caller to say. An exception in the place of a value
-    (what `asyncio.gather(..., return_exceptions=True)` gives) fails its sample, as if it had been raised. A wrong
-    container is a failure "type", a wrong length "count"; both concern every sample of the call, because nothing tells
+    Accepts a sequence or a 1-d array or tensor of the right length, with entries that `to_numbers` takes. Whether a
+    sample may have numbers per token, and how many, is checked by the caller. An exception in the place of a value
+    (as `asyncio.gather(..., return_exceptions=True)` gives) fails its sample, as if it had been raised. A wrong
+    container is a failure "type", a wrong length "count"; both concern every sample of the call, because nothing says
     which value belongs to which.
     """
     count = "one number" if log.num_samples == 1 else f"{log.num_samples} numbers"
@@ -218,7 +205,7 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
         if wrong := [number for number in numbers_of_sample if not math.isfinite(number)]:
             errors[position] = ("nan", f"returned {wrong[0]}; rewards must be finite")
             continue
-        # Plain addition, unlike fsum, gives inf rather than an error where the sum is out of range.
+        # Plain addition, unlike fsum, gives inf rather than an error if the sum is out of range.
         values[position] = total = float(sum(numbers_of_sample))
         if not math.isfinite(total):
             values[position], errors[position] = math.nan, ("nan", f"token rewards add up to {total}; keep them finite")
@@ -228,15 +215,15 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: the frame of this library's call is left out."""
+    """Format the traceback from the user's first frame on: the frame of this library's call is left out."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def raised(error: BaseException) -> CallOutcome:
-    """Outcome of a call that raised: "raised" for failures of the samples, a cancellation of the function's own among
-    them; "interrupt" and "ended" for what asks the program to end. It comes from the function: no signal arrives where
-    functions run."""
+    """Make the outcome of a call that raised: "raised" for failures of the samples, including a cancellation by the
+    function itself; "interrupt" and "ended" if it asks the program to end. That comes from the function: signals do not
+    arrive in the threads and processes where functions run."""
     if isinstance(error, KeyboardInterrupt):
         return failed_call("interrupt", user_traceback(error))
     is_failure = isinstance(error, Exception | asyncio.CancelledError)
@@ -249,7 +236,7 @@ def call_sync(
     """Call a plain function once. Whatever it raises becomes an outcome (`raised`)."""
     log = CallLog(num_samples)
     try:
-        # What it returned may run code of the user's too: repr(), tolist(), item().
+        # The returned object may run the user's code too: repr(), tolist(), item().
         return check_values(function(**arguments, **log.functions(log_names)), log)
     except BaseException as error:
         return raised(error)
@@ -278,140 +265,3 @@ async def call_async(
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_call("timeout", f"gave no answer within {timeout_seconds} s and was cancelled")
         return raised(error)
-
-
-def kill_own_group(*_: object) -> None:
-    """End this process and what reward functions started from it, as far as it is in its group."""
-    os.killpg(0, signal.SIGKILL)
-
-
-def end_with(parent_pid: int) -> None:
-    """Arrange that this process gets a SIGTERM when its parent ends, even if that was killed.
-
-    The kernel's signal interrupts functions that hold the GIL for long but look for signals (a runaway regular
-    expression); the watching thread serves systems without that signal.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(PARENT_CHECK_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-def keep(worker: int, parent_pid: int) -> NoReturn:
-    """Wait until the worker, a child of this process, is over, or until this process is told to end (SIGTERM) or has
-    lost its parent; then end all that the worker started, and end as the worker did. SIGTERM and SIGCHLD are blocked.
-
-    On Linux processes below this one become its children when their own parents end, whatever group or session they
-    are in: none is lost. Elsewhere those are found that stay in the worker's group.
-    """
-    end_with(parent_pid)
-    status: int | None = None
-    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = ended[1] if ended[0] == worker else status
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
-    spared: set[int] = set()  # of other users, by sudo
-    while left := children() - spared:
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except PermissionError:
-                spared.add(pid)
-        if left - spared:
-            ended = os.waitpid(-1, 0)
-            status = ended[1] if ended[0] == worker else status
-    if status is None:  # where nothing is listed
-        status = os.waitpid(worker, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no other handler
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def children() -> set[int]:
-    """The children of this process, ended ones too, where the system lists processes in /proc."""
-    found = set()
-    for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(entry)}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                found.add(int(entry))
-    return found
-
-
-def answer(functions: list[tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner) -> CallOutcome:
-    """Serve one request: (function index, arguments, number of samples, log functions to pass)."""
-    try:
-        index, arguments, num_samples, log_names = pickle.loads(request)
-    except BaseException as error:
-        return failed_call("raised", f"the samples cannot be loaded in a reward process:\n{user_traceback(error)}")
-    is_async, function = functions[index]
-    if is_async:
-        return runner.run(call_async(function, arguments, num_samples, log_names))
-    return call_sync(function, arguments, num_samples, log_names)
-
-
-def end_fork(tell: int, outcome: CallOutcome) -> NoReturn:
-    """End a process that a function forked and that came back from it, as the child that it is: it would answer the
-    call a second time, and take the next ones from its parent. That is told, but for one that asked to end."""
-    if outcome.failure is None or outcome.failure[0] != "ended":
-        os.write(tell, b"!")
-    os._exit(0)
-
-
-def serve(connection: Connection) -> None:
-    """Main loop of a reward process: load the functions, say so, then answer one request at a time until EOF."""
-    search_path, blobs = pickle.loads(connection.recv_bytes())
-    sys.path[:] = search_path
-    try:
-        functions = [(is_async, pickle.loads(blob)) for is_async, blob in blobs]
-    except BaseException as error:
-        connection.send_bytes(pickle.dumps(user_traceback(error) or repr(error)))
-        return
-    connection.send_bytes(pickle.dumps(None))
-    server, (told, tell) = os.getpid(), os.pipe()
-    os.set_blocking(told, False)
-    with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
-        while True:
-            outcome = answer(functions, connection.recv_bytes(), runner)
-            if os.getpid() != server:
-                end_fork(tell, outcome)
-            with contextlib.suppress(BlockingIOError):
-                os.read(told, 1)
-                outcome = failed_call(FORKED, "")
-            try:
-                reply = cloudpickle.dumps(tuple(outcome))
-            except Exception as error:
-                detail = f"values given to log_extra cannot be sent between processes:\n{user_traceback(error)}"
-                reply = cloudpickle.dumps(tuple(failed_call("raised", detail)))
-            connection.send_bytes(reply)
-
-
-def main(connection: int, parent_pid: int) -> None:
-    """Serve the trainer, process parent_pid, from a child of this process, which takes along what functions start."""
-    keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if worker := os.fork():
-        os.close(connection)
-        keep(worker, parent_pid)
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, kill_own_group)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    end_with(keeper)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(connection))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,4 +1,6 @@
-"""The rollout engine as judge: the policy grades completions, its own."""
+"""A judge on the rollout engine: the policy grades its own completions."""
+
+from __future__ import annotations
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle
@@ -11,13 +13,13 @@ class EngineJudge:
     """A reward that the rollout engine gives, with the weights that made the samples.
 
     When all samples of a rank are finished, the engine answers the judge's prompts in a second round of generation;
-    they go through the policy's chat template where its tokenizer has one.
+    they go through the policy's chat template if its tokenizer has one.
 
     prompt, parser: see JudgeStyle; None: a grade from 0 to 10 in <score></score>, or pairwise the winner in
-    <winner></winner>, whose score is the share of wins within the group. An answer that the parser can make nothing of
-    leaves the sample unscored. max_tokens: of an answer. temperature: 0 = greedy. max_prompt_length: tokens that the
-    engine makes room for in what it is asked; None = PROMPT_TOKENS beside the longest prompt and completion (pairwise
-    two). A sample that would take more is not scored, and counts as failed.
+    <winner></winner>, with the share of wins within the group as score. An answer in which the parser finds nothing
+    leaves the sample unscored. max_tokens: of an answer. temperature: 0 = greedy. max_prompt_length: tokens of
+    a question that the engine makes room for; None = the longest prompt and completion (pairwise: twice) and
+    PROMPT_TOKENS. A sample whose question is longer is not scored, and counts as failed.
     Raises ConfigError for an unusable argument.
     """
 
@@ -43,6 +45,6 @@ class EngineJudge:
         self.__name__ = name
 
     def max_length(self, sample_length: int) -> int:
-        """Tokens of the longest question with its answer. sample_length: of the longest prompt with its completion."""
+        """Count the tokens of the longest question with its answer. sample_length: of a prompt with completion."""
         num_samples = 2 if self.style.mode == "pairwise" else 1
         return (self.max_prompt_length or num_samples * sample_length + PROMPT_TOKENS) + self.max_tokens

@@ -1,4 +1,6 @@
-"""What `reward_funcs` holds: functions, reward models and judges, each in its place."""
+"""The entries of `reward_funcs`: functions, reward models and judges, each in its place."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,6 @@ from hybrid_rl.rewards.functions import (
     RewardFunction,
     function_name,
     inspect_function,
-    refuse_unusable,
     reserved_column_message,
     unique_names,
 )
@@ -25,7 +26,7 @@ class RewardModelEntry:
     """A reward model in the place of a function.
 
     name: in metrics. model: a folder or hub name, a module, or whatever else the workers build it from. tokenizer: its
-    own; None where it is to be loaded with the model.
+    own; None: loaded with the model.
     """
 
     name: str
@@ -35,7 +36,7 @@ class RewardModelEntry:
 
 @dataclass(frozen=True)
 class RewardList:
-    """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, each different."""
+    """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, no two alike."""
 
     names: list[str]
     functions: Mapping[int, RewardFunction]
@@ -44,46 +45,42 @@ class RewardList:
 
     @property
     def late(self) -> list[int]:
-        """Places of what scores samples only when all of them are there: reward models and judges."""
+        """Places of the entries that score samples only when all are finished: reward models and judges."""
         return sorted([*self.models, *self.judges])
 
     def max_length(self, sample_length: int) -> int:
-        """Tokens of the longest sequence that the engine is to take: a sample, or what a judge is asked and answers."""
+        """Tokens of the longest sequence for the engine: a sample, or a judge's question with its answer."""
         return max([sample_length, *(judge.max_length(sample_length) for judge in self.judges.values())])
 
     @classmethod
-    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> "RewardList":
-        """Sort one entry or a list of them. available_columns: of the dataset, None where they are not known.
+    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> RewardList:
+        """Sort one entry or a list of them. available_columns: of the dataset, None if they are not known.
 
-        Raises ConfigError for what cannot be used, and for functions with parameters that nothing can fill.
+        Raises ConfigError for an unusable entry, and for functions with parameters that nothing can fill.
         """
         given = [as_entry(entry) for entry in as_list(reward_funcs)]
         if not given:
             raise ConfigError("reward_funcs is empty; pass at least one function")
-        for entry in given:
-            if not isinstance(entry, RewardModelEntry | EngineJudge):
-                refuse_unusable(entry)
         columns = set(available_columns or ()) - UNPASSED_COLUMNS
         if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
             raise ConfigError(reserved_column_message(reserved))
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
-        places = range(len(given))
-        models = {i: given[i] for i in places if isinstance(given[i], RewardModelEntry)}
-        judges = {i: given[i] for i in places if isinstance(given[i], EngineJudge)}
+        models = {place: entry for place, entry in enumerate(given) if isinstance(entry, RewardModelEntry)}
+        judges = {place: entry for place, entry in enumerate(given) if isinstance(entry, EngineJudge)}
         functions = {
-            i: inspect_function(given[i], names[i], available_columns)
-            for i in places
-            if i not in models and i not in judges
+            place: inspect_function(entry, names[place], available_columns)
+            for place, entry in enumerate(given)
+            if not isinstance(entry, RewardModelEntry | EngineJudge)
         }
         return cls(names, functions, models, judges)
 
 
 def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> list[Any]:
-    """reward_funcs as a list in which every model is a RewardModelEntry.
+    """Make reward_funcs a list in which every model is a RewardModelEntry.
 
     processing_classes: TRL's reward_processing_classes: tokenizers of the reward models, one for each entry of
-    reward_funcs (None beside functions, and where it is to be loaded with the model), or a single one.
-    Raises ConfigError for another number of them and for one beside a function.
+    reward_funcs (None for functions, and for a tokenizer that is to be loaded with its model), or a single one.
+    Raises ConfigError for another number of them and for one given for a function.
     """
     entries = [as_entry(entry) for entry in as_list(reward_funcs)]
     if processing_classes is None:
@@ -91,7 +88,7 @@ def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> lis
     classes = as_list(processing_classes)
     if len(classes) != len(entries):
         raise ConfigError(
-            f"{len(classes)} reward_processing_classes for {len(entries)} reward_funcs; give one for each, None beside "
+            f"{len(classes)} reward_processing_classes for {len(entries)} reward_funcs; give one for each, None for "
             f"a function"
         )
     for place, (entry, tokenizer) in enumerate(zip(entries, classes, strict=True)):
@@ -106,12 +103,12 @@ def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> lis
 
 
 def as_list(given: Any) -> list[Any]:
-    """A list or tuple as a list, anything else as the only entry of one."""
+    """Return a list or tuple as a list, anything else as the only entry of one."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def as_entry(given: Any) -> Any:
-    """A string or a module as RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
+    """Make a string or a module a RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
     if isinstance(given, str):
         return RewardModelEntry(last_part(given) or given, given)
     torch = sys.modules.get("torch")  # a module can only exist once torch is imported
@@ -122,5 +119,5 @@ def as_entry(given: Any) -> Any:
 
 
 def last_part(path: str) -> str:
-    """Name of a folder or hub model without what stands before it."""
+    """Return the name of a folder or hub model without the folders before it."""
     return path.rstrip("/").rpartition("/")[2]

@@ -1,24 +1,27 @@
-"""Reward functions: what users pass, how they are named, and what they are called with.
+"""Reward functions: their signatures, their names and their arguments.
 
 The calling convention is TRL's (GRPOTrainer): keyword arguments only, every dataset column as a list.
 """
+
+from __future__ import annotations
 
 import copy
 import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, unwrap_partial
+from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
 
 Messages = list[dict[str, Any]]
 
 LOG_PARAMETERS = ("log_extra", "log_metric")
 LIBRARY_PARAMETERS = ("prompts", "completions", "completion_ids", "trainer_state", *LOG_PARAMETERS)
-# Dataset columns for which the plural argument stands. TRL leaves `completion` out too, but that is the data set's own.
+# Dataset columns that the plural arguments replace. TRL leaves out `completion` too, but that is the dataset's own.
 UNPASSED_COLUMNS = frozenset({"prompt", "completion_ids"})
 
 
@@ -35,18 +38,18 @@ class RewardInput:
     columns: Mapping[str, Any]
     """The sample's dataset columns, without the prompt."""
     group: int = 0
-    """Samples of one group are completions of one prompt; looked at where whole groups are scored."""
+    """Samples of one group are completions of one prompt; used if whole groups are scored."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One reward function with what its signature tells."""
+    """One reward function and what its signature says."""
 
     name: str
     function: Callable[..., Any]
     is_async: bool
     parameters: frozenset[str] | None
-    """Names it accepts; None when it has **kwargs and takes everything."""
+    """Names that it accepts; None if it has **kwargs and takes everything."""
     bound: frozenset[str]
     """Keywords that the user fixed with functools.partial; a column of that name does not override them."""
     is_dense: bool = False
@@ -60,16 +63,16 @@ class RewardFunction:
 
     @property
     def log_names(self) -> list[str]:
-        """Those of `log_extra` and `log_metric` that the function takes."""
+        """The log functions that it takes: of `log_extra` and `log_metric`."""
         return [name for name in LOG_PARAMETERS if self.accepts(name)]
 
     def arguments(
         self, inputs: Sequence[RewardInput], trainer_state: Any, available_columns: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Keyword arguments of one call over K samples, without the log functions.
+        """Build the keyword arguments of one call over K samples, without the log functions.
 
         Every list has length K. A column that a sample lacks is None there (as `datasets` fills it), so that a call
-        looks the same whichever samples happen to finish together. Raises DataError when a column has a reserved name.
+        looks the same whichever samples happen to finish together. Raises DataError if a column has a reserved name.
         """
         found = dict.fromkeys(available_columns)
         for sample in inputs:
@@ -91,12 +94,12 @@ def _own(value: Any) -> Any:
 
 
 def format_completion(prompt: str | Messages, text: str) -> str | Messages:
-    """The completion in the form of its prompt: text for text, one assistant message for chat messages (as in TRL)."""
+    """Give a completion the form of its prompt: text for text, one assistant message for chat messages (as in TRL)."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def reserved_column_message(columns: Sequence[str]) -> str:
-    """What to say of columns that would hide what the library itself passes."""
+    """Say that columns would hide what the library itself passes."""
     return (
         f"dataset columns {columns} have names that the library itself passes to reward functions "
         f"({', '.join(LIBRARY_PARAMETERS)}); rename them"
@@ -104,40 +107,34 @@ def reserved_column_message(columns: Sequence[str]) -> str:
 
 
 def function_name(function: Any) -> str:
-    """Name of a reward function in metrics: `__name__`, for a partial the inner name, for an object its class."""
+    """Name a reward function in metrics: `__name__`, for a partial the inner name, for an object its class."""
     inner = unwrap_partial(function)
     name = getattr(inner, "__name__", None)
     return name if isinstance(name, str) else type(inner).__name__
 
 
 def unique_names(names: Iterable[str]) -> list[str]:
-    """The second and later functions of one name get _2, _3, ..."""
+    """Add _2, _3, ... to the second and later functions of one name."""
     unique: list[str] = []
     for name in names:
-        candidate, number = name, 1
-        while candidate in unique:
-            number += 1
-            candidate = f"{name}_{number}"
-        unique.append(candidate)
+        numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        unique.append(next(candidate for candidate in numbered if candidate not in unique))
     return unique
 
 
 def is_async_callable(function: Any) -> bool:
-    """Whether calling gives a coroutine; looks through partials and at `__call__` of objects."""
+    """Whether a call gives a coroutine; looks through partials and at `__call__` of objects."""
     inner = unwrap_partial(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def refuse_unusable(function: Any) -> None:
-    """Raise ConfigError for what cannot be a reward function: classes and what cannot be called."""
+def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
+    """Read a signature. Raises ConfigError for what cannot be called by keyword, and, if the columns are known, for
+    parameters that nothing can fill."""
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; pass an instance of it")
     if not callable(function):
         raise ConfigError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
-
-
-def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
-    """Read the signature, and refuse parameters that nothing can fill (unchecked when the columns are unknown)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -179,8 +176,4 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
 
 def bound_keywords(function: Any) -> frozenset[str]:
     """Keywords that partials have fixed already."""
-    bound: set[str] = set()
-    while isinstance(function, functools.partial):
-        bound |= function.keywords.keys()
-        function = function.func
-    return frozenset(bound)
+    return frozenset(name for part in layers(function) if isinstance(part, functools.partial) for name in part.keywords)

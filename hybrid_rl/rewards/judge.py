@@ -1,4 +1,6 @@
-"""A language model behind an OpenAI-compatible endpoint as judge."""
+"""A judge behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
 
 import asyncio
 import os
@@ -16,14 +18,14 @@ class LLMJudge:
 
     base_url, model: of the endpoint, e.g. "http://judge:8000/v1". prompt, parser: see JudgeStyle; None: a grade from 0
     to 10 in <score></score>; pairwise the winner in <winner></winner>: both orders of every pair of a group are asked,
-    and the score is the share of wins (needs score_by=group). An answer that the parser can make nothing of leaves the
-    sample unscored; their share is logged as <name>/unparsed. A request that fails, after num_retries more, fails the
-    sample.
+    and the score is the share of wins (needs score_by=group). An answer in which the parser finds nothing leaves the
+    sample unscored; their share is logged as <name>/unparsed. A request that still fails after num_retries more
+    attempts fails the sample.
 
-    api_key_env: the environment variable that holds the key; None: the endpoint wants none. max_concurrency: requests
-    under way at a time, over all samples. timeout_seconds: of one request. max_tokens, temperature: of an answer.
+    api_key_env: the environment variable that holds the key; None: the endpoint needs none. max_concurrency: requests
+    at a time, over all samples. timeout_seconds: of one request. max_tokens, temperature: of an answer.
     extra_body: further keys of the request.
-    Raises ConfigError for an unusable argument, without the `openai` package, and where the variable is not set.
+    Raises ConfigError for an unusable argument, if the `openai` package is missing, and if the variable is not set.
     """
 
     def __init__(
@@ -67,15 +69,12 @@ class LLMJudge:
         log_metric: Callable[[str, float], None],
         **columns: Any,
     ) -> list[Any]:
-        """Scores of the samples; an exception in the place of a score fails that sample."""
+        """Ask about the samples; returns their scores. An exception in the place of a score fails that sample."""
         values = {name: column for name, column in columns.items() if isinstance(column, list)}
         questions = self.style.questions(prompts, completions, values, [0] * len(prompts))
         answers = await asyncio.gather(*(self._answer(question) for question in questions))
         if answers:
-            log_metric(
-                f"{self.__name__}/unparsed",
-                sum(answer is None for answer in answers) / len(answers),
-            )
+            log_metric(f"{self.__name__}/unparsed", answers.count(None) / len(answers))
         return self.style.scores(questions, answers, len(prompts))
 
     async def _answer(self, question: Question) -> float | None | Exception:
@@ -92,12 +91,12 @@ class LLMJudge:
                     extra_body=self.extra_body,
                 )
             text = answer.choices[0].message.content
-        except Exception as error:  # of one request: the others go on
+        except Exception as error:  # of one request: the others continue
             return error
         return self.style.read(text)
 
     def _client(self) -> tuple[Any, asyncio.Semaphore]:
-        """The client of the running event loop: connections belong to the loop that opened them."""
+        """Return the client of the running event loop: connections belong to the loop that opened them."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             client = openai_client()(
@@ -116,7 +115,7 @@ class LLMJudge:
         if not key:
             raise ConfigError(
                 f"the environment variable {self.api_key_env} is not set; set it to the key of {self.base_url}, or "
-                f"pass api_key_env=None where the endpoint wants none"
+                f"pass api_key_env=None if the endpoint needs none"
             )
         return key
 
@@ -127,12 +126,12 @@ class LLMJudge:
         vars(self).update(state, _clients=_no_clients())
 
 
-def _no_clients() -> "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, asyncio.Semaphore]]":
+def _no_clients() -> weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, asyncio.Semaphore]]:
     return weakref.WeakKeyDictionary()
 
 
 def openai_client() -> Any:
-    """The class of clients. Raises ConfigError where its package is missing."""
+    """Import the class of clients. Raises ConfigError if its package is missing."""
     try:
         from openai import AsyncOpenAI
     except ImportError as error:

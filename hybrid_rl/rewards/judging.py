@@ -1,4 +1,6 @@
-"""What judges are asked, how their answers are read, and how comparisons become scores."""
+"""The questions to judges, and the scores in their answers."""
+
+from __future__ import annotations
 
 import itertools
 import logging
@@ -27,8 +29,8 @@ POINTWISE_PROMPT = """Grade how well the response answers the request.
 {completion}
 </response>
 
-Judge correctness first, then helpfulness and clarity; length is no merit. Think briefly, then give your grade, a \
-number from 0 (useless) to 10 (perfect), as the last line: <score>grade</score>"""
+Judge correctness first, then helpfulness and clarity; do not reward length. Think briefly, then give your \
+grade, a number from 0 (useless) to 10 (perfect), on the last line: <score>grade</score>"""
 PAIRWISE_PROMPT = """Compare two responses to the same request.
 
 <request>
@@ -43,8 +45,9 @@ PAIRWISE_PROMPT = """Compare two responses to the same request.
 {completion_b}
 </response_b>
 
-Judge correctness first, then helpfulness and clarity; neither length nor order is a merit. Think briefly, then give \
-the better one, A, B or tie, as the last line: <winner>A</winner>, <winner>B</winner> or <winner>tie</winner>"""
+Judge correctness first, then helpfulness and clarity; ignore length and the order of the responses. Think \
+briefly, then name the better one, A, B or tie, on the last line: <winner>A</winner>, <winner>B</winner> or \
+<winner>tie</winner>"""
 
 _SCORE = re.compile(r"<score>\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(?:/\s*10\s*)?</score>", re.IGNORECASE)
 _WINNER = re.compile(r"<winner>\s*(A|B|tie)\s*</winner>", re.IGNORECASE)
@@ -52,21 +55,21 @@ _SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
 def parse_grade(text: str) -> float | None:
-    """The number in the last <score></score>; None where there is none, or it is not from 0 to 10."""
+    """Read the number in the last <score></score>; None if there is none, or it is not from 0 to 10."""
     found = _SCORE.findall(text)
     grade = float(found[-1]) if found else None
     return grade if grade is not None and 0.0 <= grade <= MAX_GRADE else None
 
 
 def parse_winner(text: str) -> float | None:
-    """1 where the last <winner></winner> names A, 0 for B, 0.5 for a tie; None where there is none."""
+    """Read the last <winner></winner>: 1 if it names A, 0 for B, 0.5 for a tie; None if there is none."""
     found = _WINNER.findall(text)
     return _SHARES[found[-1].lower()] if found else None
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question to a judge. samples: indices of the one that is graded, or of A and B."""
+    """One question to a judge. samples: the index of the one to grade, or the indices of A and B."""
 
     samples: tuple[int, ...]
     prompt: str | Messages
@@ -79,9 +82,11 @@ _logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class JudgeStyle:
-    """How a judge is asked. prompt: a template with {prompt}, {completion} (pairwise {completion_a}, {completion_b})
-    and names of dataset columns, or a function of these keywords; parser: its answer to a number, or None where it says
-    nothing that can be used: the grade, or pairwise the share of the win (0 to 1) that goes to A. None: the defaults.
+    """The questions and the parser of a judge.
+
+    prompt: a template with {prompt}, {completion} (pairwise {completion_a}, {completion_b}) and names of dataset
+    columns, or a function that takes these keywords. parser: turns an answer into a number, the grade, or pairwise the
+    share of the win (0 to 1) that goes to A; None if the answer holds nothing usable.
     """
 
     mode: JudgeMode
@@ -89,15 +94,15 @@ class JudgeStyle:
     parser: JudgeParser
 
     def read(self, text: str | None) -> float | None:
-        """The number in a judge's answer, None where there is none; the first such answers are shown."""
+        """Return the number in a judge's answer, None if there is none; the first few such answers are logged."""
         value = None if text is None else self.parser(text)
         if value is None and next(_unreadable) < SHOWN_ANSWERS:
-            _logger.warning("the parser of a judge finds nothing in the answer %.300r", text)
+            _logger.warning("the parser of a judge found nothing in the answer %.300r", text)
         return value
 
     @classmethod
-    def of(cls, mode: JudgeMode, prompt: JudgePrompt | None, parser: JudgeParser | None) -> "JudgeStyle":
-        """Fill in defaults. Raises ConfigError for an unknown mode and an unusable prompt or parser."""
+    def of(cls, mode: JudgeMode, prompt: JudgePrompt | None, parser: JudgeParser | None) -> JudgeStyle:
+        """Fill in the defaults for None. Raises ConfigError for an unknown mode and an unusable prompt or parser."""
         if mode not in get_args(JudgeMode):
             raise ConfigError(f"mode={mode!r}; use one of {', '.join(get_args(JudgeMode))}")
         is_pair = mode == "pairwise"
@@ -105,7 +110,7 @@ class JudgeStyle:
         parser = (parse_winner if is_pair else parse_grade) if parser is None else parser
         wanted = ("{completion_a}", "{completion_b}") if is_pair else ("{completion}",)
         if isinstance(prompt, str) and (missing := [name for name in wanted if name not in prompt]):
-            raise ConfigError(f"the judge's prompt lacks {missing[0]}: the judge would not see what it is to judge")
+            raise ConfigError(f"the judge's prompt lacks {missing[0]}: the judge would not see what to judge")
         if not callable(parser) or not (isinstance(prompt, str) or callable(prompt)):
             raise ConfigError(f"a judge takes a text or function as prompt and a function as parser, not {prompt!r}")
         return cls(mode, prompt, parser)
@@ -117,8 +122,8 @@ class JudgeStyle:
         columns: Mapping[str, Sequence[Any]],
         groups: Sequence[int],
     ) -> list[Question]:
-        """All questions about N samples: one each, or one for each ordered pair of a group. Both orders of a pair are
-        asked, so that a liking for the first or second place cancels out. columns: name -> N values."""
+        """Write all questions about N samples: one each, or one for each ordered pair of a group. Both orders of a pair
+        are asked, so that a preference for the first or second place cancels out. columns: name -> N values."""
         texts = [completion_text(completion) for completion in completions]
 
         def render(sample: int, **shown: str) -> str | Messages:
@@ -131,7 +136,7 @@ class JudgeStyle:
             except (KeyError, IndexError) as error:
                 raise ConfigError(
                     f"the judge's prompt has the placeholder {error}, but there are only {', '.join(sorted(values))}; "
-                    f"write braces that are no placeholder twice"
+                    f"double all other braces"
                 ) from error
 
         if self.mode == "pointwise":
@@ -146,10 +151,10 @@ class JudgeStyle:
     def scores(
         self, questions: Sequence[Question], answers: Sequence[float | None | Exception], num_samples: int
     ) -> list[Any]:
-        """The score of each sample: its grade, or the mean share of wins over its comparisons.
+        """Score each sample: its grade, or the mean share of wins over its comparisons.
 
-        answers: what the parser made of each answer, or why there is none. A comparison without a number is left out; a
-        sample without any gets the first of its exceptions, else None.
+        answers: the parser's number for each question, or the exception in its place. A comparison without a number is
+        left out; a sample without any gets the first of its exceptions, else None.
         """
         if self.mode == "pointwise":
             return list(answers)
@@ -167,7 +172,7 @@ class JudgeStyle:
 
 
 def prompt_text(prompt: str | Messages) -> str:
-    """A prompt as text: chat messages with their roles, or the content alone of a single one of the user."""
+    """Write a prompt as text: chat messages with their roles; of a single message of the user only the content."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and prompt[0]["role"] == "user":

@@ -1,6 +1,9 @@
-"""What a reward function says of itself: that it gives a number per token, that it compares the samples of a group."""
+"""Marks of reward functions: that one gives a number per token, that one compares the samples of a group."""
+
+from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 DENSE, NEEDS_GROUP = "dense", "needs_group"
@@ -11,7 +14,7 @@ Function = TypeVar("Function")
 def dense_reward(function: Function) -> Function:
     """Mark a reward function (or object) that may return, for a sample, a number per completion token.
 
-    Its reward is their sum. Estimators that know of tokens take each number at its token; with any such function every
+    Its reward is their sum. Estimators that work on tokens take each number at its token; with any such function every
     batch has the column `token_rewards`.
     """
     setattr(function, DENSE, True)
@@ -20,23 +23,24 @@ def dense_reward(function: Function) -> Function:
 
 def group_reward(function: Function) -> Function:
     """Mark a reward function (or object) that compares samples: each call must hold all completions of a prompt and no
-    others, which score_by=group does."""
+    others, as it does with score_by=group."""
     setattr(function, NEEDS_GROUP, True)
     return function
 
 
+def layers(function: Any) -> Iterator[Any]:
+    """Yield a function, and what is inside of it as long as it is a functools.partial."""
+    yield function
+    while isinstance(function, functools.partial):
+        function = function.func
+        yield function
+
+
 def has_mark(function: Any, mark: str) -> bool:
     """Whether a function, or what partials wrap, is marked."""
-    while True:
-        if getattr(function, mark, False) is True:
-            return True
-        if not isinstance(function, functools.partial):
-            return False
-        function = function.func
+    return any(getattr(layer, mark, False) is True for layer in layers(function))
 
 
 def unwrap_partial(function: Any) -> Any:
-    """The function inside any number of partials."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+    """Return the function inside any number of partials."""
+    return list(layers(function))[-1]

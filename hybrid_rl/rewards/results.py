@@ -1,8 +1,10 @@
-"""Rewards of finished samples, what failed, and how failures are judged and reported."""
+"""Rewards of finished samples, and the report of failures."""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,6 @@ from hybrid_rl.errors import RewardError, counted
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
 
-Reason = Literal["raised", "interrupt", "ended", "count", "nan", "type", "timeout", "died", "long", "large", "none"]
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
@@ -25,8 +26,8 @@ MEANINGS: dict[str, str] = {
     "type": "returned something that is not a number",
     "timeout": "ran past reward_timeout_seconds",
     "died": "ended their reward process",
-    "long": "are too long for the judge or reward model",
-    "large": "have a reward that is too large",
+    "long": "did not fit into the judge or reward model",
+    "large": "got a reward that is too large",
     "none": "returned None",
 }
 # Sums over a batch of rewards of this size are finite.
@@ -36,12 +37,13 @@ MAX_KEYS_SHOWN = 8
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """One function failed on one sample."""
+    """A failure of one function on one sample."""
 
     function: str
     """Name of the function; "all functions" for the reason "none"."""
     key: int
-    reason: Reason
+    reason: str
+    """A key of MEANINGS."""
     detail: str
     """The user's traceback, or the value in question."""
 
@@ -52,19 +54,19 @@ class RewardResult:
 
     keys: list[int]
     values: NDArray[np.float64]
-    """[N, F]; nan where a function returned None or failed."""
+    """[N, F]; nan if a function returned None or failed."""
     rewards: NDArray[np.float64]
-    """[N] weighted sums; nan = masked: to be left out of baseline and loss."""
+    """[N] weighted sums; nan = masked: left out of baseline and loss."""
     failures: list[RewardFailure]
     extras: dict[str, dict[int, Any]]
     """Columns given to `log_extra`: column -> key -> value."""
     metrics: dict[str, list[tuple[float, int]]]
-    """Numbers given to `log_metric`, each with the samples of its call: their mean weighs every sample alike."""
+    """Numbers given to `log_metric`, each with the number of samples of its call, by which their mean is weighted."""
     token_rewards: list[NDArray[np.float64]]
-    """Of each sample [number of its tokens] the weighted part of its reward that single tokens got; 0 for a sample
-    without a reward."""
+    """For each sample [number of its tokens] the weighted rewards of single tokens; 0 for a sample without a reward."""
     retried: dict[str, tuple[int, str]]
-    """Function -> how many samples it was called again for, each alone, and why the first call over several failed."""
+    """Function -> the number of samples for which it was called again alone, and why the first call over several
+    failed."""
 
 
 def assemble(
@@ -78,8 +80,8 @@ def assemble(
 ) -> RewardResult:
     """Join the calls' outcomes (function index, part) into one result; every sample once per function.
 
-    dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they are nan,
-    and nobody can say that no function applies to a sample.
+    dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they and all
+    rewards are nan, as another function may still apply to a sample or fail on it.
 
     A sample on which any function failed is masked: a sum over the others would be a wrong reward. One to which
     no function applies (None from all) has no reward either, and counts as failed.
@@ -101,7 +103,7 @@ def assemble(
             if error is None and tokens is not None:
                 error = _token_error(tokens, sample, is_dense=index in dense)
             if error is not None:
-                failures.append(RewardFailure(names[index], sample.key, *error))  # type: ignore[arg-type]
+                failures.append(RewardFailure(names[index], sample.key, *error))
             elif (value := outcome.values[position]) is not None:
                 values[row_of[sample.key], index] = value
                 if tokens is not None:
@@ -129,8 +131,11 @@ def total_rewards(
     values: NDArray[np.float64],
     failures: Iterable[RewardFailure],
 ) -> tuple[NDArray[np.float64], list[RewardFailure]]:
-    """Weighted sums [N] of values [N, F], nan of samples that a failure is of, to which nothing applies or whose sum is
-    too large; and the failures of the latter two."""
+    """Sum values [N, F] to weighted rewards [N], and list the failures that this adds.
+
+    A reward is nan if the sample has a failure, if no function applies to it, or if its sum is too large; the last two
+    are the added failures.
+    """
     applies = ~np.isnan(values)
     with np.errstate(over="ignore", invalid="ignore"):
         rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
@@ -173,7 +178,7 @@ def _token_error(tokens: Sequence[float], sample: RewardInput, *, is_dense: bool
 
 
 def format_failures(failures: Sequence[RewardFailure]) -> str:
-    """A readable report: one paragraph per function and reason, each with its first traceback or value whole."""
+    """Write a readable report: one paragraph per function and reason, each with its first detail in full."""
     groups: dict[tuple[str, str], list[RewardFailure]] = {}
     for failure in failures:
         groups.setdefault((failure.function, failure.reason), []).append(failure)
@@ -182,17 +187,15 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         shown = ", ".join(str(member.key) for member in members[:MAX_KEYS_SHOWN])
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         detail = members[0].detail
-        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # where it stands last
+        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # which stands last there
         what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
-        if len(members) == 1:
-            what = what.replace("sample are ", "sample is ").replace("sample have ", "sample has ")
         lines.append(f"reward {function}: {what} (samples {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 
 
 def cause_of(detail: str) -> str:
-    """The line of a failure's detail that says what is wrong: of a traceback the exception, which stands last there."""
+    """Find the line of a failure's detail that says what is wrong: in a traceback the exception, at its end."""
     lines = detail.splitlines() or [""]
     frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
     if not frames:
@@ -201,8 +204,8 @@ def cause_of(detail: str) -> str:
 
 
 def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
-    """End the run where a reward function asked for that, which is no failure of a sample: KeyboardInterrupt for one of
-    its own, as by a Ctrl-C, RewardError for SystemExit and what else is no Exception."""
+    """End the run if a reward function asked for it, which is not a failure of a sample. Raises KeyboardInterrupt if
+    the function did, as after a Ctrl-C, and RewardError for SystemExit and any other BaseException."""
     for failure in failures:
         told = "\n".join(f"  {line}" for line in failure.detail.splitlines())
         cause = cause_of(failure.detail)
@@ -211,7 +214,7 @@ def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
         if failure.reason == "ended":
             raise RewardError(
                 f"step {step}: reward function {failure.function!r} raised {cause}, which asks the program to end and "
-                f"is no failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
+                f"is not a failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
                 f"{told}"
             )
 
@@ -219,7 +222,7 @@ def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
 def check_failure_share(
     num_failed: int, num_samples: int, failures: Sequence[RewardFailure], max_share: float, step: int
 ) -> None:
-    """Stop the run when too many samples of one training step have no reward.
+    """Stop the run if too many samples of one training step have no reward.
 
     num_failed of num_samples have none; a share equal to `max_share` passes. Raises RewardError with each function's
     count, the share, and the first traceback.

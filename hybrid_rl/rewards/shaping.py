@@ -1,11 +1,15 @@
-"""Ready-made rewards that look at length and form. Lengths are in tokens of the completion, the final end-of-sequence
-token counted.
+"""Ready-made rewards for length and form. Lengths are in tokens of the completion, the final end-of-sequence token
+counted.
 
-Each factory gives a function for `reward_funcs`. Length rewards wrap a function that says what is correct: they call it
-with what it wants, and take a sample for correct where it gives at least `success`; None of it stays None.
+Each factory makes a function for `reward_funcs`. Length rewards wrap a function that says what is correct: they call it
+with the arguments that it takes, and a sample is correct if it gets at least `success`; a sample that gets None stays
+None.
 """
 
+from __future__ import annotations
+
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +21,17 @@ from hybrid_rl.rewards.marks import NEEDS_GROUP, group_reward, has_mark
 from hybrid_rl.rewards.verifiers import completion_text
 
 RewardFunctionLike = Callable[..., Any]
-# Of one call: the wrapped function's values, the lengths, and what else the length reward asked for.
-Shape = Callable[[Sequence[float | None], Sequence[int], Mapping[str, Any]], list[float | None]]
+# Takes, for each sample of a call that gets a reward, a tuple of the wrapped function's value, the length, and the
+# columns that were asked for. Gives the rewards.
+Shape = Callable[[Sequence[Any]], Sequence[float]]
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def overlong_penalty(max_completion_length: int, buffer: int) -> RewardFunctionLike:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_completion_length - buffer tokens, then
-    falling in a straight line to -1 at max_completion_length, and -1 beyond. To be added to a reward of correctness.
+    """Make DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_completion_length - buffer tokens,
+    then falling in a straight line to -1 at max_completion_length, and -1 beyond. Add it to a reward of correctness.
     """
     if not 0 < buffer <= max_completion_length:
         raise ConfigError(f"buffer={buffer} must be from 1 to max_completion_length={max_completion_length}")
@@ -49,52 +54,44 @@ def cosine_reward(
     exceeded: float = -10.0,
     success: float = 1.0,
 ) -> RewardFunctionLike:
-    """The cosine length reward (arXiv:2502.03373, section 4): with L = max_completion_length a completion of t tokens
-    gets
+    """Make the cosine length reward (arXiv:2502.03373, section 4): with L = max_completion_length a completion of t
+    tokens gets
 
         longest + (shortest - longest) (1 + cos(pi t / L)) / 2
 
-    with the two values of correct or of wrong ones, and `exceeded` from L tokens on. Defaults are the paper's. It
-    stands in the place of the reward of correctness.
+    with the two values for correct or for wrong ones, and `exceeded` from L tokens on. Defaults are the paper's. It
+    replaces the reward of correctness.
 
-    The paper gives R(t = 0) = r_0 and R(t = L) = r_L, but passes them as CosFn's minimum and maximum, which would swap
-    them; what is meant is taken.
+    The paper says R(t = 0) = r_0 and R(t = L) = r_L, but passes them as CosFn's minimum and maximum, which would swap
+    them; this follows what it says.
     """
-    _check_positive(max_completion_length=max_completion_length)
+    if max_completion_length <= 0:
+        raise ConfigError(f"max_completion_length={max_completion_length} must be above 0")
 
-    def shape(values: Sequence[float | None], lengths: Sequence[int], _: Mapping[str, Any]) -> list[float | None]:
-        rewards: list[float | None] = []
-        for value, length in zip(values, lengths, strict=True):
-            if value is None:
-                rewards.append(None)
-            elif length >= max_completion_length:
-                rewards.append(exceeded)
-            else:
-                pair = (correct_shortest, correct_longest) if value >= success else (wrong_shortest, wrong_longest)
-                share = (1 + math.cos(math.pi * length / max_completion_length)) / 2
-                rewards.append(pair[1] + (pair[0] - pair[1]) * share)
-        return rewards
+    def rule(value: float, length: int) -> float:
+        if length >= max_completion_length:
+            return exceeded
+        pair = (correct_shortest, correct_longest) if value >= success else (wrong_shortest, wrong_longest)
+        share = (1 + math.cos(math.pi * length / max_completion_length)) / 2
+        return pair[1] + (pair[0] - pair[1]) * share
 
-    return _wrap(correct, "cosine_reward", shape)
+    return _wrap(correct, "cosine_reward", lambda samples: [rule(*sample) for sample in samples])
 
 
 def kimi_length_reward(correct: RewardFunctionLike, *, weight: float = 1.0, success: float = 1.0) -> RewardFunctionLike:
-    """Kimi k1.5's length penalty (arXiv:2501.12599, section 2.3.3), added to the reward of correctness: within the
-    group of a prompt, with lambda = 0.5 - (length - min) / (max - min), a correct completion gets lambda and a wrong
-    one min(0, lambda); 0 where all are of one length. Needs score_by=group.
+    """Add Kimi k1.5's length penalty (arXiv:2501.12599, section 2.3.3) to the reward of correctness: within the group
+    of a prompt, with lambda = 0.5 - (length - min) / (max - min), a correct completion gets lambda and a wrong one
+    min(0, lambda); 0 if all have the same length. Needs score_by=group.
 
-    weight: of this part; the paper has one and warms it up, but names no number. Samples that the wrapped function does
-    not apply to count neither for min nor for max (the paper has no such).
+    weight: of this part; the paper has one and warms it up, but gives no number. Samples to which the wrapped function
+    does not apply count neither for min nor for max (the paper has none).
     """
 
-    def shape(values: Sequence[float | None], lengths: Sequence[int], _: Mapping[str, Any]) -> list[float | None]:
-        counted = [length for value, length in zip(values, lengths, strict=True) if value is not None]
-        shortest, longest = min(counted, default=0), max(counted, default=0)
-        rewards: list[float | None] = []
-        for value, length in zip(values, lengths, strict=True):
-            if value is None:
-                rewards.append(None)
-                continue
+    def shape(samples: Sequence[tuple[float, int]]) -> list[float]:
+        lengths = [length for _, length in samples]
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        rewards = []
+        for value, length in samples:
             part = 0.0 if longest == shortest else 0.5 - (length - shortest) / (longest - shortest)
             rewards.append(value + weight * (part if value >= success else min(0.0, part)))
         return rewards
@@ -105,7 +102,7 @@ def kimi_length_reward(correct: RewardFunctionLike, *, weight: float = 1.0, succ
 def lcpo_exact(
     correct: RewardFunctionLike, *, alpha: float = 0.0003, success: float = 1.0, column: str = "target_length"
 ) -> RewardFunctionLike:
-    """L1's LCPO-Exact (arXiv:2503.04697, eq. 1): [correct] - alpha |target - length|. The target stands in the prompt
+    """Make L1's LCPO-Exact (arXiv:2503.04697, eq. 1): [correct] - alpha |target - length|. The target is in the prompt
     and, in tokens, in a dataset column; a sample without one gets None. alpha: the paper's."""
     return _targeted(correct, "lcpo_exact", column, success, lambda good, left: good - alpha * abs(left))
 
@@ -118,8 +115,8 @@ def lcpo_max(
     success: float = 1.0,
     column: str = "target_length",
 ) -> RewardFunctionLike:
-    """L1's LCPO-Max (arXiv:2503.04697, eq. 2): [correct] clip(alpha (target - length) + delta, 0, 1), for a target that
-    is a limit. delta keeps a correct answer that is a little over it above a wrong one. alpha and delta: the paper's.
+    """Make L1's LCPO-Max (arXiv:2503.04697, eq. 2): [correct] clip(alpha (target - length) + delta, 0, 1), for a target
+    that is a limit. delta keeps a correct answer that is a little over it above a wrong one. alpha, delta: the paper's.
     """
     return _targeted(
         correct, "lcpo_max", column, success, lambda good, left: good * min(max(alpha * left + delta, 0.0), 1.0)
@@ -127,12 +124,12 @@ def lcpo_max(
 
 
 def format_reward(pattern: str = THINK_ANSWER) -> RewardFunctionLike:
-    """1 where the whole completion matches a regular expression ("." takes newlines too), else 0. The default wants one
-    <think>...</think> and one <answer>...</answer> behind it, with nothing but white space around them."""
+    """Make a reward: 1 if the whole completion matches a regular expression ("." takes newlines too), else 0. The
+    default expects one <think>...</think>, then one <answer>...</answer>, with only white space around them."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
 
     def format_reward(completions: Sequence[str | Messages]) -> list[float]:
         return [float(compiled.fullmatch(completion_text(completion)) is not None) for completion in completions]
@@ -141,7 +138,7 @@ def format_reward(pattern: str = THINK_ANSWER) -> RewardFunctionLike:
 
 
 def tag_count_reward(tags: Sequence[str] = TAGS) -> RewardFunctionLike:
-    """The share of these tags that a completion holds exactly once: partial credit on the way to `format_reward`."""
+    """Make a reward: the share of these tags that a completion holds exactly once, as partial credit for its form."""
     if isinstance(tags, str) or not tags or not all(tags):
         raise ConfigError(f"tags={tags!r}; give a list of tags, none of them empty")
     wanted = tuple(tags)
@@ -156,19 +153,19 @@ def tag_count_reward(tags: Sequence[str] = TAGS) -> RewardFunctionLike:
 def _targeted(
     correct: RewardFunctionLike, name: str, column: str, success: float, rule: Callable[[float, float], float]
 ) -> RewardFunctionLike:
-    """rule: of 1.0 or 0.0 for correct, and the tokens that are left to the target."""
+    """rule: takes 1.0 if correct or else 0.0, and the tokens left to the target."""
 
-    def shape(values: Sequence[float | None], lengths: Sequence[int], asked: Mapping[str, Any]) -> list[float | None]:
-        return [
-            None if value is None or target is None else rule(float(value >= success), target - length)
-            for value, length, target in zip(values, lengths, asked[column], strict=True)
-        ]
+    def shape(samples: Sequence[tuple[float, int, Any]]) -> list[float]:
+        return [rule(float(value >= success), target - length) for value, length, target in samples]
 
     return _wrap(correct, name, shape, column)
 
 
 def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -> RewardFunctionLike:
-    """A reward function that takes what `correct` takes, completion_ids and the columns, and is `async` as it is."""
+    """Make a reward function that takes the arguments of `correct`, completion_ids and the columns; async if that is.
+
+    A sample without a value, or without an entry in one of the columns, gets None, and is not shown to `shape`.
+    """
     if not callable(correct):
         raise ConfigError(f"{name} wraps a reward function that says what is correct, not {correct!r}")
     signature = inspect.signature(correct)
@@ -183,7 +180,10 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
         lengths = [len(ids) for ids in given["completion_ids"]]
         if len(values) != len(lengths):
             raise ValueError(f"{function_name(correct)} returned {len(values)} values for {len(lengths)} completions")
-        return shape(values, lengths, given)
+        rows = list(zip(values, lengths, *(given[column] for column in columns), strict=True))
+        applies = [all(entry is not None for entry in row) for row in rows]
+        rewards = iter(shape(list(itertools.compress(rows, applies))))
+        return [next(rewards) if counts else None for counts in applies]
 
     def reward(**given: Any) -> list[float | None]:
         return shaped(correct(**own(given)), given)
@@ -198,7 +198,7 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
 
 
 def _signature(signature: inspect.Signature, added: Sequence[str]) -> inspect.Signature:
-    """The parameters that can be filled by keyword, as the check before the run reads them, and those added."""
+    """Keep the parameters that can be filled by keyword, as the check before the run reads them, and add others."""
     kept = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         for parameter in signature.parameters.values()
@@ -208,9 +208,3 @@ def _signature(signature: inspect.Signature, added: Sequence[str]) -> inspect.Si
     kept += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in added if name not in names]
     rest = [parameter for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_KEYWORD]
     return inspect.Signature([*kept, *rest])
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if not number > 0:
-            raise ConfigError(f"{name}={number} must be above 0")

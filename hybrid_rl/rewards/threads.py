@@ -1,276 +1,165 @@
 """Reward functions inside the trainer's process: plain ones in one thread, coroutines on one event loop."""
 
+from __future__ import annotations
+
 import asyncio
 import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
+from typing import Any, TypeVar
 
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
-from hybrid_rl.rewards.functions import RewardInput
-from hybrid_rl.rewards.isolation import (
-    MAX_ALIKE_SAMPLES,
-    Task,
-    are_alike,
-    call_and_isolate,
-    given_up,
-    is_cut,
-    repeated,
-)
-from hybrid_rl.rewards.results import Part
+from hybrid_rl.rewards.functions import RewardFunction
 
 JOIN_SECONDS = 1.0
 # A cancelled coroutine gets so long to return before its event loop counts as blocked.
 CANCEL_SECONDS = 1.0
 
-SYNC_RETRIED = frozenset({"raised"})
-ASYNC_RETRIED = frozenset({"raised", "timeout"})
-
-CallItem = tuple[Callable[[], CallOutcome], "Future[CallOutcome]"]
+T = TypeVar("T")
 
 
-def on_own_device(body: Callable[[], None]) -> Callable[[], None]:
-    """What a thread runs, on the GPU of its rank."""
-    # Not above: a reward process imports this package for a reward or a state that is of it, and shall not for that
-    # import torch.
-    from hybrid_rl.controller import enter_device
+def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread on the GPU of its rank."""
 
     def run() -> None:
+        # Not above: a reward process imports this package for a reward or a state that is of it, and must not import
+        # torch for that.
+        from hybrid_rl.controller import enter_device
+
         enter_device()
         body()
 
-    return run
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 class CallThread:
-    """A daemon thread that runs one call at a time, and can be left behind by its owner."""
+    """A thread that runs one plain call at a time, and can be left behind if a call hangs."""
 
     def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[CallItem | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=on_own_device(self._run), name="reward call", daemon=True)
-        self.thread.start()
+        self.calls: queue.SimpleQueue[tuple[Callable[[], CallOutcome], Future[CallOutcome]] | None]
+        self.calls = queue.SimpleQueue()
+        self.thread = start_thread("reward call", self._run)
 
     def _run(self) -> None:
-        while (item := self.inbox.get()) is not None:
+        while (item := self.calls.get()) is not None:
             call, future = item
             try:
                 future.set_result(call())
-            except BaseException as error:
+            except BaseException as error:  # an exception that cannot even be formatted
                 future.set_exception(error)
             del item, call, future  # the samples of the last call are not kept while waiting for the next
 
-    def call(self, call: Callable[[], CallOutcome], timeout_seconds: float) -> CallOutcome | None:
-        """The outcome, or None when there is none after `timeout_seconds`; the thread is then no longer usable."""
+    def start(self, call: Callable[[], CallOutcome]) -> Future[CallOutcome]:
+        """Run a call after those before it."""
         future: Future[CallOutcome] = Future()
-        self.inbox.put((call, future))
-        try:
-            return future.result(timeout_seconds)
-        except TimeoutError:
-            if future.done():
-                return future.result()
-            self.stop()  # takes effect if the call ever returns
-            return None
+        self.calls.put((call, future))
+        return future
 
     def stop(self) -> None:
-        self.inbox.put(None)
+        """End the thread, as soon as its call returns."""
+        self.calls.put(None)
 
 
-class SyncLane:
-    """Runs plain functions one after another in a background thread.
+class LoopThread:
+    """A thread that runs an event loop."""
 
-    A call past the limit is abandoned with its thread: Python threads cannot be killed, so it may go on using the
-    CPU (or holding the GIL: then even the limit comes late). The next call gets a fresh thread. The remedy is
-    `num_processes`, where the process is killed.
-    """
-
-    def __init__(self, timeout_seconds: float | None) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self.thread: threading.Thread | None = None
-        self.call_thread: CallThread | None = None
-
-    def start(self, task: Task) -> None:
-        """Queue a task; returns at once."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=on_own_device(self._run), name="reward scoring", daemon=True)
-            self.thread.start()
-        self.tasks.put(task)
-
-    def close(self) -> None:
-        self.tasks.put(None)
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(JOIN_SECONDS)
-        if self.call_thread is not None:
-            self.call_thread.stop()
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+        self.thread = start_thread(name, self._run)
 
     def _run(self) -> None:
-        while (task := self.tasks.get()) is not None:
-            try:
-                parts = call_and_isolate(partial(self._call, task), task, SYNC_RETRIED)
-            except BaseException as error:
-                task.fail(error)
-            else:
-                task.done(parts)
-                del parts
-            del task
+        async def wait() -> None:
+            await self._ending.wait()
 
-    def _call(self, task: Task, inputs: Sequence[RewardInput]) -> CallOutcome:
-        spec = task.function
-        call = partial(call_sync, spec.function, task.arguments(inputs), len(inputs), spec.log_names)
-        if self.timeout_seconds is None:
-            return call()
-        if self.call_thread is None:
-            self.call_thread = CallThread()
-        outcome = self.call_thread.call(call, self.timeout_seconds)
-        if outcome is None:
-            self.call_thread = None
-            return failed_call(
-                "timeout",
-                f"gave no answer within {self.timeout_seconds} s; its thread cannot be killed and was left behind, "
-                "perhaps still running: set reward_processes to have such calls killed",
-            )
-        return outcome
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(wait())
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine beside all others."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def stop(self) -> None:
+        """Cancel what is still running and end the thread, as soon as nothing blocks the loop."""
+        self.loop.call_soon_threadsafe(self._ending.set)
 
 
-class RunningCalls:
-    """Deadlines of the calls on one event loop, so that a blocked loop is noticed from outside."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.deadlines: dict[int, tuple[float, Task]] = {}
-
-    def set_deadline(self, task: Task, timeout_seconds: float) -> None:
-        with self.lock:
-            self.deadlines[id(task)] = (time.monotonic() + timeout_seconds + CANCEL_SECONDS, task)
-
-    def remove(self, task: Task) -> None:
-        with self.lock:
-            self.deadlines.pop(id(task), None)
-
-    def take_if_overdue(self) -> tuple[list[Task], list[Task]]:
-        """When a call is overdue: all overdue tasks, and all others; both are then no longer listed. Else nothing."""
-        now = time.monotonic()
-        with self.lock:
-            entries = list(self.deadlines.values())
-            overdue = [task for deadline, task in entries if deadline < now]
-            if not overdue:
-                return [], []
-            self.deadlines.clear()
-        return overdue, [task for deadline, task in entries if deadline >= now]
+async def answer_of(future: Future[T], seconds: float | None, *others: asyncio.Future[None]) -> T | None:
+    """Wait for an answer; None if there is none after so many seconds, or when one of the others is done."""
+    answer = asyncio.wrap_future(future)
+    waited: list[asyncio.Future[Any]] = [answer, *others]
+    await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    return answer.result() if answer.done() else None
 
 
-class AsyncLane:
-    """Awaits coroutine functions on one event loop in its own thread; all calls, of all submissions, run concurrently.
+class ThreadCaller:
+    """Calls in this process: plain functions one after another in a thread, all coroutines together on an event loop.
 
-    The loop lives as long as the lane, so clients that functions keep between calls stay usable. A call past the
-    limit is cancelled, then its samples are tried one by one, at the same time. A coroutine that blocks the loop
-    cannot be cancelled: what is overdue by then fails as timed out, the loop is left behind, and a fresh one takes
-    over the other calls (which begin anew) and later ones.
+    A plain call past the limit is left behind with its thread: Python threads cannot be killed, so it may go on using
+    the CPU (or holding the GIL: then even the limit comes late). A coroutine past the limit is cancelled; one that
+    blocks the event loop cannot be, and is left behind with the loop, while the other calls begin again on a fresh one.
+    The remedy is `num_processes`: processes can be killed. The event loop lives until then, so clients that functions
+    keep between calls stay usable.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self.timeout_seconds = timeout_seconds
-        self.running = RunningCalls()
-        self.closed = threading.Event()
-        self.lock = threading.Lock()
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.thread: threading.Thread | None = None
-        self.watcher: threading.Thread | None = None
+        self._one_at_a_time = asyncio.Semaphore(1)
+        self._thread: CallThread | None = None
+        self._loop: tuple[LoopThread, asyncio.Future[None]] | None = None  # the future: done when it is left behind
 
-    def start(self, task: Task) -> None:
-        """Begin a task; returns at once."""
-        if self.timeout_seconds is not None:
-            self.running.set_deadline(task, self.timeout_seconds)
-            if self.watcher is None:
-                self.watcher = threading.Thread(target=self._watch, name="reward watch", daemon=True)
-                self.watcher.start()
-        with self.lock:
-            if self.loop is None:
-                self.loop = asyncio.new_event_loop()
-                run = on_own_device(partial(self._run_loop, self.loop))
-                self.thread = threading.Thread(target=run, name="reward loop", daemon=True)
-                self.thread.start()
-            loop = self.loop
-            future = asyncio.run_coroutine_threadsafe(self._score(task), loop)
-        future.add_done_callback(partial(self._finish, task, loop))
+    def slot(self, spec: RewardFunction) -> AbstractAsyncContextManager[Any]:
+        """What is held during a call."""
+        return nullcontext() if spec.is_async else self._one_at_a_time
+
+    async def call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
+        """Call a function once, over `count` samples."""
+        return await (self._await if spec.is_async else self._call)(spec, arguments, count)
+
+    async def _call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
+        self._thread = self._thread or CallThread()
+        future = self._thread.start(partial(call_sync, spec.function, arguments(), count, spec.log_names))
+        if (outcome := await answer_of(future, self.timeout_seconds)) is not None:
+            return outcome
+        self._thread.stop()
+        self._thread = None
+        return failed_call(
+            "timeout",
+            f"gave no answer within {self.timeout_seconds} s; its thread cannot be killed and was left behind, "
+            "perhaps still running: set reward_processes to have such calls killed",
+            is_left_behind=True,
+        )
+
+    async def _await(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
+        limit = None if self.timeout_seconds is None else self.timeout_seconds + CANCEL_SECONDS
+        while True:
+            if self._loop is None:
+                self._loop = LoopThread("reward loop"), asyncio.get_running_loop().create_future()
+            thread, is_left = self._loop
+            call = call_async(spec.function, arguments(), count, spec.log_names, self.timeout_seconds)
+            if (outcome := await answer_of(thread.start(call), limit, is_left)) is not None:
+                return outcome
+            if not is_left.done():
+                break
+        is_left.set_result(None)
+        thread.stop()
+        self._loop = None
+        return failed_call(
+            "timeout",
+            f"gave no answer within {self.timeout_seconds} s and could not be cancelled, because this or another "
+            "coroutine blocks the event loop (a blocking call inside `async def`); set reward_processes to have "
+            "such calls killed",
+            is_left_behind=True,
+        )
 
     def close(self) -> None:
-        self.closed.set()
-        with self.lock:
-            if self.loop is not None and not self.loop.is_closed():
-                self.loop.call_soon_threadsafe(self.loop.stop)
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(JOIN_SECONDS)
-
-    @staticmethod
-    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
-
-    async def _call(self, task: Task, inputs: Sequence[RewardInput]) -> Part:
-        spec = task.function
-        arguments = task.arguments(inputs)
-        return inputs, await call_async(spec.function, arguments, len(inputs), spec.log_names, self.timeout_seconds)
-
-    async def _score(self, task: Task) -> list[Part]:
-        part = await self._call(task, task.inputs)
-        if not is_cut(task, part[1], ASYNC_RETRIED):
-            return [part]
-        if self.timeout_seconds is not None and asyncio.get_running_loop() is self.loop:
-            self.running.set_deadline(task, self.timeout_seconds)
-        # What raised is tried with a few first: a service that is down is not asked once for every sample.
-        num_first = MAX_ALIKE_SAMPLES if part[1].failure is not None and part[1].failure[0] == "raised" else None
-        parts = await self._each(task, task.inputs[:num_first], part[1])
-        rest = task.inputs[num_first:] if num_first else []
-        if not rest or are_alike(parts):
-            return [*parts, *given_up(rest, parts)]
-        if self.timeout_seconds is not None and asyncio.get_running_loop() is self.loop:
-            self.running.set_deadline(task, self.timeout_seconds)
-        return [*parts, *await self._each(task, rest, part[1])]
-
-    async def _each(self, task: Task, inputs: Sequence[RewardInput], failed: CallOutcome) -> list[Part]:
-        """Samples called alone, at the same time."""
-        singles = await asyncio.gather(*(self._call(task, [sample]) for sample in inputs))
-        return [repeated(samples, outcome, failed) for samples, outcome in singles]
-
-    def _finish(self, task: Task, loop: asyncio.AbstractEventLoop, future: "Future[list[Part]]") -> None:
-        if loop is not self.loop:
-            return  # the loop was left behind: its tasks have been answered, or begun anew
-        self.running.remove(task)
-        if future.cancelled():
-            return  # the lane is closing: the runner answers what is open
-        error = future.exception()
-        if error is not None:
-            task.fail(error)
-        else:
-            task.done(future.result())
-
-    def _watch(self) -> None:
-        assert self.timeout_seconds is not None
-        while not self.closed.wait(min(1.0, self.timeout_seconds / 2)):
-            overdue, others = self.running.take_if_overdue()
-            if overdue:
-                self._leave_loop()
-            detail = (
-                f"gave no answer within {self.timeout_seconds} s and could not be cancelled, because this or another "
-                "coroutine blocks the event loop (a blocking call inside `async def`); set reward_processes to have "
-                "such calls killed"
-            )
-            for task in overdue:
-                task.done([(task.inputs, failed_call("timeout", detail))])
-            for task in others:
-                self.start(task)
-
-    def _leave_loop(self) -> None:
-        with self.lock:
-            if self.loop is not None:
-                self.loop.call_soon_threadsafe(self.loop.stop)
-            self.loop = None
+        """End the threads; one that hangs is not waited for."""
+        for thread in (self._thread, self._loop and self._loop[0]):
+            if thread is not None:
+                thread.stop()
+                thread.thread.join(JOIN_SECONDS)

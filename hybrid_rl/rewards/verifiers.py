@@ -1,5 +1,7 @@
 """Ready-made reward functions."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import logging
@@ -17,12 +19,12 @@ THINK_END = "</think>"
 
 
 def completion_text(completion: str | Messages) -> str:
-    """Text of a completion as reward functions receive it: plain, or chat messages (contents joined by newlines)."""
+    """Return the text of a completion as reward functions receive it: plain, or chat messages (joined by newlines)."""
     return completion if isinstance(completion, str) else "\n".join(str(message["content"]) for message in completion)
 
 
 def exact_match(completions: Sequence[str | Messages], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
-    """1.0 where the completion equals the `answer` column, both as text without surrounding white space, else 0.0.
+    """Give 1.0 if the completion equals the `answer` column, both as text without surrounding white space, else 0.0.
 
     A sample whose answer is None gets None: the function does not apply to it.
     """
@@ -33,19 +35,18 @@ def exact_match(completions: Sequence[str | Messages], answer: Sequence[Any], **
 
 
 def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
-    """1 where the completion's final answer equals the expected one as mathematics, else 0; by math-verify.
+    """Make a reward: 1 if the completion's final answer equals the expected one as mathematics, else 0; by math-verify.
 
     column: the dataset column with the expected answer: a number, LaTeX, a worked solution that ends in \\boxed{...},
-    or GSM8K's text behind "####". None: `answer`, or `solution` where there is none. A sample whose expected answer is
+    or GSM8K's text after "####". None: `answer`, or `solution` if there is none. A sample whose expected answer is
     missing or cannot be parsed gets None. Of a completion with </think> only what follows it is read. Of several
     answers the last one counts; answers in boxes side by side are a set.
 
-    math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get:
-    in reward processes (reward_processes=1 or more) this works, and it is what protects a run from an answer that takes
-    for ever. In the trainer's process functions run in a thread; there reward_timeout_seconds is the limit. math-verify
-    warns of just that (with the name of an option that users of this function do not have); this warning of its is
-    silenced, and no other.
-    Raises ConfigError where math-verify is not installed.
+    math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get.
+    In reward processes (reward_processes=1 or more) this works, and it protects a run from an answer that takes for
+    ever. In the trainer's process functions run in a thread; there reward_timeout_seconds is the limit. math-verify
+    warns of this (naming an option that users of this function do not have); only this warning is silenced.
+    Raises ConfigError if math-verify is not installed.
     """
     _math_verify()
 
@@ -83,15 +84,15 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
 
 
 def delimited(gold: str) -> str:
-    """An expected answer as a text in which math-verify finds it: what stands behind "####", and between dollars where
-    it is a formula without delimiters."""
+    """Write an expected answer so that math-verify finds it: the text after "####", and between dollars if it is a
+    formula without delimiters."""
     gold = gold.rpartition("####")[2].strip()
     has_delimiters = any(sign in gold for sign in ("$", "\\boxed", "\\(", "\\["))
     is_prose = re.search(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+(?:\{[A-Za-z ]*\})?", "", gold)) is not None
     return gold if has_delimiters or is_prose else f"${gold}$"
 
 
-def _is_no_timeout_warning(record: logging.LogRecord) -> bool:
+def _is_other_warning(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Timeout is disabled as ")
 
 
@@ -99,7 +100,7 @@ def _math_verify() -> ModuleType:
     try:
         found = importlib.import_module("math_verify")
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).addFilter(_is_no_timeout_warning)  # one that is there is not added again
+            logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
         return found
     except ImportError as error:
         raise ConfigError("math_reward needs math-verify, which is not installed: pip install math-verify") from error

@@ -8,13 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch, Batch
 from hybrid_rl.batch.files import load_rollout
-from hybrid_rl.controller import WorkerGroup
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, counted
@@ -56,28 +55,70 @@ class Collected:
     under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
     log_metric."""
 
-    batch: Batch | BatchRef
+    batch: AnyBatch
     timings: Timings
     metrics: dict[str, float] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
 
 
+class RolloutGroup(Protocol):
+    """The ranks that a collector gets samples from."""
+
+    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Scored samples of these prompts, in any order, and a report of each rank that had some."""
+        ...
+
+    def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """The data set's own completions of these prompts, in the same form."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the batch of every training step is made of.
+
+    sampler: where the prompts come from.
+    num_prompts: of a batch; each has num_generations samples, whose tokens are chosen as `params` says.
+    max_refills: 0 keeps all groups. Otherwise groups without signal are dropped, and other prompts take their place, in
+        at most so many further rollouts (`Refill`).
+    greedy_baseline: whether one greedy sample per prompt of the batch is scored too, whose reward becomes the column
+        `baseline_rewards` (ReMax, arXiv:2310.10505).
+    rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
+    demonstrates: whether the completions are the data set's own.
+    """
+
+    sampler: PromptSampler
+    num_prompts: int
+    num_generations: int
+    params: SamplingParams
+    max_refills: int = 0
+    greedy_baseline: bool = False
+    rollouts_path: Path | None = None
+    demonstrates: bool = False
+
+
 class Collector:
-    """Collects scored samples from a worker group. reward_names, reward_weights: of the reward functions; weights
-    None: 1 each. success_reward: what is a success, see `success_metrics`; tells_success: whether the first of them is
-    the user's own."""
+    """Collects scored samples from a worker group.
+
+    reward_names, reward_weights: of the reward functions; weights None: 1 each.
+    plan: of training steps; None if only `rollout` and `evaluate` are called.
+    max_failure_share: of the samples that may have no reward.
+    success_reward: what counts as a success, see `success_metrics`; tells_success: whether the first of the reward
+        functions is the user's own.
+    """
 
     def __init__(
         self,
-        workers: WorkerGroup,
+        workers: RolloutGroup,
         reward_names: Sequence[str],
+        plan: StepPlan | None = None,
         *,
         max_failure_share: float,
         reward_weights: Sequence[float] | None = None,
         success_reward: float | None = None,
         tells_success: bool = True,
     ) -> None:
-        self._workers = workers
+        self._workers, self._plan = workers, plan
         self._success_reward, self._tells_success = success_reward, tells_success
         self._names = tuple(reward_names)
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
@@ -87,46 +128,54 @@ class Collector:
         self._next_id = 0
         self._told: set[object] = set()
 
-    def collect(
-        self,
-        sampler: PromptSampler,
-        num_prompts: int,
-        num_generations: int,
-        params: SamplingParams,
-        version: int,
-        state: TrainerState,
-        *,
-        max_refills: int = 0,
-        greedy_baseline: bool = False,
-    ) -> Collected:
-        """The batch of a training step: the sampler's next prompts, num_generations samples each.
+    def collect(self, version: int, state: TrainerState) -> Collected:
+        """The batch of the training step that `state` names, for a learner at this policy version.
 
-        max_refills: 0 = all groups stay; else those without signal are dropped, and further prompts take their place,
-        in at most so many further rollouts (`Refill`). greedy_baseline: one greedy sample per prompt of the batch is
-        scored too, and its reward becomes the column `baseline_rewards` (ReMax, arXiv:2310.10505).
-
-        The noise of a sample depends on the seed, the step, the rollout within the step and its place there alone.
-        Raises NoSignalError where the last rollout leaves groups missing, DataError where the data ends.
+        The noise of a sample depends on the seed, the step, the rollout within the step and its place there only.
+        Raises NoSignalError if groups are missing after the last rollout, DataError if the data ends.
         """
-        call = RolloutCall(num_generations, params, version, state, f"train/{state.global_step}", self._next_id)
+        plan = self._plan
+        assert plan is not None, "this collector was made without a plan of training steps"
+        if plan.rollouts_path is not None:
+            plan.sampler.take(plan.num_prompts)  # so that position and epoch are those of the recorded run
+            return replay(
+                *(plan.rollouts_path, state.global_step, plan.num_prompts, plan.num_generations, self._names, version),
+                greedy_baseline=plan.greedy_baseline,
+                success_reward=self._success_reward,
+            )
+        call = RolloutCall(
+            plan.num_generations, plan.params, version, state, f"train/{state.global_step}", self._next_id
+        )
         tally = _Tally(self._max_failure_share, self._next_id)
         metrics: dict[str, float] = {}
-        if max_refills:
-            refill = Refill(num_prompts, max_refills, self._names, self._weights)
-            rows, batch = self._refilled(sampler, call, tally, refill)
+        if plan.max_refills and not plan.demonstrates:
+            refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
+            rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:
-            rows = _take(sampler, num_prompts, num_prompts)
+            rows = _take(plan.sampler, plan.num_prompts, plan.num_prompts)
+            if plan.demonstrates:
+                return tally.collected(self._demonstrated(rows, replace(call, num_generations=1), tally), {})
             batch = self._roll_out(rows, call, tally)
-        if greedy_baseline:
+        if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
         metrics |= reward_metrics(batch, self._names)
-        if not max_refills:  # of the groups that were kept each has a success
+        if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
         collected = tally.collected(batch, metrics)
         self._tell_of_no_numbers(collected.logged, state.global_step)
         return collected
+
+    def evaluate(
+        self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, version: int, state: TrainerState
+    ) -> dict[str, float]:
+        """Metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
+        purpose = f"evaluation/{state.global_step}"
+        collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
+        metrics = {f"eval/{n}": value for n, value in collected.metrics.items() if "std" not in n.split("/")[-1]}
+        accuracy = metrics.pop("eval/pass@1", None)
+        return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
 
     def _tell_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of what records leave out because JSON has no such numbers."""
@@ -139,7 +188,7 @@ class Collector:
                     *(step, name, value),
                 )
 
-    def _success(self, batch: Batch | BatchRef) -> dict[str, float]:
+    def _success(self, batch: AnyBatch) -> dict[str, float]:
         return success_metrics(batch, self._success_reward) if self._tells_success else {}
 
     def rollout(
@@ -161,28 +210,28 @@ class Collector:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def demonstrate(
-        self, sampler: PromptSampler, num_prompts: int, params: SamplingParams, version: int, state: TrainerState
-    ) -> Collected:
-        """The batch of a training step without a rollout: the sampler's next prompts, each with the completion that the
-        dataset has for it (`Demonstrations`)."""
-        rows = _take(sampler, num_prompts, num_prompts)
-        call = RolloutCall(1, params, version, state, f"train/{state.global_step}", self._next_id)
-        tally = _Tally(self._max_failure_share, self._next_id)
-        return tally.collected(self._roll_out(rows, call, tally, method="demonstrations"), {})
-
-    def _roll_out(
-        self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, *, method: str = "rollout"
-    ) -> Batch | BatchRef:
-        """Samples for these prompts in their order, with ids of their own. method: of the workers, which makes them."""
-        call = replace(call, first_id=self._next_id)
-        self._next_id += len(rows) * call.num_generations
-        tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
-        batch, reports = getattr(self._workers, method)(tasks, call)
+    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
+        """Samples for these prompts in their order, with ids of their own."""
+        call = self._with_ids(call, len(rows))
+        batch, reports = self._workers.rollout(_tasks(rows), call)
         batch = _in_order(batch)
         tally.add(batch, reports, call)
         self._tell_of_retries(reports, call)
         return batch
+
+    def _demonstrated(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
+        """The data set's own completions of these prompts, in the same form (`Demonstrations`)."""
+        call = self._with_ids(call, len(rows))
+        batch, reports = self._workers.demonstrations(_tasks(rows), call)
+        batch = _in_order(batch)
+        tally.add(batch, reports, call)
+        return batch
+
+    def _with_ids(self, call: RolloutCall, num_rows: int) -> RolloutCall:
+        """The call with ids for its samples that no other one has."""
+        call = replace(call, first_id=self._next_id)
+        self._next_id += num_rows * call.num_generations
+        return call
 
     def _tell_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Warn, once for each function, of calls that were repeated sample by sample: each costs what a call costs."""
@@ -199,7 +248,7 @@ class Collector:
 
     def _refilled(
         self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
-    ) -> tuple[list[PromptRow], Batch | BatchRef]:
+    ) -> tuple[list[PromptRow], AnyBatch]:
         """Prompts whose groups have signal, and their samples."""
         kept_rows: list[PromptRow] = []
         parts: list[Any] = []
@@ -216,9 +265,7 @@ class Collector:
             purpose = f"{call.purpose}/refill/{refill.num_rollouts}"
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
 
-    def _with_baseline(
-        self, rows: Sequence[PromptRow], batch: Batch | BatchRef, call: RolloutCall, tally: _Tally
-    ) -> Batch | BatchRef:
+    def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
         """The batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
@@ -238,7 +285,7 @@ class _Tally:
         self._timings = Timings()
         self._logged = MetricSums()
 
-    def add(self, batch: Batch | BatchRef, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+    def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError where too many of all samples so far have no reward, and what reward
         functions end the run with."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
@@ -266,11 +313,15 @@ class _Tally:
             for report in reports:
                 self._logged.merge(report.logged)
 
-    def collected(self, batch: Batch | BatchRef, metrics: dict[str, float]) -> Collected:
+    def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """The batch that came of it, with its metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
+
+
+def _tasks(rows: Sequence[PromptRow]) -> list[RolloutTask]:
+    return [RolloutTask(place, row) for place, row in enumerate(rows)]
 
 
 def _take(sampler: PromptSampler, num_prompts: int, least: int) -> list[PromptRow]:
@@ -329,7 +380,7 @@ def replay(
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if greedy_baseline else {}))
 
 
-def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, float]:
+def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
     """Metrics of the rewards of a batch of whole groups. names: of the reward functions."""
     metrics: dict[str, float] = {}
     values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))
@@ -342,7 +393,7 @@ def reward_metrics(batch: Batch | BatchRef, names: Sequence[str]) -> dict[str, f
     return metrics
 
 
-def success_metrics(batch: Batch | BatchRef, threshold: float | None) -> dict[str, float]:
+def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float]:
     """How often the first reward function is satisfied: further ones may shape the reward, and their sum tells nothing.
     threshold: from which of its values on it is; None: it is by 1, if all that it gives are 0 and 1, else nobody knows.
 
@@ -368,19 +419,19 @@ def success_metrics(batch: Batch | BatchRef, threshold: float | None) -> dict[st
     return metrics
 
 
-def baseline_metrics(batch: Batch | BatchRef) -> dict[str, float]:
+def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
     """Metrics of the greedy baseline of a batch, every prompt counted once."""
     first = torch.tensor([rows[0] for rows in batch.group_rows()])
     return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
-def _in_order(batch: Batch | BatchRef) -> Batch | BatchRef:
+def _in_order(batch: AnyBatch) -> AnyBatch:
     """Samples by trajectory: prompt by prompt, whichever rank made them."""
     order = batch["trajectory"].argsort()
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
 
 
-def length_metrics(batch: Batch | BatchRef) -> dict[str, float]:
+def length_metrics(batch: AnyBatch) -> dict[str, float]:
     """Metrics of the completions' lengths and ends."""
     lengths = batch["completion_length"].double()
     ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])

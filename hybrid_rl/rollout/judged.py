@@ -1,4 +1,4 @@
-"""A second round of generation, in which the engine judges the samples that it has made."""
+"""The round of a rollout call in which the engine judges the samples that it has made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_rl.batch import Batch
 from hybrid_rl.data import PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
-from hybrid_rl.engines.client import RolloutClient
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.functions import Messages
@@ -34,11 +34,12 @@ def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 
 
 class JudgeRound:
-    """Arguments as of ScoredRollout."""
+    """Same arguments as ScoredRollout. Runs inside the session in which the samples were made, whose prefixes its
+    prompts find."""
 
     def __init__(
         self,
-        client: RolloutClient,
+        client: EngineClient,
         rewards: RewardRunner,
         decode: Callable[[Sequence[int]], str],
         encode: Encode,
@@ -55,7 +56,7 @@ class JudgeRound:
         self._max_length = max_length
 
     def run(self, batch: Batch, call: RolloutCall) -> LateScores:
-        """Scores of this rank's samples. Where ranks share an engine all of them come here, with samples or without."""
+        """Scores of this rank's samples. If ranks share an engine all of them come here, with samples or without."""
         questions = {place: self._questions(judge, batch) for place, judge in self._judges.items()}
         requests: dict[tuple[int, int], RolloutRequest] = {}
         failures: list[RewardFailure] = []

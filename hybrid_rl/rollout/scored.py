@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
-from hybrid_rl.engines.client import RolloutClient
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
@@ -39,7 +40,7 @@ class RolloutReport:
 
 class ScoredRollout:
     """Makes scored samples, which are scored as they finish, or where `rewards` score by group when the last of a group
-    has. Judges that are the engine itself get a round of their own, when all samples are there.
+    has. Judges that are the engine itself get a round of their own in the same session, when all samples are there.
 
     decode: token ids to text without special tokens. seed: of every sample's noise. encode: what a judge is asked, text
     or messages, to token ids; max_length: of what it is asked with its answer, None = the engine has no limit. Where
@@ -49,7 +50,7 @@ class ScoredRollout:
 
     def __init__(
         self,
-        client: RolloutClient,
+        client: EngineClient,
         rewards: RewardRunner | None,
         decode: Callable[[Sequence[int]], str],
         *,
@@ -77,33 +78,36 @@ class ScoredRollout:
         texts: dict[int, str] = {}
         futures: list[Future[RewardResult]] = []
         unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
-        with timings.measure("rollout"):
-            for events in self._client.stream(requests, call.version):
-                finished.update((event.id, event) for event in events)
-                texts.update((event.id, self._decode(event.completion_ids)) for event in events)
-                if rewards is not None:
-                    inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call.first_id) for e in events]
-                    if rewards.score_by == "group":
-                        inputs = _whole_groups(unscored, inputs, call.num_generations)
-                    if inputs:
-                        futures.append(rewards.submit(inputs, call.state))
-        samples = [finished[request.id] for request in requests]
-        columns = sample_columns(_repeat(tasks, call.num_generations), samples, call)
-        columns["completion"] = [texts[request.id] for request in requests]
-        with timings.measure("reward"):
-            results = _results(futures)
-        retried = joined_retries(result.retried for result in results)
-        report = RolloutReport(timings.seconds, _failures(results), _logged(results), retried)
-        if rewards is None:
-            return Batch(columns), report
-        columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], rewards))
-        batch = Batch(columns)
-        if self._judges is not None:
-            with timings.measure("judge"):
-                late = self._judges.run(batch, call)
-            report.logged.merge(late.logged)
-            batch, report.failures = merge_late(batch, report.failures, rewards, call.first_id, late)
-        return batch, report
+        with ExitStack() as stack:
+            if rewards is not None and self._judges is not None:
+                stack.enter_context(self._client.session())  # the judges' round finds the prefixes of this one
+            with timings.measure("rollout"):
+                for events in self._client.stream(requests, call.version):
+                    finished.update((event.id, event) for event in events)
+                    texts.update((event.id, self._decode(event.completion_ids)) for event in events)
+                    if rewards is not None:
+                        inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call.first_id) for e in events]
+                        if rewards.score_by == "group":
+                            inputs = _whole_groups(unscored, inputs, call.num_generations)
+                        if inputs:
+                            futures.append(rewards.submit(inputs, call.state))
+            samples = [finished[request.id] for request in requests]
+            columns = sample_columns(_repeat(tasks, call.num_generations), samples, call)
+            columns["completion"] = [texts[request.id] for request in requests]
+            with timings.measure("reward"):
+                results = _results(futures)
+            retried = joined_retries(result.retried for result in results)
+            report = RolloutReport(timings.seconds, _failures(results), _logged(results), retried)
+            if rewards is None:
+                return Batch(columns), report
+            columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], rewards))
+            batch = Batch(columns)
+            if self._judges is not None:
+                with timings.measure("judge"):
+                    late = self._judges.run(batch, call)
+                report.logged.merge(late.logged)
+                batch, report.failures = merge_late(batch, report.failures, rewards, call.first_id, late)
+            return batch, report
 
     def _requests(self, task: RolloutTask, call: RolloutCall) -> list[RolloutRequest]:
         requests = []

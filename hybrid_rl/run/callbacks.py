@@ -1,4 +1,4 @@
-"""Hooks into a run."""
+"""User hooks into a run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hybrid_rl.batch import Batch
 
 
 class Callback:
-    """Override what you need. Hooks run on the driver, in the order of the callbacks; an exception ends the run."""
+    """Base class of callbacks: override the hooks you need. They run on the driver, in order; an error ends the run."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Before the first training step of a `fit()`."""
+        """Called before the first training step of a `fit()`."""
 
     def on_step_end(self, trainer: Any, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """After every training step, its weights published."""
+        """Called after every training step, once its weights are published."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """After every evaluation."""
+        """Called after every evaluation."""
 
     def on_save(self, trainer: Any, step: int, folder: Path) -> None:
-        """After a checkpoint was written."""
+        """Called after a checkpoint is written."""
 
     def on_fit_end(self, trainer: Any) -> None:
-        """When `fit()` ends, however it ends."""
+        """Called at the end of `fit()`, also after an error."""

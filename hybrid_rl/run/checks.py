@@ -1,5 +1,4 @@
-"""What an algorithm wants of the user beside a model and prompts: rewards, a teacher, demonstrations. Checked before
-anything is loaded."""
+"""Checks of a run before anything is loaded: machine, module, rewards, teacher, critic, demonstrations."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
+from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
-from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
@@ -36,41 +35,43 @@ logger = logging.getLogger("hybrid_rl")
 
 
 def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
-    """Raise ConfigError where the settled device and dtype, or the machine, cannot run the attention that is asked for.
-    What the architecture says is checked with the model. Logs it where none is wanted."""
+    """Raise ConfigError if the device, the dtype or the machine cannot run the requested attention.
+
+    The architecture is checked later, with the model. Logs that rollout.engine=hf uses the model's own forward."""
     settings = config.model
-    if isinstance(config.rollout, HFRolloutConfig):
+    if not config.rollout.is_packed:
         logger.warning(
-            "rollout.engine=hf: rollout and training run through the model's own forward, every sample with its prompt "
-            "and nothing packed"
+            "rollout.engine=%s: rollout and training run through the model's own forward, every sample with its prompt "
+            "and nothing packed",
+            config.rollout.engine,
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
 
 
 def check_modes(config: TrainerConfig, *, learns: bool = True) -> None:
-    """Raise ModelError inside a block of torch that would change what is computed in this process. learns: whether that
-    has gradients."""
+    """Raise ModelError inside a torch context that would change the results in this process. learns: whether gradients
+    are needed."""
     if isinstance(config.controller, RayControllerConfig):
-        return  # such blocks hold in the thread that is in them
+        return  # such contexts hold only for the thread that entered them
     if torch.is_autocast_enabled(config.model.device):
         raise ModelError(
-            f"torch.autocast({config.model.device!r}) is on here, under which engine and trainer would compute other "
-            "numbers than the dtype says: leave that block; dtype=bfloat16 computes in bfloat16, with fp32 masters"
+            f"torch.autocast({config.model.device!r}) is active, so engine and trainer would compute in another dtype "
+            "than configured: leave that block; dtype=bfloat16 computes in bfloat16, with fp32 masters"
         )
     if learns and torch.is_inference_mode_enabled():
         raise ModelError(
-            "torch.inference_mode() is on here, which allows no gradients: make the Trainer and train outside of that "
+            "torch.inference_mode() is active, which allows no gradients: make the Trainer and train outside of that "
             "block"
         )
 
 
 def check_module(module: PreTrainedModel) -> None:
-    """Raise ModelError for a module whose parameters cannot be trained, or not be saved as its class reads them."""
+    """Raise ModelError for a module whose parameters cannot be trained, or cannot be saved in the form of its class."""
     made = [name for name, parameter in module.named_parameters() if parameter.is_inference()]
     if made:
         raise ModelError(
-            f"the module was made or loaded inside torch.inference_mode(), so that its parameters ({made[0]}, ...) "
+            f"the module was made or loaded inside torch.inference_mode(), so its parameters ({made[0]}, ...) "
             "cannot be trained: make it outside of that block"
         )
     for name, child in module.named_modules():
@@ -78,15 +79,15 @@ def check_module(module: PreTrainedModel) -> None:
         if hooks or is_parametrized(child):
             raise ModelError(
                 f"{name} of the module computes its weight from other parameters (torch.nn.utils: weight_norm, "
-                "spectral_norm, parametrize), which no checkpoint of its class holds: remove_parametrizations() or "
-                "remove_weight_norm() gives it a plain weight"
+                "spectral_norm, parametrize), which checkpoints of its class cannot hold; make it a plain weight with "
+                "remove_parametrizations() or remove_weight_norm()"
             )
 
 
 def check_module_dtype(module: PreTrainedModel) -> None:
-    """Raise ModelError for a module whose parameters are of several dtypes, or of one that cannot be trained. Those
+    """Raise ModelError for a module whose parameters have several dtypes, or one that cannot be trained. Parameters
     that transformers itself keeps in float32 do not count."""
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
+    kept = fp32_name_parts(module)
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):
@@ -105,7 +106,7 @@ def check_module_dtype(module: PreTrainedModel) -> None:
 
 
 def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Stands in where an algorithm learns without rewards and none is given: 0 for every completion."""
+    """The reward of a run without reward functions: 0 for every completion."""
     return [0.0] * len(completions)
 
 
@@ -117,14 +118,16 @@ def check_rewards(
     has_eval: bool,
     processing_classes: Any = None,
 ) -> tuple[RewardSetup, list[str]]:
-    """The reward functions as the workers get them, and their names: the user's, and those that the configuration adds.
-    columns: of the dataset, None = not known. Raises ConfigError for unusable ones."""
+    """Return the reward functions as the workers get them, and their names: the user's, then those that the
+    configuration adds. columns: of the dataset, None if unknown. Raises ConfigError for unusable ones."""
     given = [] if reward_funcs is None else reward_funcs
     functions = with_model_entries(given, processing_classes)
     if not functions and config.advantage.needs_rewards:
         raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
     if not functions and has_eval:
-        raise ConfigError("evaluation wants a reward: pass reward_funcs=, or leave eval_dataset (eval_path) out")
+        raise ConfigError(
+            "evaluation needs a reward function: pass reward_funcs=, or leave out eval_dataset (eval_path)"
+        )
     if not functions:
         _refuse_what_rewards_would_feed(config)
     added: list[Any] = [] if functions else [no_reward]
@@ -140,7 +143,7 @@ def check_rewards(
 
 
 def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:
-    """Raise ConfigError for options that do nothing, or end the first step, where every completion has the reward 0."""
+    """Raise ConfigError for options that do nothing, or end the first step, if every completion has the reward 0."""
     algorithm = config.algorithm
     if algorithm.max_refills:
         raise ConfigError(
@@ -155,24 +158,24 @@ def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:
 
 
 def _check_step_rewards(config: TrainerConfig, *, is_dense: bool) -> None:
-    """Raise ConfigError where an estimator wants rewards of single tokens and gets none, or the other way round."""
+    """Raise ConfigError if an estimator needs rewards per token and gets none, or cannot use those that it gets."""
     advantage, loss = config.advantage, config.policy_loss
     if advantage.needs_step_rewards and not is_dense:
         raise ConfigError(
-            "token_level=true normalises the rewards of single tokens, but no reward function gives any: it would do "
+            "token_level=true normalises rewards per token, but no reward function returns any, so it would do "
             "nothing; decorate one with hybrid_rl.rewards.dense_reward, or leave it out"
         )
     if advantage.uses_step_rewards and loss.is_per_completion and is_dense:
         raise ConfigError(
-            f"a reward function gives a number per token, which advantage={advantage.estimator} "  # type: ignore[attr-defined]
+            f"a reward function returns a number per token, which advantage={advantage.estimator} "  # type: ignore[attr-defined]
             f"uses token by token, but policy_loss={loss.objective} has one ratio per completion, "  # type: ignore[attr-defined]
-            f"through which each token would get the mean of their advantages; {one_advantage_remedy(config)}"
+            f"so each token would get the mean of their advantages; {one_advantage_remedy(config)}"
         )
 
 
 def load_settings(path: str, config: TrainerConfig) -> Any:
-    """The config of a model by name or folder. Raises ModelError where it cannot be read, CheckpointError for the model
-    of a checkpoint that is damaged."""
+    """Load the config of a model by name or folder. Raises ModelError if it cannot be read, CheckpointError for the
+    model of a damaged checkpoint."""
     refuse_missing_folder(path)
     check_model(Path(path))
     try:
@@ -182,7 +185,7 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError where a teacher is wanted but not named, or speaks in other tokens."""
+    """Raise ConfigError if a teacher is needed but not named, or has another vocabulary."""
     if "teacher_logprobs" not in config.advantage.needs:
         return
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
@@ -192,13 +195,13 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"teacher_path={path!r} has another vocabulary ({len(theirs)} tokens) than the model ({len(tokenizer)}): "
-            "its logprobs are of other tokens; choose a teacher of the same family"
+            f"teacher_path={path!r} has another vocabulary ({len(theirs)} tokens) than the model ({len(tokenizer)}), "
+            "so its logprobs are of other tokens; choose a teacher of the same family"
         )
 
 
 def check_critic(config: TrainerConfig) -> None:
-    """Raise ModelError where the critic's own model cannot be found."""
+    """Raise ModelError if the critic's own model cannot be found."""
     if isinstance(config.critic, ValueHeadConfig) and config.critic.critic_path is not None:
         load_settings(config.critic.critic_path, config)
 
@@ -210,8 +213,8 @@ def check_demonstrations_of(
     params: SamplingParams,
     room: PromptRoom | None,
 ) -> None:
-    """Raise DataError where the algorithm learns from the dataset's own completions and they cannot be used. room: that
-    of prompts beside the longest completion."""
+    """Raise DataError if the algorithm learns from the dataset's own completions and they cannot be used. room: tokens
+    left for a prompt beside the longest completion."""
     if "demonstrations" in config.advantage.needs:
         max_length = None if room is None else room.num_tokens + params.max_tokens
         check_demonstrations(source, demonstration_encoder(tokenizer, config), params, max_length=max_length)

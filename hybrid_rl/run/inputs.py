@@ -1,4 +1,4 @@
-"""The data of a run: which prompts fit, and the sources that they come from."""
+"""The data of a run: its prompt sources, and the length limit that prompts must keep."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions an
 
 
 def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom | None:
-    """What the model and a micro-batch leave for a prompt beside its completion; None where neither says.
+    """Return the tokens that the model and a micro-batch leave for a prompt; None if neither has a limit.
 
-    Raises ConfigError where that is nothing, or less than max_prompt_length.
+    Raises ConfigError if nothing is left, or less than max_prompt_length.
     """
     completion = config.rollout.max_completion_length
     given = {
@@ -58,7 +58,7 @@ class Data:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt; None for a stream, where it is not known."""
+        """Tokens of the longest prompt; None for a stream, whose length is unknown."""
         if not isinstance(self.train, SizedSource):
             return None
         return max(source.max_length for source in (self.train, self.eval) if source is not None)
@@ -70,7 +70,7 @@ class Data:
 
     @property
     def probe_ids(self) -> tuple[int, ...]:
-        """The start of the first training prompt."""
+        """The token ids at the start of the first training prompt, at most PROBE_LENGTH."""
         return tuple(self.first.prompt_ids[:PROBE_LENGTH])
 
 
@@ -82,8 +82,10 @@ def load_data(
     max_positions: int | None,
     media: Collection[Medium] = (),
 ) -> Data:
-    """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path). max_positions: of the
-    model. media: what it could be shown beside text."""
+    """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path).
+
+    max_positions: the longest sequence that the model allows, None if unknown.
+    media: the kinds of input that the model takes besides text."""
     room = prompt_room(config, max_positions)
     encoder = PromptEncoder(
         tokenizer,

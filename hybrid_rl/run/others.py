@@ -1,4 +1,4 @@
-"""A Trainer among others of its process: what one alone can have, modules that several train, who may set what."""
+"""Trainers that share a process: resources that only one may hold, shared modules, attributes that users may set."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from torch import nn
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
-from hybrid_rl.config.schema import RayControllerConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import RayControllerConfig
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
+from hybrid_rl.run.guard import StepGuard
 
 logger = logging.getLogger("hybrid_rl")
 
-# What is given to a Trainer beside keys.
+# The arguments of Trainer that are not configuration keys.
 ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
 
 _open: weakref.WeakSet[Tenant] = weakref.WeakSet()
-# What a fork has copied into this process is never dropped here: Ray would tell the parent's cluster, through the
-# parent's own connection, which breaks it.
+# Objects that a fork copied into this process are kept alive here: dropping them would make Ray notify the parent's
+# cluster through the parent's own connection, which breaks it.
 _inherited: list[dict[str, Any]] = []
 _steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()  # whoever was last
+_trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()  # run folder of the last trainer
 
 
 class Tenant:
-    """What a Trainer is because it is not the only one: open, then closed, by its user or for another one.
+    """The base of Trainer that knows of other Trainers in the process: it can be closed by its user or for another.
 
-    module: the user's own where it is trained in place, else None. max_steps may be set at any time.
+    module: the user's own if it is trained in place, else None. max_steps may be set at any time.
     """
 
     config: TrainerConfig
     module: nn.Module | None = None
     max_steps: int
     run_folder: Path
-    _closed = ""  # why, once it is
-    _is_made = _in_step = _torn = False  # _torn: the weights lie between two training steps
-    _work: Sequence[str] = ()  # what runs: fit(), and inside it step(), and inside that evaluate()
+    _closed = ""  # the reason, once it is closed
+    _is_made = False
+    _guard: StepGuard
+    _work: Sequence[str] = ()  # calls in progress: fit(), inside it step(), inside that evaluate()
     _module_steps = 0
     _global_step = _num_tokens = _policy_version = 0
 
@@ -52,13 +54,13 @@ class Tenant:
         self._closing = contextlib.ExitStack()
 
     def _enter(self) -> None:
-        """Made: from now on others know of it, and of what cannot be set any more."""
+        """Register the finished Trainer: others see it, and its settled attributes can no longer be set."""
         self._module_steps, self._is_made = steps_of(self.module), True
         _open.add(self)
 
     @property
     def global_step(self) -> int:
-        """Training steps done."""
+        """Training steps completed."""
         return self._global_step
 
     @property
@@ -68,14 +70,15 @@ class Tenant:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that the engine generates with."""
+        """The version of the weights that the engine generates with."""
         return self._policy_version
 
     def close(self, reason: str = "") -> None:
-        """Release workers, reward processes and trackers; a second call does nothing. reason: told to later calls.
+        """Release workers, reward processes and trackers; a second call does nothing. reason: shown by later calls.
 
-        A forked child has only a copy of the Trainer, and nothing of it is released there: all is its parent's. Raises
-        HybridRLError where a callback or reward calls it, in the middle of what needs all that.
+        A forked child has only a copy of the Trainer and releases nothing: everything belongs to the parent.
+
+        Raises HybridRLError if a callback or reward function calls it while the Trainer is working.
         """
         if self._work and self._pid == os.getpid():
             raise HybridRLError(
@@ -91,7 +94,7 @@ class Tenant:
 
     @contextlib.contextmanager
     def _working(self, what: str) -> Iterator[None]:
-        """Inside the block nobody may close it."""
+        """Refuse `close()` inside the block."""
         self._work = [*self._work, what]
         try:
             yield
@@ -105,44 +108,44 @@ class Tenant:
         self.close()
 
     def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing():  # what runs at the interpreter's end has run
+        if sys is not None and not sys.is_finalizing():  # exit handlers have already run by then
             with contextlib.suppress(Exception):
                 self.close()
 
     def _require_open(self) -> None:
         if not self._is_made:
-            raise HybridRLError("this Trainer was not made completely; make a new one")
+            raise HybridRLError("making this Trainer failed halfway; make a new one")
         if self._pid != os.getpid():
             raise HybridRLError(
-                f"this is process {os.getpid()}, a fork of {self._pid}, which the Trainer belongs to: use it there, or "
-                "make a new one here"
+                f"this is process {os.getpid()}, a fork of process {self._pid}, to which the Trainer belongs: use it "
+                "there, or make a new one here"
             )
         if self._closed:
             raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
-        if self._torn:
+        if self._guard.is_torn:
             raise HybridRLError(
-                f"the update after step {self.global_step} was broken off: make a new Trainer, with resume="
+                f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
             )
 
     def _require_current(self) -> None:
-        """Open, and with an engine that has what another Trainer made of the module."""
+        """Require an open Trainer. If another one has trained the module, publish its weights to the engine again."""
         self._require_open()
         if self.module is not None and self._module_steps != steps_of(self.module):
             logger.warning(
-                "the Trainer of %s has trained the module of this one (%s) since this one did: the state of this "
-                "one's optimizer belongs to older weights. close() this one and make another, which goes on from the "
-                "module as it is now; to train independently, give each a copy (copy.deepcopy) or a model by name",
+                "the Trainer of %s has trained the module of this one (%s) in the meantime, so the state of this one's "
+                "optimizer belongs to older weights. close() this one and make another, which starts from the module "
+                "as it is now; to train independently, give each a copy (copy.deepcopy) or a model by name",
                 _trained_by[self.module],
                 self.run_folder,
             )
             self._module_steps = steps_of(self.module)
-            self._publish_again()
+            self._update_weights_again()
 
-    def _publish_again(self) -> None:
+    def _update_weights_again(self) -> None:
         raise NotImplementedError
 
     def _note_training(self) -> None:
-        """One more training step of the module."""
+        """Count one more training step of the module."""
         if self.module is not None:
             self._module_steps = _steps[self.module] = steps_of(self.module) + 1
             _trained_by[self.module] = self.run_folder
@@ -156,13 +159,15 @@ class Tenant:
             super().__setattr__(name, value)
         elif name in ARGUMENTS or name in leaf_names():
             raise ConfigError(
-                f"trainer.{name} would do nothing: it is settled when a Trainer is made. Make another one: "
-                f"Trainer(..., resume=trainer.save()) goes on with the optimizer, Trainer(str(trainer.save()), ...) "
-                f"starts afresh from these weights"
+                f"trainer.{name} would do nothing: it is fixed when a Trainer is made. Make another one: "
+                f"Trainer(..., resume=trainer.save()) keeps the optimizer state, Trainer(str(trainer.save()), ...) "
+                f"starts a new run from these weights"
             )
-        elif not hasattr(self, name) and type(self).__bases__ == (Tenant,):  # classes of the user's have their own
+        elif not hasattr(self, name) and type(self).__bases__ == (
+            Tenant,
+        ):  # a user's subclass has attributes of its own
             raise ConfigError(
-                f"trainer.{name} would do nothing: a Trainer has no such attribute; of all, max_steps can be set"
+                f"trainer.{name} would do nothing: a Trainer has no such attribute; only max_steps can be set"
             )
         else:
             super().__setattr__(name, value)
@@ -174,13 +179,13 @@ def has_folder(folder: Path) -> bool:
 
 
 def _open_here() -> list[Tenant]:
-    """The open Trainers of this process, without those that a fork has copied into it."""
+    """The open Trainers of this process, without copies made by a fork."""
     return [other for other in _open if other._pid == os.getpid()]
 
 
 def make_way(config: TrainerConfig, folder: Path | None) -> None:
-    """Close the Trainers that hold what a new one needs and one alone can have: its run folder, the vLLM of the
-    process. Often nobody wants them any more: a notebook keeps the Trainer of a cell that is run again.
+    """Close the Trainers that hold what a new one needs and only one can have: its run folder, the vLLM of the process.
+    They are often left over: a notebook keeps the Trainer of a cell that is run again.
 
     Raises ConfigError while one of them is in a training step.
     """
@@ -188,37 +193,39 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
         what = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
             what = f"the run folder {folder}"
-        elif _has_vllm(config) and _has_vllm(other.config):
-            what = "vLLM, which can live once in a process"
+        elif (engine := _colocated(config)) and engine == _colocated(other.config):
+            what = f"the {engine} engine, which can run only once in a process"
         if not what:
             continue
         if other._work:
-            raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} runs; wait for its end")
+            raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} is running; wait for it")
         logger.warning("closing the Trainer of %s: a new one of this process needs %s", other.run_folder, what)
         other.close(f"a later one of this process needed {what};")
 
 
-def _has_vllm(config: TrainerConfig) -> bool:
-    return isinstance(config.rollout, VLLMRolloutConfig) and not isinstance(config.controller, RayControllerConfig)
+def _colocated(config: TrainerConfig) -> str | None:
+    """The engine with weights of its own in this process, if there is one."""
+    is_here = config.rollout.placement == "colocated" and not isinstance(config.controller, RayControllerConfig)
+    return config.rollout.engine if is_here else None
 
 
 def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
-    """Warn of what else happens to a module that is to be trained in place; None for no such module."""
+    """Warn if a module to be trained in place is or was trained by another Trainer. None: no such module."""
     for other in _open_here():
         if module is not None and other.module is module:
             logger.warning(
-                "the Trainer of %s is open and trains the same module: each changes the weights that the other's "
-                "optimizer goes by; close() it, or pass a copy (copy.deepcopy) or a name",
+                "the Trainer of %s is open and trains the same module: each changes the weights under the other's "
+                "optimizer; close() it, or pass a copy (copy.deepcopy) or a name",
                 other.run_folder,
             )
     if steps_of(module) and not is_resumed:
         logger.warning(
-            "the module was trained before, %s in this process: training goes on from what it is now; load it "
-            "again to begin afresh",
+            "the module was trained before, %s in this process: training continues from its present weights; load it "
+            "again to start over",
             counted(steps_of(module), "step"),
         )
 
 
 def steps_of(module: nn.Module | None) -> int:
-    """Training steps of a module in this process, by whatever Trainer."""
+    """Training steps of a module in this process, by any Trainer."""
     return 0 if module is None else _steps.get(module, 0)

@@ -1,5 +1,4 @@
-"""Putting a run together from what the user gave, cheapest checks first: nothing is loaded that a check could
-refuse."""
+"""Preparation of a run from what the user gave, cheapest checks first: nothing is loaded that a check could refuse."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.notices import notices
-from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig, VLLMRolloutConfig
-from hybrid_rl.data import SizedSource
+from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
+from hybrid_rl.data import PromptRow, SizedSource
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.report import check_trackers
@@ -58,7 +57,7 @@ logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model that was named or handed over; its weights are loaded last."""
+    """The model of a run, given by name or as a module; its weights are loaded last."""
 
     module: PreTrainedModel | None
     path: str | None
@@ -67,11 +66,11 @@ class ModelChoice:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model's config allows, None where it does not say."""
+        """The longest sequence that the model's config allows; None if it does not say."""
         return getattr(self.settings.get_text_config(), "max_position_embeddings", None)
 
     def load(self, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
-        """The module as it was passed, or loaded onto the device by its path."""
+        """Return the module that was passed, or load it from its path onto the device."""
         if self.module is not None:
             return self.module
         assert self.path is not None
@@ -80,11 +79,11 @@ class ModelChoice:
         )
 
     def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
-        """The module, without its weights where it was named by path."""
+        """The module; without weights if it was given by path."""
         return self.module or build_on_meta(self.recipe(config), DTYPES[config.model.dtype])
 
     def recipe(self, config: TrainerConfig) -> ModelRecipe:
-        """How other processes build a model that was named by path."""
+        """The recipe with which other processes build a model that was given by path."""
         assert self.path is not None
         return ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
 
@@ -92,9 +91,9 @@ class ModelChoice:
 def record_arguments(
     config: TrainerConfig, given: frozenset[str], model: Any, train: Any, evaluation: Any
 ) -> TrainerConfig:
-    """The config with what was passed as an argument, so that the run folder names it: paths, and a module's dtype.
+    """Return the config with what was passed as arguments, so that the run folder records it: paths, a module's dtype.
 
-    Raises ConfigError where argument and key disagree, and ModelError for a module of a dtype that cannot be trained.
+    Raises ConfigError if argument and key disagree, and ModelError for a module whose dtype cannot be trained.
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
     found = {key: str(value) for key, value in named.items() if isinstance(value, (str, os.PathLike))}
@@ -104,7 +103,7 @@ def record_arguments(
         if value is not None and configured[key] is not None and configured[key] != found.get(key):
             what = found.get(key, f"a {type(value).__name__}")
             raise ConfigError(
-                f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give one of them"
+                f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give only one of them"
             )
     if isinstance(model, PreTrainedModel):
         check_module(model)
@@ -120,8 +119,8 @@ def record_arguments(
 
 
 def find_hardware(config: TrainerConfig, module_device: Device | None = None) -> Hardware:
-    """The GPUs that ranks of this config can have: of the Ray cluster that they join, or of this process.
-    module_device: where a module that was passed lies.
+    """Find the GPUs that the ranks of this config can use: those of the Ray cluster that they join, or of this process.
+    module_device: the device of a module that was passed.
 
     Raises ConfigError if the cluster cannot be reached.
     """
@@ -135,13 +134,13 @@ def find_hardware(config: TrainerConfig, module_device: Device | None = None) ->
                 num_gpus = sum(int(node.resources.get("GPU", 0)) for node in cluster.nodes())
             return Hardware(num_gpus, missing="no node of the Ray cluster has one", is_here=False)
     if not torch.backends.cuda.is_built():
-        return Hardware(missing=f"torch {torch.__version__} is built without CUDA; install a build with it")
+        return Hardware(missing=f"torch {torch.__version__} is built without CUDA; install a build with CUDA")
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
-        return Hardware(missing=f"torch {torch.__version__} finds none{hidden}; see what nvidia-smi says")
+        return Hardware(missing=f"torch {torch.__version__} finds none{hidden}; check the output of nvidia-smi")
     if module_device == "cpu" and not isinstance(config.controller, RayControllerConfig):
-        return Hardware(torch.cuda.device_count())  # nothing runs on them: CUDA is left alone
+        return Hardware(torch.cuda.device_count())  # nothing runs on them: do not initialise CUDA
     return Hardware(
         torch.cuda.device_count(),
         torch.cuda.get_device_name(),
@@ -150,7 +149,7 @@ def find_hardware(config: TrainerConfig, module_device: Device | None = None) ->
 
 
 def device_of(model: Any) -> Device | None:
-    """The kind of device that a module lies on, None for anything else. Raises ModelError for kinds without support."""
+    """The kind of device that a module is on; None for anything else. Raises ModelError for unsupported kinds."""
     if not isinstance(model, PreTrainedModel):
         return None
     if model.device.type not in ("cpu", "cuda"):
@@ -159,19 +158,19 @@ def device_of(model: Any) -> Device | None:
 
 
 def tell_devices(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> None:
-    """Log what a user with a GPU may not expect."""
+    """Log what may surprise a user with a GPU."""
     is_local = not isinstance(config.controller, RayControllerConfig)
     if module_device == "cpu" and is_local and hardware.num_gpus:
         logger.warning(
             'the module is on the CPU and is trained there, although there is a GPU; pass module.to("cuda") to use it, '
-            "or device=cpu if this is meant"
+            "or device=cpu if that is intended"
         )
     if module_device is None and config.model.device == "cuda" and not hardware.has_bfloat16:
-        logger.warning("dtype=%s: %s has no bfloat16 in hardware", config.model.dtype, hardware.name)
+        logger.warning("dtype=%s: %s has no hardware support for bfloat16", config.model.dtype, hardware.name)
 
 
 def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
-    """Take a module with its tokenizer, or a name or folder (argument or model.path)."""
+    """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path)."""
     if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
@@ -181,7 +180,7 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
-    check_model_texts(Path(path))  # before a damaged tokenizer fails to load
+    check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     check_stop_strings(config.rollout.stop_strings, tokenizer)
     return ModelChoice(None, path, tokenizer, load_settings(path, config))
@@ -190,47 +189,47 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
 def check_stop_strings(
     stop_strings: Sequence[str] | str | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...] | None:
-    """Stop strings as a tuple, None for None. Raises ConfigError for one with a special token: text has none."""
+    """Return stop strings as a tuple, None for None. Raises ConfigError for a special token: decoded text has none."""
     if stop_strings is None:
         return None
     if not isinstance(stop_strings, Sequence | Set):
-        raise ConfigError(f"stop_strings={stop_strings!r} must be a text or a list of texts")
+        raise ConfigError(f"stop_strings={stop_strings!r} must be a string or a list of strings")
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     for string in strings:
         for token_id, token in tokenizer.added_tokens_decoder.items():
             if token.special and token.content in str(string):
                 raise ConfigError(
-                    f"stop_strings: {string!r} holds the special token {token.content!r}, which a completion's text "
-                    f"leaves out; set stop_token_ids=[{token_id}]"
+                    f"stop_strings: {string!r} contains the special token {token.content!r}, which the text of a "
+                    f"completion leaves out; set stop_token_ids=[{token_id}]"
                 )
     return strings
 
 
 def mini_batches(group: Tensor, config: TrainerConfig, step: int) -> Tensor:
-    """The mini-batch of each sample of a training step, int64 [N], from the groups of the samples."""
+    """Assign each sample of a training step to a mini-batch by its group. Returns int64 [N]."""
     size = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
     return assign_mini_batches(group, size, config.seed + step)
 
 
 def check_rollouts(config: TrainerConfig, max_steps: int, steps_done: int) -> None:
-    """Raise DataError where mode=train will want rollouts that were not saved."""
+    """Raise DataError if mode=train will need rollouts that were not saved."""
     if config.rollouts_path is None:
         return
     missing = sorted(set(range(steps_done + 1, max_steps + 1)) - set(rollout_steps(Path(config.rollouts_path))))
     if missing:
         raise DataError(
             f"rollouts_path={config.rollouts_path} lacks {len(missing)} of the steps {steps_done + 1} to {max_steps}, "
-            f"first of step {missing[0]}; lower max_steps, or give the folder that has them"
+            f"the first is step {missing[0]}; lower max_steps, or give the folder that has them"
         )
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run is made of, checked; no weights loaded yet."""
+    """All parts of a run, checked, before any weights are loaded."""
 
     config: TrainerConfig
     choice: ModelChoice
-    skeleton: PreTrainedModel  # the module, without its weights where it was named by path
+    skeleton: PreTrainedModel  # the module; without weights if it was given by path
     data: Data
     rewards: RewardSetup
     reward_names: list[str]
@@ -238,16 +237,22 @@ class Run:
     eval_params: SamplingParams
     max_steps: int
     resume: Path | None
-    lock: FolderLock | None = None  # on the run folder that goes on
+    lock: FolderLock | None = None  # on the folder of a resumed run
 
     @property
     def module(self) -> PreTrainedModel | None:
-        """The user's own module where it is trained in place."""
+        """The user's own module if it is trained in place."""
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
 
     @property
+    def eval_rows(self) -> list[PromptRow]:
+        """The prompts of the evaluation data."""
+        data = self.data.eval
+        return [] if data is None else [data[index] for index in range(len(data))]
+
+    @property
     def teacher_path(self) -> str | None:
-        """The model that is distilled, where the algorithm has one."""
+        """The model to distil, if the algorithm has one."""
         if "teacher_logprobs" not in self.config.advantage.needs:
             return None
         path: str | None = self.config.advantage.teacher_path  # type: ignore[attr-defined]
@@ -255,25 +260,25 @@ class Run:
 
     @property
     def critic_path(self) -> str | None:
-        """What the critic is made from where that is not the policy."""
+        """The model that the critic starts from, if that is not the policy."""
         return self.config.critic.critic_path if isinstance(self.config.critic, ValueHeadConfig) else None
 
     @property
     def max_length(self) -> int:
-        """Longest sequence, prompt and completion, in tokens."""
+        """The longest sequence, prompt and completion, in tokens."""
         prompt = self.data.longest_prompt or self.data.encoder.max_prompt_length or 0
         return prompt + self.config.rollout.max_completion_length
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Updates of the policy in the whole run."""
+        """Optimizer steps of the policy in the whole run."""
         critic = self.config.critic
         warmup = critic.critic_warmup_steps if isinstance(critic, ValueHeadConfig) else 0
         return max(self.max_steps - warmup, 0) * optimizer_steps_per_training_step(self.config)
 
     @property
     def num_critic_steps(self) -> int:
-        """Updates of the critic in the whole run."""
+        """Optimizer steps of the critic in the whole run."""
         return self.max_steps * optimizer_steps_per_training_step(self.config)
 
 
@@ -289,7 +294,7 @@ def prepare(
     *,
     closing: contextlib.ExitStack,
 ) -> Run:
-    """Check what the user gave, cheapest first. closing: gets what lets go of the run folder. Raises ConfigError,
+    """Check what the user gave, cheapest first. closing: releases the run folder when it is closed. Raises ConfigError,
     DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
@@ -303,12 +308,12 @@ def prepare(
     for notice in notices(resolved, given):
         logger.warning(notice)
     check_trackers(resolved.report_to)
-    if isinstance(resolved.rollout, VLLMRolloutConfig) and importlib.util.find_spec("vllm") is None:
+    library = resolved.rollout.library
+    if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(
-            "rollout.engine=vllm needs vLLM, which is not installed here: make vllm (CPU), or pip install vllm (CUDA; "
-            "README, Two commands)"
+            f"rollout.engine={resolved.rollout.engine} needs {library[0]}, which is not installed: {library[1]}"
         )
-    # Locked before it is looked at: a run that ends just now may still write a checkpoint.
+    # Locked before it is read: a run that is just ending may still write a checkpoint.
     folder = resumed_folder(resolved.resume, resolved.output_dir, resolved.run_name)
     is_ours, lock = folder is not None and has_folder(folder), None
     if folder is not None and folder.is_dir() and not is_ours:
@@ -317,8 +322,8 @@ def prepare(
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
     if resolved.resume == "auto" and resume is None and resolved.save_steps is None:
         logger.warning(
-            "resume=auto finds nothing, and save_steps is not set: this run writes no checkpoint either, so a later "
-            "resume will find none; set save_steps, or call trainer.save()"
+            "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none and a later "
+            "resume will not find one either; set save_steps, or call trainer.save()"
         )
     choice = choose_model(model, tokenizer, resolved)
     check_teacher(resolved, choice.tokenizer)
@@ -342,7 +347,7 @@ def prepare(
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:
-    """How tokens are chosen in training and in evaluation."""
+    """Return the sampling parameters of training and of evaluation."""
     training = SamplingParams(
         max_tokens=config.rollout.max_completion_length,
         temperature=config.rollout.temperature,

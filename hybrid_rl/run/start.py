@@ -1,72 +1,40 @@
-"""Starting the workers of a run: in this process, or one process per rank."""
+"""Start of a run's workers: in this process, or one process per rank."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
-from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup
+from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.errors import ConfigError, StorageError, WorkerError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
 from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
 from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
-from hybrid_rl.workers import HybridWorker, ReferenceWorker, WorkerSetup
+from hybrid_rl.workers import HybridWorker, PolicyGroup, ReferenceGroup, ReferenceWorker, WorkerSetup
 from hybrid_rl.workers.preflight import preflight
 
-logger = logging.getLogger("hybrid_rl")
 
+def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
+    """Start the ranks of a run.
 
-class Workers(NamedTuple):
-    """The worker groups of a run. reference: None where the policy's ranks hold the reference, or there is none.
-    has_scores: whether the policy's ranks compute logprobs before the update."""
+    log_folder: where ranks in other processes write their logs.
+    closing: ends them when it is closed.
 
-    policy: WorkerGroup
-    reference: WorkerGroup | None
-    has_scores: bool
-
-    def score(self, batch: Batch | BatchRef, step: int) -> Batch | BatchRef:
-        """Add the logprobs that the algorithm needs."""
-        batch = self.policy.score(batch, step) if self.has_scores else batch
-        return batch if self.reference is None else self.reference.score(batch, step)
-
-    def save_rollout(self, batch: Batch | BatchRef, step: int, folder: Path, *, must: bool) -> None:
-        """Save the samples of a step. A full disk is an error only where it `must` be done."""
-        try:
-            self.policy.save_rollout(batch, step, folder)
-        except StorageError as error:
-            if must or self.policy.has_ended:
-                raise
-            logger.warning("the rollout of step %d is not saved: %s", step, error)
-
-    def lost_samples(self) -> list[Path]:
-        """Sample files that ranks cannot write. Ranks that are gone are told of by what ended them."""
-        try:
-            return [path for path in self.policy.flush_samples() if path is not None]
-        except WorkerError:
-            return []
-
-
-def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
-    """Start the ranks of a run. log_folder: where ranks in other processes write their logs; closing: gets what ends
-    them.
-
-    Raises ConfigError where they cannot run here, and what a rank raised while it made its worker.
+    Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
     setup = WorkerSetup(
         model=run.choice.module or run.choice.recipe(run.config),
@@ -83,27 +51,27 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
-    # A module of this process is trained in place; a named one is loaded here. All other models go where it lies.
+    # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
     module = run.choice.load(run.config, local_device(run.config.model.device))
     device = module.device
     setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
-    policy = WorkerGroup(HybridWorker, LocalBackend("policy", partial(HybridWorker, setup), device))
+    policy = PolicyGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
     closing.callback(policy.close)
-    return Workers(policy, None, setup.has_scores)
+    return policy
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of a rank in this process, of a settled `model.device`: the CPU, or the current GPU."""
+    """The device of a rank in this process for a resolved `model.device`: the CPU, or the current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
-    """How ranks build a frozen model that is named by path."""
+    """The recipe with which ranks build a frozen model that is named by path."""
     return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> PreTrainedModel | None:
-    """The same in this process."""
+    """A frozen model that is named by path, loaded in this process."""
     if path is None:
         return None
     settings = config.model
@@ -111,7 +79,7 @@ def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> Pr
     return module.requires_grad_(False)
 
 
-def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> Workers:
+def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
     config, controller = run.config, run.config.controller
     assert isinstance(controller, RayControllerConfig) and config.num_ranks != "auto"
     ray = RayRanks(config, log_folder / "logs", closing)
@@ -122,22 +90,26 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         check_parameters(module, build_on_meta(recipe, module.dtype))
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
-    policy = ray.start("policy", HybridWorker, partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)
+    ranks = ray.start("policy", partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)
     reference = None
     if setup.needs_reference and controller.reference_ranks:
         make_worker = partial(ReferenceWorker, setup)
-        reference = ray.start("reference", ReferenceWorker, make_worker, controller.reference_ranks, splitter)
+        reference = ReferenceGroup(ray.start("reference", make_worker, controller.reference_ranks, splitter))
+        closing.callback(reference.close)
+    policy = PolicyGroup(ranks, reference, has_scores=setup.has_scores)
+    closing.callback(policy.close)
     for group in (policy, reference):
         if group is not None and group.num_ranks > 1:
             preflight(group)
-    return Workers(policy, reference, setup.has_scores)
+    return policy
 
 
 class RayRanks:
-    """Starts worker groups on Ray, all on one cluster. config: with device and num_ranks settled; log_folder: of their
-    logs; closing: gets what ends them.
+    """Starts worker groups on Ray, all on one cluster.
 
-    Raises ConfigError where Ray is not installed or the cluster cannot be reached.
+    config: with device and num_ranks resolved; log_folder: of the ranks' logs; closing: ends them when it is closed.
+
+    Raises ConfigError if Ray is not installed or the cluster cannot be reached.
     """
 
     def __init__(self, config: TrainerConfig, log_folder: Path, closing: contextlib.ExitStack) -> None:
@@ -158,13 +130,12 @@ class RayRanks:
     def start(
         self,
         role: str,
-        worker: type,
         make_worker: Callable[[RankContext], Any],
         num_ranks: int,
         splitter: Splitter,
         fsdp: FSDPConfig | None = None,
-    ) -> WorkerGroup:
-        """A group of so many ranks. fsdp: of a sharded model; without it all ranks are shards of one copy."""
+    ) -> Backend:
+        """Start the ranks of a group. fsdp: of a sharded model; without it all ranks are shards of one copy."""
         from hybrid_rl.controller.ray_backend import RayBackend
 
         dp_replicate = fsdp.dp_replicate if fsdp else 1
@@ -177,13 +148,12 @@ class RayRanks:
             options=self._options,
             log_folder=self._log_folder,
         )
-        group = WorkerGroup(worker, backend)
-        self._closing.callback(group.close)
-        return group
+        self._closing.callback(backend.close)
+        return backend
 
 
 def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
-    """How the configuration places and watches ranks. device: cpu, or cuda for a GPU each."""
+    """Return how the configuration places and watches ranks. device: cpu, or cuda for one GPU each."""
     return RayOptions(
         placement=controller.placement,
         cpus_per_rank=float(controller.cpus_per_rank or 1),
@@ -196,7 +166,7 @@ def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
 
 
 def attention_cost(skeleton: PreTrainedModel) -> float:
-    """`attention_pair_cost` of a model. Experts count in full, as if a token visited all."""
+    """The `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())

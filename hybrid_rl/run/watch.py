@@ -1,5 +1,5 @@
-"""Whether a run still learns: updates that are skipped one after the other end it, and steps in which the rewards teach
-nothing are warned of."""
+"""Checks that a run still learns: repeatedly skipped updates end it, and steps whose rewards teach nothing cause a
+warning."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ ROLES = {"policy": "", "critic": "critic/"}
 
 @contextlib.contextmanager
 def broken_model_told(doing: str, run: Path) -> Iterator[None]:
-    """Add to the error of an engine whose model gives no finite logits what was being done, and what to do."""
+    """Add to the error of an engine whose model gives logits that are not finite what was being done, and a remedy."""
     try:
         yield
     except BrokenModelError as error:
         saved = checkpoints_of(run)
         remedy = (
-            f"go on from an earlier checkpoint, with a lower learning_rate; the newest is {saved[max(saved)]}"
+            f"resume from an earlier checkpoint with a lower learning_rate; the newest is {saved[max(saved)]}"
             if saved
-            else f"begin again with a lower learning_rate, and with save_steps: {run} has no checkpoint"
+            else f"start again with a lower learning_rate, and with save_steps: {run} has no checkpoint"
         )
         raise BrokenModelError(f"{doing}: {error}. What to do: {remedy}") from error
 
 
 class LearningWatch:
-    """Counts, for policy and critic, the training steps in a row of which every update was skipped.
+    """Counts the training steps in a row in which every update of the policy, or of the critic, was skipped.
 
-    updates_per_step: optimizer steps of a training step. is_broken: whether weights are not finite any more, so that a
-    checkpoint of them would stand in the way of an earlier one.
+    updates_per_step: optimizer steps of a training step.
+    is_broken: whether weights are no longer finite, so that saving them would hide an earlier, sound checkpoint.
     """
 
     def __init__(self, updates_per_step: int) -> None:
@@ -52,16 +52,16 @@ class LearningWatch:
     def look(
         self, step: int, metrics: Mapping[str, float], why: Callable[[], Mapping[str, Any]]
     ) -> DivergedError | None:
-        """Take the metrics of a training step. why: asked for the last skipped update of each role (`SkippedUpdate`).
+        """Take the metrics of a training step. why: called for the last skipped update of each role (`SkippedUpdate`).
 
-        The first of a row is warned of. Returns the error that ends the run where it is time for one.
+        Warns of the first of a series. Returns the error that ends the run, if it is time for one.
         """
         error, causes = None, None
         self.is_broken = False
         for role, prefix in ROLES.items():
             skipped = int(metrics.get(f"{prefix}skipped_updates", 0))
             if not skipped:
-                if f"{prefix}skipped_updates" in metrics:  # a policy whose critic warms up is not updated
+                if f"{prefix}skipped_updates" in metrics:  # the policy is not updated while its critic warms up
                     self._lost[role], self._has_warned[role] = 0, False
                 continue
             causes = why() if causes is None else causes
@@ -72,9 +72,9 @@ class LearningWatch:
                 error = error or DivergedError(
                     f"the {role} has not changed in the last {self._lost[role]} training steps, up to step {step}: all "
                     f"of their updates ({self._lost[role] * self._updates_per_step}) were skipped, because gradients "
-                    f"were no numbers. In the last one {cause}. What to do: {cause.remedy}. "
+                    f"were not finite. In the last one {cause}. What to do: {cause.remedy}. "
                     + ("" if cause.is_weights else "The weights are those of the last good update; ")
-                    + "checkpoints that were written stay as they are"
+                    + "checkpoints already written are unchanged"
                 )
             elif not self._has_warned[role]:
                 logger.warning(
@@ -86,8 +86,8 @@ class LearningWatch:
 
 
 class SignalWatch:
-    """Warns, once in a run, of training steps in a row in which no completion got an advantage: the rewards have no
-    gradient there, and nothing but a KL penalty, an entropy bonus or weight decay changes the weights."""
+    """Warns, once in a run, of training steps in a row in which no completion got an advantage: the rewards then give
+    no gradient, and only a KL penalty, an entropy bonus or weight decay changes the weights."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._masks_truncated = config.algorithm.mask_truncated_completions
@@ -99,9 +99,9 @@ class SignalWatch:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a training step."""
-        if "skipped_updates" not in metrics:  # a policy whose critic warms up is not updated
+        if "skipped_updates" not in metrics:  # the policy is not updated while its critic warms up
             return
-        is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # not known if no token is in the loss
+        is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # absent if no token is in the loss
         self._num_mute = self._num_mute + 1 if is_mute else 0
         if self._num_mute < NUM_MUTE_STEPS or self._has_warned:
             return
@@ -113,29 +113,29 @@ class SignalWatch:
         )
 
     def _reason(self, metrics: Mapping[str, float]) -> str:
-        """The likely cause in the last of these steps, and what to do."""
+        """Name the likely cause in the last of these steps, and what to do."""
         reward = metrics.get("reward", float("nan"))
         if self._masks_truncated and metrics.get("completions/clipped_ratio") == 1.0:
             return (
-                "All completions were truncated, and mask_truncated_completions=true leaves such out: raise "
+                "All completions were truncated, and mask_truncated_completions=true leaves those out: raise "
                 "max_completion_length, or set mask_truncated_completions=false"
             )
         if reward != reward:
-            return "No completion had a reward: look at the reward functions"
+            return "No completion had a reward: check the reward functions"
         if metrics.get("reward_std") == 0.0:
             return (
-                f"All rewards were {reward:g}: look at the completions (samples.jsonl) and the reward functions, and "
-                "give prompts that the policy solves sometimes"
+                f"All rewards were {reward:g}: check the completions (samples.jsonl) and the reward functions, and "
+                "use prompts that the policy solves some of the time"
             )
         if metrics.get("frac_reward_zero_std") == 1.0:
             return (
-                f"The completions of each prompt had equal rewards (their mean was {reward:g}): give prompts that the "
-                "policy solves sometimes, or raise num_generations or temperature"
+                f"The completions of each prompt had equal rewards (their mean was {reward:g}): use prompts that the "
+                "policy solves some of the time, or raise num_generations or temperature"
             )
         if self._thresholds:
             named = ", ".join(f"{name}={value:g}" for name, value in self._thresholds.items())
             return (
-                f"Rewards differed (their mean was {reward:g}), but advantage={self._estimator} counts those from "
-                f"{named} on: set it between the lowest and the highest reward"
+                f"Rewards differed (their mean was {reward:g}), but advantage={self._estimator} counts only those "
+                f"from {named} upwards: set it between the lowest and the highest reward"
             )
         return f"Rewards differed (their mean was {reward:g}), but advantage={self._estimator} gave 0 for all of them"

@@ -12,8 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
@@ -50,7 +48,7 @@ def build_model(
     options = call_options(config, is_trained=is_trained)
     if isinstance(model, PreTrainedModel):
         return CausalLM(module, **options)
-    region = "actor" if is_trained and isinstance(config.rollout, VLLMRolloutConfig) else None
+    region = "actor" if is_trained and config.rollout.placement != "embedded" else None
     return filled(module, model.source, config, context, options, region=region)
 
 
@@ -72,7 +70,7 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
     """How a CausalLM of this configuration runs; what only training wants is left out of frozen models."""
     return {
-        "attention": UNPACKED if isinstance(config.rollout, HFRolloutConfig) else config.model.attention,
+        "attention": config.model.attention if config.rollout.is_packed else UNPACKED,
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
         "float32_head": config.model.cast_lm_head_to_fp32,

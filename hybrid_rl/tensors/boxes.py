@@ -1,4 +1,4 @@
-"""Which part of a global tensor lies on a rank."""
+"""Boxes of a global tensor: the part that lies on a rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Box = tuple[slice, ...]  # one slice per dim, with start and stop, without step
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part, without its gradient history; the tensor itself where it is not sharded."""
+    """This rank's part, without its gradient history; the tensor itself if it is not sharded."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Where this rank's part lies in the global tensor (torch.chunk semantics; it may be empty)."""
+    """The box of this rank's part in the global tensor (torch.chunk semantics; it may be empty)."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, extent) for extent in tensor.shape)
     shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -26,9 +26,9 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def is_first_copy(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank is the one among those that hold the same part which answers for it.
+    """Whether this rank represents its part among all ranks that hold the same one, so that it is counted once.
 
-    Of a tensor that is not sharded: rank 0.
+    For a tensor that is not sharded: whether this is rank 0.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -39,16 +39,16 @@ def is_first_copy(tensor: Tensor, rank: int) -> bool:
 
 
 def num_elements(box: Box) -> int:
-    """Elements of a box; 1 for that of a scalar."""
+    """Elements of a box; 1 for the box of a scalar."""
     return math.prod(part.stop - part.start for part in box)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None where there is none."""
+    """The common part of two boxes; None if there is none."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return None if any(part.start >= part.stop for part in common) else common
 
 
 def within(box: Box, outer: Box) -> Box:
-    """A box in the coordinates of one that contains it."""
+    """Return a box in the coordinates of another one that contains it."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(box, outer, strict=True))

@@ -1,8 +1,8 @@
-"""Tensors between host and device, so that neither waits for the other.
+"""Copies between host and device without either waiting for the other.
 
-A plain `tensor.to("cuda")` of memory that is not pinned holds up the host until the copy is through, and `tensor.cpu()`
-until the device has done everything that was asked of it. Here uploads go through pinned memory, many tensors in one
-copy; downloads are started and waited for once, when everything has been asked for.
+A plain `tensor.to("cuda")` of memory that is not pinned blocks the host until the copy is done, and `tensor.cpu()`
+until the device has finished all of its work. Here uploads go through pinned memory, many tensors in one copy;
+downloads are started early and waited for once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 64  # bytes: what kernels with wide loads, Triton's among them, may want of the start of a tensor
+ALIGNMENT = 64  # bytes: the alignment that kernels with wide loads, such as Triton's, may expect of a tensor
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on a device, contiguous, sent there in one copy that nobody waits for; on the CPU themselves.
+    """Copy tensors to a device, contiguous, in one copy that nobody waits for; on the CPU return them as they are.
 
-    tensors: on the CPU, without gradient. What comes back are parts of one piece of memory.
+    tensors: on the CPU, without gradient. The results are views of one allocation.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -29,13 +29,13 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for start, tensor in zip(starts, tensors, strict=True):
         _part(packed, start, tensor).copy_(tensor)
-    # PyTorch hands out pinned memory again only after the copies from it are through.
+    # PyTorch reuses pinned memory only after the copies from it are done.
     there = packed.to(device, non_blocking=True)
     return [_part(there, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
 
 
 def start_download(tensor: Tensor) -> Tensor:
-    """A copy on the host, detached, filled in when `finish_downloads` has returned; on the CPU the tensor itself."""
+    """Start a copy to the host, detached, complete after `finish_downloads`. On the CPU return the tensor itself."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return tensor
@@ -44,13 +44,13 @@ def start_download(tensor: Tensor) -> Tensor:
 
 
 def finish_downloads(device: torch.device) -> None:
-    """Wait for what this thread asked of the device, and so for all downloads that it started."""
+    """Wait for all work that this thread has queued on the device, which includes the downloads that it started."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _part(packed: Tensor, start: int, like: Tensor) -> Tensor:
-    """The place of a tensor in uint8 `packed`, which starts at that byte."""
+    """The view of packed uint8 memory, from byte `start`, with the dtype and shape of `like`."""
     num_bytes = like.numel() * like.element_size()
     return packed[start : start + num_bytes].view(like.dtype).view(like.shape)
 

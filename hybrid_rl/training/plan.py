@@ -14,7 +14,7 @@ from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.data import pack_by_tokens
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
-from hybrid_rl.models.attention.interface import length_buckets
+from hybrid_rl.models.attention.padded import length_buckets
 
 Plan = list[list[list[int]]]  # mini-batches of micro-batches of sample indices
 

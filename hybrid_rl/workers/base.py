@@ -8,7 +8,6 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory import Leases, measure
 from hybrid_rl.training.plan import Plan, align_plans, make_plan, num_micro_batches
@@ -31,7 +30,7 @@ def rank_plan(batch: Batch, step: int, config: TrainerConfig, context: RankConte
         num_mini_batches=data.prompts_per_step // (optimizer.prompts_per_mini_batch or data.prompts_per_step),
         tokens_per_micro_batch=cap,
         seed=config.seed + step,
-        is_packed=not isinstance(config.rollout, HFRolloutConfig),
+        is_packed=config.rollout.is_packed,
     )
     return align_plans(plan, context.gather(num_micro_batches(plan)))
 

@@ -14,9 +14,8 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines import RolloutRequest, SamplingParams
 from hybrid_rl.engines.base import KV_CACHE
-from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.metrics import MetricSums, now
@@ -98,7 +97,8 @@ class HybridWorker(WorkerBase):
             reference=self._roles.reference_model,
         )
         self._side = rollout_side(setup, model, context)
-        self._engine = self._side.engine
+        self._client = self._side.client
+        self._engine = self._client.engine
         if self._engine.kv_cache_tokens < setup.engine_length:
             raise ConfigError(
                 f"the KV cache holds {self._engine.kv_cache_tokens} tokens, but prompt and completion may take "
@@ -110,7 +110,7 @@ class HybridWorker(WorkerBase):
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
         self._rollout = ScoredRollout(
-            EngineClient(self._engine),
+            self._client,
             self._rewards,
             setup.decode,
             seed=config.seed,
@@ -162,7 +162,7 @@ class HybridWorker(WorkerBase):
     # ------------------------------------------------------------------------------------------------- rollout
 
     @dispatch(collect="all")
-    def publish_weights(self, version: int) -> dict[str, float]:
+    def update_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
         often as configured, that it has them and computes with them. Leases PUBLISHING, and GENERATING for the probe.
 
@@ -179,11 +179,11 @@ class HybridWorker(WorkerBase):
             if report.link_bytes:
                 metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
             metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
-            with self._or_distrust():
+            with self._or_invalidate():
                 verified = self._side.verify(version)
             metrics |= verified
         if self._is_probed(version):
-            with self.lease(GENERATING), self._or_distrust():
+            with self.lease(GENERATING), self._or_invalidate():
                 start = now()
                 metrics["handoff/probe_gap"] = self._probe(version, self._side.proof(verified))
                 metrics["timing/probe"] = now() - start
@@ -192,10 +192,10 @@ class HybridWorker(WorkerBase):
         return metrics
 
     @dispatch(collect="all")
-    def publish_again(self, version: int) -> dict[str, float]:
+    def update_weights_again(self, version: int) -> dict[str, float]:
         """The same for a version that the engine holds already: its weights were changed by somebody else."""
-        self._distrust()
-        return self.publish_weights(version)
+        self._invalidate()
+        return self.update_weights(version)
 
     def _is_probed(self, version: int) -> bool:
         """Whether this handoff is: all ranks, or none; one that failed alone wants it where the others do not."""
@@ -211,24 +211,24 @@ class HybridWorker(WorkerBase):
         stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
         if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
             return
-        self._distrust()
+        self._invalidate()
         try:
-            self.publish_weights(version)
+            self.update_weights(version)
         finally:
             self._version = version
 
-    def _distrust(self) -> None:
+    def _invalidate(self) -> None:
         """The engine generates nothing before it is given weights, and the handoffs that follow are probed again."""
         self._num_unproved = FIRST_PROBES
-        self._engine.distrust()
+        self._engine.invalidate()
 
     @contextmanager
-    def _or_distrust(self) -> Iterator[None]:
+    def _or_invalidate(self) -> Iterator[None]:
         """What fails inside leaves an engine that generates nothing."""
         try:
             yield
         except BaseException:
-            self._distrust()
+            self._invalidate()
             raise
 
     def _probe(self, version: int, proof: str | None) -> float:
@@ -237,7 +237,7 @@ class HybridWorker(WorkerBase):
             self._probe_ids,
             SamplingParams(max_tokens=min(PROBE_TOKENS, self._config.rollout.max_completion_length), temperature=0.0),
         )
-        answer = generate(self._engine, [request], version)[0]
+        answer = self._client.generate([request], version)[0]
         token_ids = torch.tensor([*self._probe_ids, *answer.completion_ids], device=self._actor.model.device)
         targets = torch.arange(len(self._probe_ids), len(token_ids), device=token_ids.device)
         with torch.no_grad():

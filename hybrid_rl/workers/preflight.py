@@ -21,11 +21,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.controller import RankContext, WorkerGroup
+from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
 
@@ -137,8 +138,16 @@ def _best_seconds(test: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def preflight(group: WorkerGroup) -> None:
-    """Compare the ranks of a group, whose workers have `probe_rank`. Raises HybridRLError with everything that does not
+class ProbedRanks(Protocol):
+    """A group of ranks that can be compared."""
+
+    def probe_rank(self) -> list[RankProbe]:
+        """What each rank found out about itself."""
+        ...
+
+
+def preflight(group: ProbedRanks) -> None:
+    """Compare the ranks of a group. Raises HybridRLError with everything that does not
     fit; slow CPUs are warned of."""
     probes = probe_ranks(group)
     problems = check(probes)
@@ -148,10 +157,10 @@ def preflight(group: WorkerGroup) -> None:
         logger.warning("%s", doubt)
 
 
-def probe_ranks(group: WorkerGroup) -> list[RankProbe]:
+def probe_ranks(group: ProbedRanks) -> list[RankProbe]:
     """What the ranks of a group found out about themselves. Where one seems slow all measure again, and the best time
     of each counts."""
-    probes: list[RankProbe] = group.probe_rank()
+    probes = group.probe_rank()
     for pause in PAUSES:
         if not slow_ranks(probes):
             break

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
-from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
@@ -32,21 +32,21 @@ def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
     return Resident(tag, lambda: optimizer.num_bytes)
 
 
-def engine_weights_resident(model: CausalLM, engine: EmbeddedEngine) -> Resident:
+def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
     """What an embedded engine decodes from beside the actor: the full weights, gathered while they are published and
     generated with where the actor is sharded; nothing where it is not."""
     if not isinstance(model, ShardedCausalLM):
-        engine.wake({WEIGHTS})  # they are the actor's, which stay
+        client.at_rest().wake({WEIGHTS})  # they are the actor's, which stay
         return Resident(ENGINE_WEIGHTS, lambda: 0)
     twin = model.twin
 
     def sleep() -> None:
-        engine.sleep({WEIGHTS})
+        client.at_rest().sleep({WEIGHTS})
         twin.release()
 
     def wake() -> None:
         twin.bind()
-        engine.wake({WEIGHTS})
+        client.at_rest().wake({WEIGHTS})
 
     return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=sleep, wake=wake)
 
@@ -56,13 +56,13 @@ def _local_bytes(parameter: Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def kv_cache_resident(engine: EmbeddedEngine) -> Resident:
+def kv_cache_resident(client: EngineClient) -> Resident:
     """An embedded engine's cache: given back while the actor trains, its content is lost."""
     return Resident(
         KV_CACHE,
-        lambda: engine.kv_cache_bytes,
+        lambda: client.engine.kv_cache_bytes,
         policy="discard",
-        sleep=lambda: engine.sleep({KV_CACHE}),
-        wake=lambda: engine.wake({KV_CACHE}),
+        sleep=lambda: client.at_rest().sleep({KV_CACHE}),
+        wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
     )

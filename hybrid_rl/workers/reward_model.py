@@ -198,7 +198,7 @@ def _tokenizer_of(entry: RewardModelEntry, config: TrainerConfig) -> Any:
         return entry.tokenizer
     path = entry.model if isinstance(entry.model, str) else getattr(entry.model, "path", None)
     if path is None and isinstance(entry.model, PreTrainedModel):
-        path = entry.model.config._name_or_path or None
+        path = entry.model.config.name_or_path or None
     if path is None:
         raise ModelError(
             f"reward model {entry.name!r} was passed as a module; pass its tokenizer in reward_processing_classes="

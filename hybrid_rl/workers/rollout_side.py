@@ -1,4 +1,4 @@
-"""The rollout engine of a rank as its worker sees it: where it takes the weights from, and what lies in memory."""
+"""The rollout engine of a rank, bound to its actor: where its weights come from, and its memory as residents."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
-from hybrid_rl.engines import RolloutEngine
-from hybrid_rl.engines.apart import import_apart
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
-from hybrid_rl.engines.embedded import EmbeddedEngine
-from hybrid_rl.engines.hf import HFEngine
-from hybrid_rl.engines.inplace import InPlaceEngine
-from hybrid_rl.engines.lockstep import SharedEngine
-from hybrid_rl.engines.threaded import ThreadedEngine
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.colocated import ColocatedEngine
+from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.registry import EngineSetup, make_engine
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -39,9 +35,10 @@ SAME_MEMORY = "its weights are the trainer's own memory"
 
 
 class RolloutSide(ABC):
-    """An engine with what binds it to the actor of the same rank. residents: of the engine, for the leases."""
+    """An engine with what binds it to the actor of the same rank. client: of the engine. residents: its memory, for the
+    leases."""
 
-    engine: RolloutEngine
+    client: EngineClient
     residents: Sequence[Resident]
 
     @abstractmethod
@@ -49,8 +46,8 @@ class RolloutSide(ABC):
         """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
 
     def verify(self, version: int) -> dict[str, float]:
-        """Prove, where that is due, that the engine holds what the trainer holds, byte by byte; metrics of it,
-        none where it is not due, or where both are the same memory. Collective. Raises HandoffError."""
+        """Prove, if that is due, that the engine holds what the trainer holds, byte by byte; metrics of it, none if it
+        is not due, or if both are the same memory. Collective. Raises HandoffError."""
         return {}
 
     @abstractmethod
@@ -60,79 +57,82 @@ class RolloutSide(ABC):
 
     def close(self) -> None:
         """End the engine; idempotent."""
-        self.engine.close()
+        self.client.close()
 
 
 def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> RolloutSide:
-    """The engine that the configuration names. Collective. Raises ConfigError where it cannot run here."""
-    if isinstance(setup.config.rollout, VLLMRolloutConfig):
-        return VLLMSide(setup, model, context)
-    return EmbeddedSide(setup, model, context)
+    """The engine that the configuration names, bound to the actor. Collective.
+
+    Raises ConfigError if it cannot run here. An engine in a process of its own (placement "separate") needs a side here
+    that starts it, reaches its weights through an IpcSource, and gives it a client that forwards the calls of
+    EngineClient; there is none yet.
+    """
+    config = setup.config.rollout
+    sides: dict[str, type[EmbeddedSide | ColocatedSide]] = {"embedded": EmbeddedSide, "colocated": ColocatedSide}
+    if config.placement not in sides:
+        raise ConfigError(
+            f"rollout.engine={config.engine} runs in a process of its own (placement={config.placement}), but workers "
+            f"step engines in their own process only; choose an engine that is embedded or colocated"
+        )
+    return sides[config.placement](setup, model, context)
+
+
+def engine_setup(setup: WorkerSetup, model: CausalLM, context: RankContext) -> EngineSetup:
+    """What the engine of this rank is made from. Collective."""
+    config = setup.config.rollout
+    return EngineSetup(
+        model,
+        config,
+        setup.engine_length,
+        context.device,
+        setup.decode,
+        memory_share=1 / num_ranks_of_host(context),
+        seed=derive_seed(setup.config.seed, config.engine, context.rank // config.ranks_per_engine),
+        trust_remote_code=setup.config.model.trust_remote_code,
+    )
 
 
 class EmbeddedSide(RolloutSide):
-    """An engine that decodes from the actor's modules, or from their gathered twin."""
-
-    engine: EmbeddedEngine
+    """An engine that decodes from the actor's modules, or from a plain view of its gathered weights."""
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
-        config = setup.config.rollout
         self._model = model
-        settings: Any = {"max_length": setup.engine_length, "decode": setup.decode}
-        settings["memory_share"] = 1 / num_ranks_of_host(context)
         with generating_model(model) as plain:
-            if isinstance(config, HFRolloutConfig):
-                self.engine = HFEngine(plain, config.hf, **settings)
-            else:
-                assert isinstance(config, InPlaceRolloutConfig)
-                self.engine = InPlaceEngine(plain, config.inplace, **settings)
-        self.residents = (engine_weights_resident(model, self.engine), kv_cache_resident(self.engine))
+            self.client = EngineClient(make_engine(engine_setup(setup, plain, context)))
+        self.residents = (engine_weights_resident(model, self.client), kv_cache_resident(self.client))
 
     def publish(self, version: int) -> HandoffReport:
-        """See RolloutSide; the bytes are those that each rank has gathered."""
-        report = self.engine.update_weights(TensorSource.of(self._model.module), version)
+        """Hand over the actor's tensors themselves; the bytes are those that each rank has gathered."""
+        report = self.client.at_rest().update_weights(TensorSource.of(self._model.module), version)
         return HandoffReport(version, gathered_bytes(self._model), report.num_tensors, report.seconds)
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
-        """See RolloutSide. A handoff checks that every tensor lies where the trainer's does."""
+        """The clause: a handoff checks that every tensor lies where the trainer's does."""
         return SAME_MEMORY
 
 
-class VLLMSide(RolloutSide):
-    """vLLM in the same process: its weights are written by plan from the shards of all ranks."""
+class ColocatedSide(RolloutSide):
+    """An engine in the same process whose own weights are written by plan from the shards of all ranks."""
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
-        import_apart("hybrid_rl.engines.vllm.engine")
-        from hybrid_rl.engines.vllm.engine import VLLMEngine
-
         config = setup.config.rollout
-        assert isinstance(config, VLLMRolloutConfig)
+        assert isinstance(config, ColocatedRolloutConfig)
         self._config, self._model, self._context = config, model, context
-        size = config.vllm.tensor_parallel_size
+        size = config.ranks_per_engine
         gather = BlockGather(size)
-        self._vllm = VLLMEngine(
-            model.module,
-            config.vllm,
-            dtype=model.dtype,
-            device=context.device,
-            max_length=setup.engine_length,
-            seed=derive_seed(setup.config.seed, "vllm", context.rank // size),
-            trust_remote_code=setup.config.model.trust_remote_code,
-            decode=setup.decode,
-            memory_share=1 / num_ranks_of_host(context),
-            adopts=config.adopt_weights,
-        )
-        engine: RolloutEngine = self._vllm
+        engine = make_engine(engine_setup(setup, model, context))
+        assert isinstance(engine, ColocatedEngine)
+        self._engine = engine
+        coordinator = None
         if size > 1:
-            engine = SharedEngine(
-                engine,
+            coordinator = Coordinator(
                 rank=context.rank % size,
                 num_ranks=size,
                 gather=gather,
                 gather_numbers=gather.numbers,
-                fingerprint=lambda: self._vllm.fingerprint,
+                fingerprint=lambda: engine.fingerprint,
             )
-        self.engine = ThreadedEngine(engine)
+        self.client = EngineClient(engine, in_thread=True, coordinator=coordinator)
         self._hosts: list[str] = context.gather(socket.gethostname())
         self._sources: dict[str, Source] = {}
         self._published = -1
@@ -141,62 +141,65 @@ class VLLMSide(RolloutSide):
         self.residents = self._residents()
 
     def _residents(self) -> Sequence[Resident]:
+        engine = self._engine
+
         def num_weight_bytes() -> int:
-            return self._vllm.weight_bytes
+            return engine.weight_bytes
 
         def num_cache_bytes() -> int:
-            return self._vllm.kv_cache_bytes
+            return engine.kv_cache_bytes
 
-        if not self._vllm.can_sleep:
-            # Whatever the leases would like, they stay in memory: nothing may claim that their bytes are free.
-            self.engine.wake(TAGS)
+        if not engine.can_sleep:
+            # Whatever the leases ask for, they stay in memory: nothing may claim that their bytes are free.
+            self.client.at_rest().wake(TAGS)
             return (Resident(ENGINE_WEIGHTS, num_weight_bytes), Resident(KV_CACHE, num_cache_bytes))
         return (
             Resident(
                 ENGINE_WEIGHTS,
                 num_weight_bytes,
                 policy="discard",
-                wake=lambda: self.engine.wake({WEIGHTS}),
+                wake=lambda: self.client.at_rest().wake({WEIGHTS}),
                 sleep_all=self._sleep,
             ),
             Resident(
                 KV_CACHE,
                 num_cache_bytes,
                 policy="discard",
-                wake=lambda: self.engine.wake({KV_CACHE}),
+                wake=lambda: self.client.at_rest().wake({KV_CACHE}),
                 after=(ENGINE_WEIGHTS,),
                 sleep_all=self._sleep,
             ),
         )
 
     def _sleep(self, tags: frozenset[str]) -> None:
-        """In one call for weights and cache: vLLM copies nothing then."""
-        self.engine.sleep({WEIGHTS if tag == ENGINE_WEIGHTS else KV_CACHE for tag in tags})
+        """Release both in one call: vLLM copies nothing then."""
+        self.client.at_rest().sleep({WEIGHTS if tag == ENGINE_WEIGHTS else KV_CACHE for tag in tags})
 
     def publish(self, version: int) -> HandoffReport:
-        """See RolloutSide. A version may be published again, to an engine that has slept since."""
+        """Write the actor's weights. A version may be published again, to an engine that has slept since."""
         if version <= self._published:  # a source hands over each version once
             self._close_sources()
-        report = self.engine.update_weights(self._source(version), version)
+        report = self.client.at_rest().update_weights(self._source(version), version)
         self._published = version
         return report
 
     def verify(self, version: int) -> dict[str, float]:
-        """See RolloutSide. What vLLM has derived from the weights cannot be compared with them: it is counted."""
+        """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is
+        counted."""
         every = self._config.verify_steps
         if not every or version % every:
             return {}
         source = self._source(version)
         if self._verifier is None:
-            self._verifier = Verifier(self._vllm.weights.trace, source.layout(), gather=source.gather)
-        weights = self._vllm.weights
+            self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
+        weights = self._engine.weights
         verified = self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": verified.seconds, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
-        """See RolloutSide."""
+        """The clause: compared in this handoff, the same memory, or not known."""
         if not verified:
             return SAME_MEMORY if self._config.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
@@ -226,7 +229,7 @@ class VLLMSide(RolloutSide):
         return self._sources[transport]
 
     def _disk_source(self, version: int) -> Source:
-        """Files of this version, written where they are not there yet."""
+        """Files of this version, written if they are not there yet."""
         assert self._config.weights_path is not None
         if self._files is None or self._files[0] != version:
             root, rank, gather = Path(self._config.weights_path), self._context.rank, self._context.gather
@@ -243,7 +246,7 @@ class VLLMSide(RolloutSide):
         return self._files[1]
 
     def close(self) -> None:
-        """See RolloutSide."""
+        """End the engine and let go of the shards of other ranks; idempotent."""
         super().close()
         self._close_sources()
 

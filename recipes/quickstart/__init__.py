@@ -1,1 +1,1 @@
-"""The built-in task, tokenizer, model and supervised warm start behind `make run`."""
+"""The built-in task, tokenizer, model and supervised warm start of `make run`."""

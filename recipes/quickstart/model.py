@@ -9,7 +9,7 @@ CHARACTERS = "0123456789+-="
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character of `CHARACTERS`, `<pad>` (id 0) and `<eos>` (id 1); pads on the left.
+    """Build a tokenizer with one token per character of `CHARACTERS`, `<pad>` (id 0) and `<eos>` (id 1), left-padding.
 
     It adds no special token by itself and decodes without inserting spaces. A character outside the vocabulary
     raises in `encode`: the vocabulary has no unknown token that would hide it.
@@ -31,9 +31,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised fp32 Qwen2 (3 layers, hidden 128, two query heads per key head), the same for a seed.
+    """Build a random fp32 Qwen2 (3 layers, hidden 128, two query heads per key head), the same for a seed.
 
-    The caller's random state is left as it was.
+    The caller's random state does not change.
     """
     hidden = 128
     config = Qwen2Config(

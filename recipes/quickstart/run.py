@@ -1,4 +1,4 @@
-"""The quickstart with any algorithm: what is trained on, and a warm-started model improved as a config says."""
+"""The quickstart with any algorithm: its training rows, and the improvement of a warm-started model by a config."""
 
 import contextlib
 import copy
@@ -20,13 +20,15 @@ from hybrid_rl.run.prepare import find_hardware
 from recipes.quickstart.task import Row, Task, exact_answer
 from recipes.quickstart.warm_start import train_on_answers
 
-TEACHER_STEPS = 50  # on right answers: the teacher then has nearly all held-out sums right
+TEACHER_STEPS = 50  # on right answers, after which the teacher has nearly all held-out sums right
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. curve: held-out greedy accuracy by training step, 0 = before; metrics: of the last step; run:
-    the run folder; seconds: wall time."""
+    """The result of a run.
+
+    curve: held-out greedy accuracy by training step, 0 = before; metrics: of the last step; run: the run folder;
+    seconds: wall time."""
 
     curve: Mapping[int, float]
     metrics: Mapping[str, float]
@@ -47,7 +49,7 @@ class Curve(Callback):
         self.accuracy: dict[int, float] = {}
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """See Callback."""
+        """Record the accuracy of an evaluation."""
         self.accuracy[step] = metrics["eval/accuracy"]
 
 
@@ -77,7 +79,7 @@ def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: T
 
 
 def training_rows(task: Task, config: TrainerConfig) -> list[Row]:
-    """The problems; with their right answers as completions where the algorithm learns from such."""
+    """Return the problems, with their right answers as completions if the algorithm learns from them."""
     if "demonstrations" not in config.advantage.needs:
         return task.train
     return [{**row, "completion": row["answer"]} for row in task.train]
@@ -87,8 +89,8 @@ def training_rows(task: Task, config: TrainerConfig) -> list[Row]:
 def teacher(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig
 ) -> Iterator[TrainerConfig]:
-    """The config, with a teacher where the algorithm wants one and none is named: the same model, further trained on
-    right answers."""
+    """Return the config with a teacher, if the algorithm needs one and none is named: the same model, trained further
+    on right answers."""
     wanted = "teacher_logprobs" in config.advantage.needs
     if not wanted or config.advantage.teacher_path is not None:  # type: ignore[attr-defined]
         yield config

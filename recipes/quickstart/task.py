@@ -1,6 +1,6 @@
 """The quickstart task: sums of two numbers below 100 from reasoning-gym's `basic_arithmetic`, asked as `37+48=`.
 
-A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is what a careless worker writes who forgets the
+A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is the answer of a careless worker who forgets the
 carry of the ones. The supervised warm start imitates such a worker (`demonstrations`); GRPO then sees only whether a
 completion equals `answer`.
 """
@@ -17,10 +17,10 @@ from hybrid_rl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
-MAX_COMPLETION_TOKENS = 6  # "198" takes four with <eos>; two spare, so that running on is seen
-NUM_DRAWS = 30_000  # of 10,000 possible problems: nearly all of them are met
+MAX_COMPLETION_TOKENS = 6  # "198" takes four with <eos>; two more, so that overlong answers are seen
+NUM_DRAWS = 30_000  # of 10,000 possible problems, so that nearly all of them are drawn
 HELD_OUT_ROUNDS = 2  # each holds out ten operands that have every tens and every ones digit once
-EASY_SHARE = 0.35  # problems without a carry, where the careless worker is right; fixes where the warm start ends
+EASY_SHARE = 0.35  # problems without a carry, on which the careless worker is right; decides where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
 _SUM = re.compile(r"(\d{1,2})\+(\d{1,2})=")
 
@@ -34,7 +34,7 @@ class Task:
 
 
 def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task:
-    """The task for `seed`: distinct problems, the same for the same arguments.
+    """Return the task for `seed`: distinct problems, the same for the same arguments.
 
     In both parts `EASY_SHARE` of the problems need no carry. Raises `ConfigError` when there are not enough distinct
     problems of a kind.
@@ -49,7 +49,7 @@ def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task
             train[row["prompt"]] = row
         elif num_held_operands == 2:
             heldout[row["prompt"]] = row
-        # A problem that mixes both kinds would leak a held-out operand into training: it is dropped.
+        # A problem that mixes both kinds would leak a held-out operand into training, so it is dropped.
     task = Task(
         train=_choose(list(train.values()), num_train, "num_train", rng),
         heldout=_choose(list(heldout.values()), num_heldout, "num_heldout", rng),
@@ -59,7 +59,7 @@ def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task
 
 
 def operands(prompt: str) -> tuple[int, int]:
-    """The two numbers in a prompt such as `37+48=`; `DataError` if it does not look like that."""
+    """Return the two numbers in a prompt such as `37+48=`. Raises DataError if it is not of that form."""
     match = _SUM.fullmatch(prompt)
     if match is None:
         raise DataError(f"prompt {prompt!r} is not a sum of two numbers below 100; write it like '37+48='")
@@ -73,7 +73,7 @@ def slip(prompt: str) -> str:
 
 
 def demonstrations(rows: Sequence[Row]) -> list[Row]:
-    """What the careless worker shows, as `{"prompt", "answer"}`: each problem five times, of which three slips.
+    """Return the careless worker's answers, as `{"prompt", "answer"}`: each problem five times, of which three slips.
 
     Slips in the majority make the imitator's most likely completion the slip, while the right one keeps enough
     probability to be sampled: this is the gap that a verifier can close and more imitation cannot.
@@ -82,7 +82,7 @@ def demonstrations(rows: Sequence[Row]) -> list[Row]:
 
 
 def check_disjoint(task: Task) -> None:
-    """Raises `DataError` if a number is an operand both in a training and in a held-out problem."""
+    """Raise `DataError` if a number is an operand in both a training and a held-out problem."""
     seen = {operand for row in task.train for operand in operands(row["prompt"])}
     shared = sorted(seen & {operand for row in task.heldout for operand in operands(row["prompt"])})
     if shared:
@@ -90,16 +90,16 @@ def check_disjoint(task: Task) -> None:
 
 
 def exact_answer(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """TRL-style reward: 1.0 where the completion (decoded without special tokens) equals the answer, else 0.0.
+    """Return TRL-style rewards: 1.0 if the completion (without special tokens) equals the answer, else 0.0.
 
-    Stricter than reasoning-gym's own scorer, which gives part marks and takes `085` for `85`: those would pay the
+    Stricter than reasoning-gym's own scorer, which gives part marks and accepts `085` for `85`: those would reward the
     policy for leaving the format that it knows.
     """
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
 
 
 def _choose_operands(rng: random.Random) -> frozenset[int]:
-    """The held-out operands: every tens digit and every ones digit equally often, so that training lacks none of
+    """Choose held-out operands with every tens digit and every ones digit equally often, so that training lacks none of
     them."""
     chosen: set[int] = set()
     while len(chosen) < 10 * HELD_OUT_ROUNDS:
@@ -110,7 +110,7 @@ def _choose_operands(rng: random.Random) -> frozenset[int]:
 
 
 def _draw(seed: int) -> list[Row]:
-    """`NUM_DRAWS` problems, with repetitions."""
+    """Draw `NUM_DRAWS` problems, with repetitions."""
     # reasoning-gym seeds item i with seed + i: neighbouring seeds would share nearly all items, hence the stride.
     dataset = reasoning_gym.create_dataset(
         "basic_arithmetic",
@@ -127,15 +127,15 @@ def _draw(seed: int) -> list[Row]:
     rows = []
     for index in range(NUM_DRAWS):
         item = dataset[index]
-        # Spaces would be a third of the tokens and carry nothing.
+        # Spaces would be a third of the tokens and mean nothing.
         prompt = item["metadata"]["expression"].replace(" ", "") + "="
-        if _SUM.fullmatch(prompt):  # it draws 100, too
+        if _SUM.fullmatch(prompt):  # operands of 100 are drawn too
             rows.append({"prompt": prompt, "answer": item["answer"], "slip": slip(prompt)})
     return rows
 
 
 def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[Row]:
-    """`count` rows in random order, `EASY_SHARE` of them such that the slip is right."""
+    """Choose `count` rows in random order, with a right slip in `EASY_SHARE` of them."""
     if count < 1:
         raise ConfigError(f"{name}={count} is not positive; ask for at least one problem")
     easy = [row for row in rows if row["slip"] == row["answer"]]

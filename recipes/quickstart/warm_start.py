@@ -15,8 +15,8 @@ from recipes.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrat
 
 WARM_START_STEPS = 700
 WARM_START_LR = 3e-3
-# Strong, because the training operands are few: without it the model remembers numbers instead of reading digits,
-# and neither more supervision nor GRPO brings the unseen numbers in afterwards.
+# Strong, because the training operands are few: without it the model remembers numbers instead of reading digits, and
+# neither more supervision nor GRPO teaches it the unseen numbers afterwards.
 WEIGHT_DECAY = 1.0
 CONTINUED_LR = 1e-3
 BATCH_SIZE = 128
@@ -26,7 +26,7 @@ IGNORED = -100  # label of positions without loss: cross_entropy's own default
 
 @dataclass(frozen=True)
 class SupervisedProgress:
-    """One evaluation on the way: optimizer steps so far, last loss in nats per token, held-out accuracy, seconds."""
+    """One intermediate evaluation: optimizer steps so far, last loss in nats per token, held-out accuracy, seconds."""
 
     step: int
     loss: float
@@ -36,7 +36,7 @@ class SupervisedProgress:
 
 @dataclass(frozen=True)
 class WarmStartReport:
-    """Held-out greedy accuracy, optimizer steps behind the weights that were kept, wall seconds with evaluations."""
+    """Held-out greedy accuracy, optimizer steps of the weights that were kept, wall seconds with evaluations."""
 
     accuracy: float
     steps: int
@@ -56,7 +56,7 @@ OnProgress = Callable[[SupervisedProgress], None]
 
 
 class SupervisedTrainer:
-    """Cross-entropy on the answer and `<eos>` with AdamW; batches walk through the rows in an order drawn from `seed`.
+    """Cross-entropy on the answer and `<eos>` with AdamW; batches go through the rows in an order drawn from `seed`.
 
     `rows` have `prompt` and `answer`. `schedule` maps the number of the coming optimizer step (from 0) to a factor of
     `lr`; without it the learning rate is constant.
@@ -83,7 +83,7 @@ class SupervisedTrainer:
         self._batches = self._walk(seed, batch_size)
 
     def step(self) -> float:
-        """One optimizer step; returns its loss, the mean over the batch's answer tokens, in nats."""
+        """Take one optimizer step; return its loss, the mean over the batch's answer tokens, in nats."""
         indices = next(self._batches)
         input_ids, labels = self._input_ids[indices], self._labels[indices]
         self.model.train()
@@ -100,14 +100,14 @@ class SupervisedTrainer:
         return loss.item()
 
     def run_until(self, stop_condition: Callable[[int, float], bool]) -> float:
-        """Steps until `stop_condition(num_steps, loss)` is true after a step; returns the last loss."""
+        """Take steps until `stop_condition(num_steps, loss)` is true after one; return the last loss."""
         while True:
             loss = self.step()
             if stop_condition(self.num_steps, loss):
                 return loss
 
     def _walk(self, seed: int, batch_size: int) -> Iterator[Tensor]:
-        """Row indices, int64 [batch_size], for ever: each pass is a new order and drops its incomplete last batch."""
+        """Yield row indices, int64 [batch_size], for ever; each pass has a new order and no incomplete batch."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(len(self._input_ids), generator=generator)
@@ -115,9 +115,9 @@ class SupervisedTrainer:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """`(input_ids, labels)`, both int64 [N, T]: prompt, answer, `<eos>`, then padding; `IGNORED` outside the answer.
+    """Return `(input_ids, labels)`, int64 [N, T]: prompt, answer, `<eos>`, padding; `IGNORED` outside the answer.
 
-    Padding on the right needs no attention mask: a causal model's answer tokens never look at it.
+    Padding on the right needs no attention mask, because a causal model's answer tokens never see it.
     """
     if not rows:
         raise DataError("there are no rows to encode; pass at least one with `prompt` and `answer`")
@@ -137,7 +137,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Ten
 def greedy_accuracy(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], max_new_tokens: int
 ) -> float:
-    """Share of rows whose greedy completion is exactly the answer and then `<eos>`, within `max_new_tokens`."""
+    """Return the share of rows whose greedy completion is exactly the answer and then `<eos>`, in `max_new_tokens`."""
     if not rows:
         raise DataError("there are no rows to measure accuracy on; pass at least one with `prompt` and `answer`")
     inputs = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
@@ -168,12 +168,12 @@ def warm_start(
     target: tuple[float, float] = (0.30, 0.50),
     on_progress: OnProgress | None = None,
 ) -> WarmStartReport:
-    """Trains `model` in place on the careless worker's demonstrations until held-out accuracy lies inside `target`.
+    """Train `model` in place on the careless worker's demonstrations until held-out accuracy lies inside `target`.
 
-    The number of steps is fixed in advance and the accuracy lands inside by the make of the task: the model learns
-    the arithmetic, and with it the worker's slips. Should it end outside, the last evaluated weights inside are taken;
-    if there are none, `ModelError`. The held-out set decides nothing else: the band is a condition on the *start*,
-    it holds the start down and so cannot flatter the accuracy that GRPO reaches later.
+    The number of steps is fixed in advance, and the accuracy lands inside by design of the task: the model learns the
+    arithmetic, and with it the worker's slips. If it ends outside, the last evaluated weights inside are used; without
+    any, ModelError is raised. The held-out set decides nothing else: the target is a condition on the *start*, which it
+    keeps low, so it cannot flatter the accuracy that GRPO reaches later.
     """
     low, high = target
     started = time.perf_counter()
@@ -208,17 +208,17 @@ def continue_supervised(
     from_answers: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ContinuedReport:
-    """Trains the warm-started `model` in place for `seconds` of wall time more, evaluations not counted.
+    """Train the warm-started `model` in place for `seconds` more of wall time, not counting evaluations.
 
-    By default it goes on with the demonstrations of the warm start. `from_answers` teaches the right answers instead:
-    what supervision would reach if somebody wrote a solution to every problem, which GRPO never sees.
+    By default it continues on the demonstrations of the warm start. `from_answers` teaches the right answers instead:
+    the result of supervision if somebody wrote a solution to every problem, which GRPO never sees.
     """
     if seconds <= 0:
         raise ConfigError(f"seconds={seconds} is not positive; give the wall time that GRPO took")
     elapsed = 0.0
 
     def schedule(step: int) -> float:
-        # The rate falls over the second half of the time, as a well-run supervised training would have it.
+        # The rate falls over the second half of the time, as in a well-run supervised training.
         return _ramp(step) * min(1.0, 2 * max(0.0, 1 - elapsed / seconds))
 
     rows = task.train if from_answers else demonstrations(task.train)
@@ -237,7 +237,7 @@ def continue_supervised(
 def train_on_answers(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, seed: int, num_steps: int
 ) -> None:
-    """Trains the warm-started `model` in place on right answers, so many steps: the teacher of the distillation."""
+    """Train the warm-started `model` in place on right answers for so many steps, to be the teacher of distillation."""
 
     def schedule(step: int) -> float:
         return _ramp(step) * min(1.0, 2 * (num_steps - step) / num_steps)
@@ -251,10 +251,10 @@ def _at_multiple(num_steps: int, loss: float) -> bool:
 
 
 def _ramp(step: int) -> float:
-    """0 to 1 over the first 50 steps: AdamW's second moments are still unreliable there."""
+    """Rise from 0 to 1 over the first 50 steps, in which AdamW's second moments are still unreliable."""
     return min(1.0, (step + 1) / 50)
 
 
 def _warm_start_schedule(step: int) -> float:
-    """Up over 50 steps, flat, then over the last two fifths linearly towards 0: GRPO wants a quiet start."""
+    """Rise over 50 steps, stay, then fall linearly towards 0 over the last two fifths: GRPO needs a calm start."""
     return _ramp(step) * min(1.0, (WARM_START_STEPS - step) / (0.4 * WARM_START_STEPS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from .layers import (
     LAYERS,
     LIBRARY_HOMES,
     MACHINE_PATH,
+    MAP,
+    MAP_HEADING,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     MEASURED,
@@ -182,6 +185,21 @@ def machine_paths(root: Path) -> list[str]:
     return found
 
 
+def architecture_map(root: Path) -> list[str]:
+    """The map of the architecture shows every room in its layer, and names only files that exist."""
+    if not (root / MAP).exists():
+        return []
+    text = (root / MAP).read_text(encoding="utf-8")
+    files = sorted(set(re.findall(r"`([\w/]+\.py)`", text)))
+    found = [f"{MAP}: names {file}, which does not exist" for file in files if not _is_file(root, file)]
+    shown = _mapped_rooms(text)
+    planned = {room: number for number, line in enumerate(LAYERS, start=1) for room in line}
+    for room in sorted(shown.keys() | planned.keys()):
+        if shown.get(room) != planned.get(room):
+            found.append(f"{MAP}: shows room {room!r} in layer {shown.get(room)}, which is in {planned.get(room)}")
+    return found
+
+
 RULES: tuple[Callable[[Path], list[str]], ...] = (
     layers,
     only_imports,
@@ -193,7 +211,25 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     unmentionables,
     docstrings,
     machine_paths,
+    architecture_map,
 )
+
+
+def _is_file(root: Path, path: str) -> bool:
+    return (root / path).is_file() or (root / PACKAGE / path).is_file()
+
+
+def _mapped_rooms(text: str) -> dict[str, int]:
+    """Rooms of the map and their layers. A row without a number continues the layer above it."""
+    rooms: dict[str, int] = {}
+    layer = 0
+    for row in text.partition(MAP_HEADING)[2].partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in row.split("|")]
+        if len(cells) < 3 or not cells[2].startswith("`"):
+            continue
+        layer = int(cells[1]) if cells[1] else layer
+        rooms |= dict.fromkeys(re.findall(r"`(\w+)`", cells[2]), layer)
+    return rooms
 
 
 def _rooms_imported(module: Module) -> Iterator[tuple[int, str]]:

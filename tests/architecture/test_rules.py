@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from . import rules
+from . import layers, rules
 
 Tree = dict[str, str]
 
@@ -23,6 +23,10 @@ def write(root: Path, tree: Tree) -> Path:
 EXPLAINED = '"""What.\n\nAnd why.\n"""\n' + "x = 1\n" * 350 + "# a comment\n\n" * 100
 LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 100
 HOME = "/".join(["", "home", "someone", "models"])  # in pieces, so that this file keeps the rule itself
+MAP = "## Rooms\n" + "".join(
+    f"| {number} | {', '.join(f'`{room}`' for room in sorted(line))} | x |\n"
+    for number, line in enumerate(layers.LAYERS, start=1)
+)
 
 # Names that a file defines itself, of a class, a function, an argument and a module.
 OWN_PRIVATE = """
@@ -112,6 +116,10 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
     (rules.machine_paths, {"docs/a.md": f"see\n{HOME}"}, "docs/a.md:2: names the path"),
     (rules.machine_paths, {"recipes/grpo.py": f'MODEL = "{HOME}"'}, "recipes/grpo.py:1: names the path"),
     (rules.machine_paths, {"a.txt": HOME.replace("home", "Users")}, "names the path"),
+    (rules.architecture_map, {layers.MAP: MAP + "`training/gone.py`"}, "names training/gone.py, which does not exist"),
+    (rules.architecture_map, {layers.MAP: MAP.replace("`training`", "x")}, "'training' in layer None, which is in 5"),
+    (rules.architecture_map, {layers.MAP: MAP + "| 3 | `training` | x |"}, "'training' in layer 3, which is in 5"),
+    (rules.architecture_map, {layers.MAP: MAP + "| | `attic` | x |"}, "'attic' in layer 8, which is in None"),
 ]
 
 # Trees that look alike and keep the rule
@@ -154,6 +162,11 @@ KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
     (rules.docstrings, {"hybrid_rl/_x.py": "def f(): 1"}),
     (rules.machine_paths, {"a.md": "https://example.org/home/page and ./home/a/b and /usr/lib/x"}),
     (rules.machine_paths, {".venv/pyvenv.cfg": HOME, "image.bin": "\0" + HOME}),
+    (
+        rules.architecture_map,
+        {layers.MAP: MAP + "\n`trainer.py` `setup.py`", "hybrid_rl/trainer.py": "", "setup.py": ""},
+    ),
+    (rules.architecture_map, {layers.MAP: MAP.replace("| x", "| `other`") + "\n## More\n| 1 | `attic` | x |"}),
 ]
 
 

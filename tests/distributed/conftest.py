@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from tests.distributed.forks import Forks
+from tests.groups import OpenGroup
 
 ROOT = Path(__file__).parents[2]
 SETUP_WORKER = Path(__file__).with_name("setup_worker.py")
@@ -31,7 +32,7 @@ SCRIPT_START = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, ray
-from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
@@ -41,7 +42,7 @@ FOLDER = Path(sys.argv[1])
 def make(cluster, num_ranks=1, role="policy", **options):
     backend = RayBackend(role, Probe, mesh=RankMesh({"dp_shard": num_ranks}), splitter=split_whole_groups,
                          cluster=cluster, options=RayOptions(**options), log_folder=FOLDER)
-    return WorkerGroup(Probe, backend)
+    return OpenGroup(Probe, backend)
 
 def tell(**values):
     print("TELLS " + json.dumps(values), flush=True)
@@ -82,12 +83,12 @@ def forked_ranks(cluster: Any, forks: Forks) -> Iterator[Any]:
 
 
 @pytest.fixture
-def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., WorkerGroup]]:
+def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., OpenGroup]]:
     """Groups of Probe workers, closed when the test ends. Arguments: shape of the mesh, and options."""
     from hybrid_rl.controller.ray_backend import RayBackend
     from tests.distributed.workers import Probe, split_whole_groups
 
-    made: list[WorkerGroup] = []
+    made: list[OpenGroup] = []
 
     def make(
         shape: dict[str, int] | int = 2,
@@ -96,7 +97,7 @@ def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., WorkerGro
         make_worker: Any = Probe,
         splitter: Any = split_whole_groups,
         **options: Any,
-    ) -> WorkerGroup:
+    ) -> OpenGroup:
         mesh = RankMesh({"dp_shard": shape} if isinstance(shape, int) else shape)
         backend = RayBackend(
             role,
@@ -107,7 +108,7 @@ def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., WorkerGro
             options=RayOptions(**options),
             log_folder=tmp_path / "logs",
         )
-        made.append(WorkerGroup(Probe, backend))
+        made.append(OpenGroup(Probe, backend))
         return made[-1]
 
     yield make

@@ -157,7 +157,7 @@ def test_other_wishes_are_refused_on_both_and_nothing_moves(ranks) -> None:
 
 def test_a_tag_that_one_rank_does_not_know_is_refused_on_both(ranks) -> None:
     said, log = both(ranks, "unknown_tag")
-    assert "on any rank, because of rank 1: residents ['critic'] do not exist; there are ['kv']" in said[0]
+    assert "on any rank: rank 1: residents ['critic'] do not exist; the registered ones are ['kv']" in said[0]
     assert said[1] == "held" and log == ["wake kv"]
 
 
@@ -172,8 +172,8 @@ def test_a_rank_that_failed_speaks_at_once_and_then_stops_all(ranks) -> None:
     # Both refuse from now on, the healthy one too, and both name the cause.
     for later in (well[2:], sick[2:]):
         assert len(later) == 2 and all(
-            "nothing was moved in memory on any rank, because of rank 1: memory is in an unknown state since this "
-            "failed: wake of 'kv': RuntimeError: out of memory" in text
+            "nothing was moved in memory on any rank: rank 1: memory is in an unknown state since this "
+            "failure: wake of 'kv': RuntimeError: out of memory" in text
             for text in later
         )
     assert well_log == ["wake engine", "sleep engine", "wake kv"] and well_awake == ["kv"]
@@ -198,6 +198,6 @@ def test_engines_of_all_ranks_sleep_and_wake_together_or_not_at_all(ranks) -> No
     night, day = ([], "asleep", False), (["kv_cache", "weights"], "ready", True)
     assert well[:4] == sick[:4] == ["held", day, "held", night]
     assert well[4:6] == ["held", day] and sick[4:6] == ["InjectedFault: wake number 3 was asked to fail", night]
-    refusal = "MemoryStateError: nothing was moved in memory on any rank, because of rank 1: memory is in an unknown"
+    refusal = "MemoryStateError: nothing was moved in memory on any rank: rank 1: memory is in an unknown"
     assert well[6].startswith(refusal) and sick[6].startswith(refusal)
     assert (well[7], sick[7]) == (day, night)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hybrid_rl.cli import main
-from hybrid_rl.controller import RankContext, RankMesh, WorkerGroup, dispatch
+from hybrid_rl.controller import RankContext, RankMesh, dispatch
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.errors import HybridRLError
+from hybrid_rl.workers import RankGroup
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.preflight import ALL_REDUCE, COPY, PRODUCT, RankProbe, preflight, probe_rank
 from tests.distributed.ranks import run_ranks
@@ -43,9 +44,9 @@ class Odd(WorkerBase):
 def start(forked_ranks: Any, tmp_path: Path) -> Any:
     from hybrid_rl.controller.ray_backend import RayBackend
 
-    made: list[WorkerGroup] = []
+    made: list[RankGroup] = []
 
-    def make(make_worker: Callable[[RankContext], WorkerBase]) -> WorkerGroup:
+    def make(make_worker: Callable[[RankContext], WorkerBase]) -> RankGroup:
         backend = RayBackend(
             "policy",
             make_worker,
@@ -55,7 +56,7 @@ def start(forked_ranks: Any, tmp_path: Path) -> Any:
             options=RayOptions(),
             log_folder=tmp_path,
         )
-        made.append(WorkerGroup(WorkerBase, backend))
+        made.append(RankGroup(backend))
         return made[-1]
 
     yield make

@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from hybrid_rl.batch import BatchRef
-from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayBackend
 from hybrid_rl.errors import ConfigError
 from tests.distributed import workers
 from tests.distributed.conftest import wait_until
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
+from tests.groups import OpenGroup
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def group(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def group(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenGroup]:
     """Two ranks for everything that breaks nothing."""
     backend = RayBackend(
         "policy",
@@ -35,12 +36,12 @@ def group(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wo
         options=RayOptions(env_vars={"CHOSEN": "yes"}),
         log_folder=tmp_path_factory.mktemp("logs"),
     )
-    group = WorkerGroup(Probe, backend)
+    group = OpenGroup(Probe, backend)
     yield group
     group.close()
 
 
-def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
+def test_every_rank_knows_its_place(group: OpenGroup) -> None:
     about = group.about()
     assert [(a["role"], a["rank"], a["num_ranks"], a["device"]) for a in about] == [
         ("policy", rank, 2, "cpu") for rank in (0, 1)
@@ -48,7 +49,7 @@ def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
     assert len({a["pid"] for a in about} | {psutil.Process().pid}) == 3
 
 
-def test_environment_and_threads_are_pinned(group: WorkerGroup) -> None:
+def test_environment_and_threads_are_pinned(group: OpenGroup) -> None:
     cores = len(psutil.Process().cpu_affinity())
     for about in group.about():
         env = about["env"]
@@ -58,17 +59,17 @@ def test_environment_and_threads_are_pinned(group: WorkerGroup) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_threads_and_variables_of_the_user_win(make_group: Callable[..., WorkerGroup]) -> None:
+def test_threads_and_variables_of_the_user_win(make_group: Callable[..., OpenGroup]) -> None:
     about = make_group(1, threads_per_rank=3, env_vars={"TOKENIZERS_PARALLELISM": "true"}).about()[0]
     assert about["env"]["OMP_NUM_THREADS"] == "3" and about["env"]["TOKENIZERS_PARALLELISM"] == "true"
 
 
-def test_ranks_are_spawned_not_forked(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_spawned_not_forked(group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MARK", "of the driver")
     assert [about["mark"] for about in group.about()] == ["none", "none"]
 
 
-def test_only_loopback_is_listened_on(group: WorkerGroup) -> None:
+def test_only_loopback_is_listened_on(group: OpenGroup) -> None:
     """Sockets of the driver and of everything that it started."""
     driver = psutil.Process()
     processes = [driver, *driver.children(recursive=True)]
@@ -82,20 +83,20 @@ def test_only_loopback_is_listened_on(group: WorkerGroup) -> None:
     assert not any("dashboard.py" in " ".join(process.cmdline()) for process in processes)
 
 
-def test_ranks_talk_to_each_other(group: WorkerGroup) -> None:
+def test_ranks_talk_to_each_other(group: OpenGroup) -> None:
     assert group.gather("x") == [[(0, "x"), (1, "x")]] * 2
     assert group.all_reduce() == [3.0, 3.0]
 
 
-def test_arguments_reach_every_rank(group: WorkerGroup) -> None:
+def test_arguments_reach_every_rank(group: OpenGroup) -> None:
     factor = 3
-    assert [f(2) for _, f, _ in group.shown(lambda x: x * factor, keyword=(1, 2))] == [6, 6]
-    assert group.shown("a", keyword=(1, 2)) == [(0, "a", (1, 2)), (1, "a", (1, 2))]
+    assert [f(2) for _, f, _ in group.shown(lambda x: x * factor, (1, 2))] == [6, 6]
+    assert group.shown("a", (1, 2)) == [(0, "a", (1, 2)), (1, "a", (1, 2))]
     large = "x" * 1_000_000
     assert [value == large for _, value, _ in group.shown(large)] == [True, True]
 
 
-def test_an_argument_that_cannot_travel_is_named(group: WorkerGroup) -> None:
+def test_an_argument_that_cannot_travel_is_named(group: OpenGroup) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"the arguments of shown\(\)\.args\[0\]\['guard'\]: a lock cannot be sent"):
         group.shown({"guard": lock, "other": 1})
@@ -103,12 +104,12 @@ def test_an_argument_that_cannot_travel_is_named(group: WorkerGroup) -> None:
         group.shown(lambda: lock)
 
 
-def test_methods_lease_what_they_need(group: WorkerGroup) -> None:
+def test_methods_lease_what_they_need(group: OpenGroup) -> None:
     before = len(group.about()[0]["leased"])
     assert [leased[before:] for leased in group.leasing()] == [[["actor", "kv_cache"]]] * 2
 
 
-def test_items_are_dealt_out_and_joined(group: WorkerGroup) -> None:
+def test_items_are_dealt_out_and_joined(group: OpenGroup) -> None:
     batch, ranks = group.rollout([10, 11, 12, 13, 14], 4)
     assert isinstance(batch, BatchRef) and ranks == [0, 1]
     assert batch["trajectory"].tolist() == [10, 12, 14, 11, 13]
@@ -117,7 +118,7 @@ def test_items_are_dealt_out_and_joined(group: WorkerGroup) -> None:
     assert batch.load()["completion_ids"].lengths.tolist() == [4] * 5
 
 
-def test_groups_stay_whole_and_order_comes_back(group: WorkerGroup) -> None:
+def test_groups_stay_whole_and_order_comes_back(group: OpenGroup) -> None:
     batch = sample_batch(5, 3)
     scored = group.score(batch, 2.0)
     assert scored["trajectory"].tolist() == list(range(15))
@@ -127,7 +128,7 @@ def test_groups_stay_whole_and_order_comes_back(group: WorkerGroup) -> None:
     assert scored.load()["row"] == [{"place": i} for i in range(15)]
 
 
-def test_columns_are_added_to_a_batch_that_lies_on_the_ranks(group: WorkerGroup) -> None:
+def test_columns_are_added_to_a_batch_that_lies_on_the_ranks(group: OpenGroup) -> None:
     batch, _ = group.rollout([3, 1, 2, 0], 2)
     batch = batch.select(batch["trajectory"].argsort())
     scored = group.score(batch, 1.0)
@@ -141,14 +142,14 @@ def test_columns_are_added_to_a_batch_that_lies_on_the_ranks(group: WorkerGroup)
     assert ids == [1, 3] and rows == [{"place": 0}] * 2
 
 
-def test_a_rank_may_get_nothing(group: WorkerGroup) -> None:
+def test_a_rank_may_get_nothing(group: OpenGroup) -> None:
     batch, _ = group.rollout([7], 2)
     scored = group.score(batch, 1.0)
     assert scored["rewards"].tolist() == [0.0]
     assert [ids for ids, *_ in group.seen(scored)] == [[7], []]
 
 
-def test_blocks_are_freed_with_the_last_reference(group: WorkerGroup) -> None:
+def test_blocks_are_freed_with_the_last_reference(group: OpenGroup) -> None:
     gc.collect()
     wait_until(lambda: group.references() == [0, 0], "blocks of earlier calls are left")
     batch, _ = group.rollout(list(range(8)), 1000)
@@ -165,13 +166,13 @@ def test_blocks_are_freed_with_the_last_reference(group: WorkerGroup) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_concat_wants_a_batch(make_group: Callable[..., WorkerGroup]) -> None:
+def test_concat_wants_a_batch(make_group: Callable[..., OpenGroup]) -> None:
     with pytest.raises(TypeError, match=r"not_a_batch\(\) is collected by concat: it must return a batch.*'int'"):
         make_group(1).not_a_batch(sample_batch(2, 1))
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_replicas_get_the_same_and_leaders_answer(make_group: Callable[..., WorkerGroup]) -> None:
+def test_replicas_get_the_same_and_leaders_answer(make_group: Callable[..., OpenGroup]) -> None:
     group = make_group({"dp_shard": 2, "tp": 2})
     batch = sample_batch(3, 2)
     assert [ids for ids, *_ in group.seen(batch)] == [[0, 1, 4, 5]] * 2 + [[2, 3]] * 2
@@ -181,7 +182,7 @@ def test_replicas_get_the_same_and_leaders_answer(make_group: Callable[..., Work
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., WorkerGroup], tmp_path: Path) -> None:
+def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., OpenGroup], tmp_path: Path) -> None:
     orders = []
     for _ in range(2):
         group = make_group(3)
@@ -192,7 +193,7 @@ def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., WorkerGr
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_two_roles_side_by_side(make_group: Callable[..., WorkerGroup], group: WorkerGroup) -> None:
+def test_two_roles_side_by_side(make_group: Callable[..., OpenGroup], group: OpenGroup) -> None:
     """Each with processes and collectives of its own, on one cluster; a batch of one is read by the other."""
     critic = make_group(1, role="critic")
     batch, _ = group.rollout([0, 1, 2], 2)
@@ -204,7 +205,7 @@ def test_two_roles_side_by_side(make_group: Callable[..., WorkerGroup], group: W
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_closures_make_workers(make_group: Callable[..., WorkerGroup]) -> None:
+def test_closures_make_workers(make_group: Callable[..., OpenGroup]) -> None:
     started = []
 
     class Local(Probe):
@@ -215,13 +216,13 @@ def test_closures_make_workers(make_group: Callable[..., WorkerGroup]) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_what_makes_workers_must_travel(make_group: Callable[..., WorkerGroup]) -> None:
+def test_what_makes_workers_must_travel(make_group: Callable[..., OpenGroup]) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"make_worker \(function <lambda>\) -> lock: a lock cannot be sent"):
         make_group(1, make_worker=lambda context: (lock, Probe(context))[1])
 
 
-def test_no_room_says_what_there_is(make_group: Callable[..., WorkerGroup]) -> None:
+def test_no_room_says_what_there_is(make_group: Callable[..., OpenGroup]) -> None:
     has = r"2 ranks of 1 CPU, 1 GPU each do not fit .* room for 0 \(127.0.0.1: 1024 CPU, 0 GPU\)"
     with pytest.raises(ConfigError, match=has):
         make_group(2, gpus_per_rank=1)
@@ -229,7 +230,7 @@ def test_no_room_says_what_there_is(make_group: Callable[..., WorkerGroup]) -> N
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_logs_of_ranks(
-    make_group: Callable[..., WorkerGroup],
+    make_group: Callable[..., OpenGroup],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.controller import RankMesh, WorkerGroup
+from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayBackend
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, WorkerError
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.distributed.forks import Forks
 from tests.distributed.workers import Probe, split_whole_groups
+from tests.groups import OpenGroup
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def pids() -> list[int]:
 
 
 @pytest.fixture
-def group(forked_ranks: Any, make_group: Callable[..., WorkerGroup], pids: list[int]) -> Iterator[WorkerGroup]:
+def group(forked_ranks: Any, make_group: Callable[..., OpenGroup], pids: list[int]) -> Iterator[OpenGroup]:
     group = make_group(2, grace_seconds=2.0)
     group.label = "training step 7"
     pids += [about["pid"] for about in group.about()]
@@ -46,13 +47,13 @@ def group(forked_ranks: Any, make_group: Callable[..., WorkerGroup], pids: list[
     assert not any(is_running(pid) for pid in pids)
 
 
-def assert_unusable(group: WorkerGroup) -> None:
+def assert_unusable(group: OpenGroup) -> None:
     with pytest.raises(WorkerError, match=r"have ended after: (policy rank \d of 2 failed in|KeyboardInter).*make a"):
         group.gather(0)
 
 
 @pytest.fixture(scope="module")
-def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenGroup]:
     """For failures after which a group works on."""
     options = RayOptions(grace_seconds=60.0)
     logs = tmp_path_factory.mktemp("logs")
@@ -66,7 +67,7 @@ def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory
             options=options,
             log_folder=logs,
         )
-    group = WorkerGroup(Probe, backend)
+    group = OpenGroup(Probe, backend)
     group.label = "training step 7"
     yield group
     group.close()
@@ -82,7 +83,7 @@ def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory
         ("allocation", "RuntimeError: .*can't allocate memory"),
     ],
 )
-def test_an_exception_ends_the_call_everywhere(lasting: WorkerGroup, fault: str, message: str) -> None:
+def test_an_exception_ends_the_call_everywhere(lasting: OpenGroup, fault: str, message: str) -> None:
     """The other rank would work for an hour: it is asked to end. Nobody is lost, so the group works on."""
     with pytest.raises(WorkerError) as caught:
         lasting.work(3600.0, 1, fault)
@@ -94,13 +95,13 @@ def test_an_exception_ends_the_call_everywhere(lasting: WorkerGroup, fault: str,
     assert lasting.gather("on") == [[(0, "on"), (1, "on")]] * 2
 
 
-def test_the_exception_itself_is_the_cause(lasting: WorkerGroup) -> None:
+def test_the_exception_itself_is_the_cause(lasting: OpenGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         lasting.work(0.0, 0, "value error")
     assert type(caught.value.__cause__) is ValueError and isinstance(caught.value, HybridRLError)
 
 
-def test_our_errors_keep_their_type(lasting: WorkerGroup) -> None:
+def test_our_errors_keep_their_type(lasting: OpenGroup) -> None:
     with pytest.raises(CheckpointError, match="disk full") as caught:
         lasting.work(3600.0, 0, "our error")
     assert str(caught.value) == "disk full"
@@ -109,20 +110,20 @@ def test_our_errors_keep_their_type(lasting: WorkerGroup) -> None:
     assert "Traceback (most recent call last)" in note
 
 
-def test_all_ranks_fail_at_once(lasting: WorkerGroup) -> None:
+def test_all_ranks_fail_at_once(lasting: OpenGroup) -> None:
     with pytest.raises(WorkerError, match=r"policy rank [01] of 2 failed in work\(\) at training step 7: ValueError"):
         lasting.work(3600.0, -1, "value error")
     assert lasting.gather(1) == [[(0, 1), (1, 1)]] * 2
 
 
-def test_an_exception_before_a_collective_does_not_hang_the_others(group: WorkerGroup) -> None:
+def test_an_exception_before_a_collective_does_not_hang_the_others(group: OpenGroup) -> None:
     with pytest.raises(WorkerError, match=r"policy rank 1 of 2 failed in collective\(\).*ValueError: bad batch"):
         group.collective(1, "value error")
     assert_unusable(group)
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash", "exit"])
-def test_a_rank_that_dies(group: WorkerGroup, pids: list[int], fault: str) -> None:
+def test_a_rank_that_dies(group: OpenGroup, pids: list[int], fault: str) -> None:
     with pytest.raises(WorkerError) as caught:
         group.collective(1, fault)
     text = str(caught.value)
@@ -136,7 +137,7 @@ def test_a_rank_that_dies(group: WorkerGroup, pids: list[int], fault: str) -> No
     assert not any(is_running(pid) for pid in pids), "also those that did not fail"
 
 
-def test_a_rank_that_died_between_calls(group: WorkerGroup, pids: list[int]) -> None:
+def test_a_rank_that_died_between_calls(group: OpenGroup, pids: list[int]) -> None:
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not is_running(pids[0]), "not killed")
     with pytest.raises(WorkerError, match=r"policy rank 0 of 2 failed in gather\(\).*process ended"):
@@ -146,7 +147,7 @@ def test_a_rank_that_died_between_calls(group: WorkerGroup, pids: list[int]) -> 
 
 @pytest.mark.parametrize(("fault", "told"), [("hang", "time.sleep(3600)"), ("stop", "on this machine is stopped")])
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_rank_that_hangs(make_group: Callable[..., WorkerGroup], pids: list[int], fault: str, told: str) -> None:
+def test_a_rank_that_hangs(make_group: Callable[..., OpenGroup], pids: list[int], fault: str, told: str) -> None:
     group = make_group(2, watchdog_seconds=3.0, grace_seconds=60.0)
     pids += [about["pid"] for about in group.about()]
     with pytest.raises(WorkerError) as caught:
@@ -160,14 +161,14 @@ def test_a_rank_that_hangs(make_group: Callable[..., WorkerGroup], pids: list[in
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_long_work_that_gets_on_is_no_hang(make_group: Callable[..., WorkerGroup]) -> None:
+def test_long_work_that_gets_on_is_no_hang(make_group: Callable[..., OpenGroup]) -> None:
     """Rank 0 waits for rank 1 in a collective for longer than the watchdog's patience."""
     group = make_group(2, watchdog_seconds=1.0)
     assert group.waiting_for(1, 4.0) == [3.0, 3.0]
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_worker_that_cannot_be_made(make_group: Callable[..., WorkerGroup]) -> None:
+def test_a_worker_that_cannot_be_made(make_group: Callable[..., OpenGroup]) -> None:
     with pytest.raises(WorkerError, match=r"policy rank [01] of 2 failed in the start of its worker: .*not for me"):
         make_group(2, make_worker=_refuse)
 
@@ -176,7 +177,7 @@ def _refuse(context: Any) -> Any:
     raise RuntimeError("not for me")
 
 
-def test_children_of_a_killed_rank_end_too(make_group: Callable[..., WorkerGroup]) -> None:
+def test_children_of_a_killed_rank_end_too(make_group: Callable[..., OpenGroup]) -> None:
     """Ray's raylet ends them, those of the process that it has started itself."""
     group = make_group(2)
     children = group.start_child()
@@ -185,7 +186,7 @@ def test_children_of_a_killed_rank_end_too(make_group: Callable[..., WorkerGroup
     wait_until(lambda: not any(is_running(pid) for pid in children), "children outlive their rank")
 
 
-def test_an_answer_that_cannot_be_sent(lasting: WorkerGroup) -> None:
+def test_an_answer_that_cannot_be_sent(lasting: OpenGroup) -> None:
     with pytest.raises(ConfigError, match=r"the answer of lock\(\): a lock cannot be sent to another process"):
         lasting.lock()
     assert lasting.gather(1) == [[(0, 1), (1, 1)]] * 2
@@ -199,14 +200,14 @@ def _press(*seconds: float) -> None:
         threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
 
-def test_ctrl_c_ends_what_may_be_broken_off(lasting: WorkerGroup) -> None:
+def test_ctrl_c_ends_what_may_be_broken_off(lasting: OpenGroup) -> None:
     _press(1.0)
     with pytest.raises(KeyboardInterrupt):
         lasting.patient(3600.0, True)
     assert lasting.gather(1) == [[(0, 1), (1, 1)]] * 2
 
 
-def test_ctrl_c_waits_for_what_must_be_finished(lasting: WorkerGroup, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_what_must_be_finished(lasting: OpenGroup, tmp_path: Path) -> None:
     _press(0.5)
     with pytest.raises(KeyboardInterrupt):
         lasting.finish(2.0, tmp_path)
@@ -214,14 +215,14 @@ def test_ctrl_c_waits_for_what_must_be_finished(lasting: WorkerGroup, tmp_path: 
     assert lasting.gather(1) == [[(0, 1), (1, 1)]] * 2
 
 
-def test_a_request_to_end_is_for_one_call_only(lasting: WorkerGroup) -> None:
+def test_a_request_to_end_is_for_one_call_only(lasting: OpenGroup) -> None:
     _press(0.5)
     with pytest.raises(KeyboardInterrupt):
         lasting.patient(3600.0, True)
     assert lasting.patient(0.5, True) == [0, 1]
 
 
-def test_a_second_ctrl_c_kills(group: WorkerGroup, pids: list[int]) -> None:
+def test_a_second_ctrl_c_kills(group: OpenGroup, pids: list[int]) -> None:
     _press(1.0, 2.0)
     with pytest.raises(KeyboardInterrupt):
         group.patient(3600.0, False)

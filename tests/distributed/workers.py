@@ -94,7 +94,7 @@ class Probe:
         return value.item()
 
     @dispatch(collect="all")
-    def shown(self, value: Any, *, keyword: Any = None) -> tuple[int, Any, Any]:
+    def shown(self, value: Any, keyword: Any = None) -> tuple[int, Any, Any]:
         return self.context.rank, value, keyword
 
     @dispatch(collect="all", needs=("actor", "kv_cache"))

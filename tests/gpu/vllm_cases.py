@@ -147,7 +147,7 @@ def test_asleep_it_refuses_and_awake_it_generates_after_a_handoff(rig: Rig) -> N
     with pytest.raises(EngineStateError):
         rig.sample()
     rig.engine.wake({KV_CACHE})
-    with pytest.raises(EngineStateError, match="publish them before generating"):
+    with pytest.raises(EngineStateError, match="update its weights before generating"):
         rig.sample()  # it slept without a copy of its weights
     rig.publish()
     rig.prove()

@@ -240,8 +240,8 @@ def test_an_optimizer_is_read_into_the_memory_that_is_there(folder: Path) -> Non
     [
         ({"bias": torch.full((2,), 9.0)}, r"bias is torch.float32 \[\], here torch.float32 \[2\]"),
         ({"bias": torch.tensor(9.0, dtype=torch.float64)}, "bias is torch.float32 .*, here torch.float64"),
-        ({"more": torch.tensor(9.0)}, r"differs in 1 tensors, e\.g\. exp_avg\.more \(not in the checkpoint\)"),
-        ({"bias": None}, r"differs in 1 tensors, e\.g\. exp_avg\.bias \(only in the checkpoint\)"),
+        ({"more": torch.tensor(9.0)}, r"1 tensors differ, e\.g\. exp_avg\.more \(not in the checkpoint\)"),
+        ({"bias": None}, r"1 tensors differ, e\.g\. exp_avg\.bias \(only in the checkpoint\)"),
     ],
 )
 def test_an_optimizer_of_another_model_changes_nothing(folder: Path, change: dict[str, Any], message: str) -> None:
@@ -477,8 +477,8 @@ def test_auto_says_which_later_folder_is_no_checkpoint(run: Path, caplog: pytest
     (run / "checkpoint-30").mkdir()
     (run / "checkpoint-30" / "config.json").write_text("{}")
     assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-10"
-    passed = [line for line in caplog.messages if "is skipped: it has neither" in line]
-    assert [line.partition(" is skipped")[0] for line in passed] == [
+    passed = [line for line in caplog.messages if "is ignored: it has neither" in line]
+    assert [line.partition(" is ignored")[0] for line in passed] == [
         f"{run / name}" for name in ("checkpoint-12", "checkpoint-30")
     ]
 

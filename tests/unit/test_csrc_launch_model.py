@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import native
-from hybrid_rl.resharding.execute import Walk, copy_pieces, hash_pieces
+from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
@@ -146,14 +146,14 @@ def case_of(
     return Case(recorder.table, recorder.hashes, tensors, [*expected, hashes], most_units)
 
 
-def hash_case(walk: Walk, tensors: list[Tensor], dtypes: list[torch.dtype]) -> Case:
+def hash_case(boxes: HashedBoxes, tensors: list[Tensor], dtypes: list[torch.dtype]) -> Case:
     """Boxes that are hashed and not copied."""
     hashes, seeds = torch.zeros(len(tensors), dtype=torch.int64), torch.arange(len(tensors))
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "operator", recorder)
-        hash_pieces(walk, tensors, dtypes, hashes=hashes, seeds=seeds)
-    hash_pieces(walk, tensors, dtypes, hashes=hashes, seeds=seeds)
+        hash_pieces(boxes, tensors, dtypes, hashes=hashes, seeds=seeds)
+    hash_pieces(boxes, tensors, dtypes, hashes=hashes, seeds=seeds)
     return Case(recorder.table, recorder.hashes, [(tensor, False) for tensor in tensors], [hashes])
 
 
@@ -341,7 +341,7 @@ def test_hash_of_what_is_only_read(program: Path, tmp_path: Path) -> None:
         tensors = [box.source.tensor(box.shape, read, draw) for box in boxes]
         written = [read, *(dtype for dtype in FLOATS if read in FLOATS)]
         for number in range(len(written)):
-            walk = Walk(
+            boxes = HashedBoxes(
                 tensor=pieces.source,
                 offset=pieces.source_offset,
                 strides=pieces.source_strides,
@@ -351,7 +351,7 @@ def test_hash_of_what_is_only_read(program: Path, tmp_path: Path) -> None:
                 global_offset=pieces.global_offset,
                 global_strides=pieces.global_strides,
             )
-            cases.append(hash_case(walk, tensors, written))
+            cases.append(hash_case(boxes, tensors, written))
     run(program, cases, tmp_path)
 
 

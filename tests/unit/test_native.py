@@ -152,7 +152,7 @@ def test_switched_off_says_so_once_and_gives_the_same_noise(
         assert not native.is_available()
         assert torch.equal(native.keyed_uniform(int64([5]), int64([6]), 10), expected)
     assert [record.getMessage() for record in caplog.records] == [
-        "HYBRID_RL_NATIVE=0: slower PyTorch forms stand in for the compiled operators"
+        "HYBRID_RL_NATIVE=0: slower PyTorch forms replace the compiled operators"
     ]
 
 
@@ -185,7 +185,7 @@ def test_what_is_missing_for_a_gpu_is_the_extension_or_its_kernels(
         pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
     assert native.why_missing() is None
     monkeypatch.setattr(native, "_CUDA_LIBRARY_PATH", tmp_path / "_native_cuda.so")
-    assert "no kernels for cuda (install nvcc" in (native.why_missing("cuda") or "")
+    assert "no kernels for cuda (to have those for cuda, install nvcc" in (native.why_missing("cuda") or "")
     forget()
     (tmp_path / "_native_cuda.so").write_bytes(b"not a library")
     assert "_native_cuda.so of the compiled extension cannot be loaded" in (native.why_missing("cuda") or "")

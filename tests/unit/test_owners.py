@@ -223,7 +223,7 @@ def test_what_is_no_lock_file_is_taken(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
-    with pytest.raises(StorageError, match=f"cannot lock {tmp_path}: .* use a folder that can be written"):
+    with pytest.raises(StorageError, match=f"cannot lock {tmp_path}: .* use a writable folder"):
         FolderLock(tmp_path)
 
 

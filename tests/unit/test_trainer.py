@@ -154,7 +154,7 @@ def test_generate(make_trainer) -> None:
         ({"prompts": [""]}, DataError, "empty"),
         ({"prompts": ["1" * 90]}, ValueError, "90"),
         ({"prompts": "1", "num_generations": 0}, ConfigError, "num_generations=0"),
-        ({"prompts": "1", "num_generations": None}, ConfigError, "num_generations=None: give how many"),
+        ({"prompts": "1", "num_generations": None}, ConfigError, "num_generations=None: give the number"),
         ({"prompts": "1", "stop_strings": 5}, ConfigError, "stop_strings=5 must be a text or a list"),
         ({"prompts": "1", "num_generations": 1.5}, ConfigError, "num_generations=1.5 must be a whole number"),
         ({"prompts": "1", "max_completion_length": 0}, ConfigError, "^max_completion_length=0 must be at least 1$"),

@@ -138,7 +138,7 @@ def test_dataset(refused, dataset, message: str) -> None:
 def test_images_beside_the_prompts_of_a_model_that_sees(refused, make_trainer) -> None:
     """Also in the evaluation set. To a model of text they are a column like any other."""
     rows = [{**row, "image": "x.png"} for row in sums(8)]
-    message = "row 0 has something in the column 'image', .* drop the column if that is meant, or rename it"
+    message = "row 0 has something in the column 'image', .* drop the column if that is intended, or rename it"
     refused(DataError, message, model=build_vision("qwen2.5-vl"), train_dataset=rows)
     refused(DataError, message, model=build_vision("qwen2.5-vl"), eval_dataset=rows)
     assert make_trainer(train_dataset=rows).step().batch.num_samples == 8
@@ -160,7 +160,7 @@ def test_a_reward_model_that_is_not_there_is_refused(refused, tmp_path) -> None:
 def test_without_vllm_its_engine_is_refused(refused, keys: dict, monkeypatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
-    refused(ConfigError, "needs vLLM, which is not installed here: make vllm", **keys)
+    refused(ConfigError, "needs vllm, which is not installed: make vllm", **keys)
 
 
 @pytest.mark.parametrize(

@@ -197,13 +197,13 @@ def test_a_gpu_without_bfloat16_is_told(
     gpus(bfloat16=False)
     with caplog.at_level(logging.WARNING, "hybrid_rl"), pytest.raises(Loaded):
         make_trainer(str(model_folder))
-    assert "dtype=float32: Pretended 9000 has no bfloat16 in hardware" in caplog.messages
-    with pytest.raises(ConfigError, match="dtype=bfloat16, but Pretended 9000 has no bfloat16 in hardware"):
+    assert "dtype=float32: Pretended 9000 has no hardware support for bfloat16" in caplog.messages
+    with pytest.raises(ConfigError, match="dtype=bfloat16, but Pretended 9000 has no hardware support for bfloat16"):
         make_trainer(str(model_folder), dtype="bfloat16")
 
 
 def test_more_ranks_than_gpus(gpus: Callable[..., None], make_trainer: Make, model_folder: Path) -> None:
     """Before a cluster is started."""
     gpus(1)
-    with pytest.raises(ConfigError, match="num_ranks=8 need 8 GPUs, one per rank, and there is 1; use num_ranks=auto"):
+    with pytest.raises(ConfigError, match="num_ranks=8 need 8 GPUs, one per rank, but there is 1; use num_ranks=auto"):
         make_trainer(str(model_folder), num_ranks=8)

@@ -206,7 +206,7 @@ def test_a_reward_may_run_the_policy_while_it_generates(make_trainer) -> None:
 
 def test_stop_strings_of_generate_are_checked_like_those_of_the_config(make_trainer) -> None:
     trainer = make_trainer()
-    with pytest.raises(ConfigError, match=r"holds the special token '<eos>'.*stop_token_ids=\[1\]"):
+    with pytest.raises(ConfigError, match=r"contains the special token '<eos>'.*stop_token_ids=\[1\]"):
         trainer.generate(["1+1="], stop_strings=["<eos>"])
     with pytest.raises(ConfigError, match="must be texts, none of them empty"):
         trainer.generate(["1+1="], stop_strings=[1])
@@ -241,7 +241,7 @@ def test_a_block_of_autocast_is_refused_where_it_would_compute(make_trainer) -> 
     trainer = make_trainer(eval_dataset=sums(2))
     with torch.autocast("cpu", torch.bfloat16):
         for call in (make_trainer, trainer.step, trainer.evaluate, lambda: trainer.generate("1+2=")):
-            with pytest.raises(ModelError, match=r"torch.autocast\('cpu'\) is on here.* dtype=bfloat16 computes"):
+            with pytest.raises(ModelError, match=r"torch.autocast\('cpu'\) is active.* dtype=bfloat16 computes"):
                 call()
     assert trainer.step().metrics["grad_norm"] > 0
 
@@ -250,9 +250,7 @@ def test_inference_mode_is_refused_where_there_are_gradients(make_trainer) -> No
     trainer = make_trainer(eval_dataset=sums(2))
     with torch.inference_mode():
         for call in (make_trainer, trainer.step):
-            with pytest.raises(
-                ModelError, match=r"torch.inference_mode\(\) is on here|made or loaded inside torch.inf"
-            ):
+            with pytest.raises(ModelError, match=r"torch.inference_mode\(\) is active|made or loaded inside torch.inf"):
                 call()
         assert trainer.generate("1+2=", temperature=0) and trainer.evaluate()
         made = build_model()
@@ -272,7 +270,9 @@ def test_weights_that_are_computed_from_others_are_refused(make_trainer, wrap) -
 
 
 def test_a_checkpoint_cannot_be_the_root_of_the_file_system(make_trainer) -> None:
-    with pytest.raises(CheckpointError, match="a checkpoint cannot be / itself: give a folder in it"):
+    with pytest.raises(
+        CheckpointError, match="a checkpoint cannot be / itself: give the name of a new folder inside it"
+    ):
         make_trainer().save("/")
 
 

@@ -29,7 +29,7 @@ KEYS = {
 # Sends itself SIGINT once, in the main thread, where Ctrl-C arrives: at a given call of a method of the worker, or step
 # of its engine in a rollout (the probe of a handoff is one request).
 PROGRAM = """
-import os, signal, sys, json
+import functools, json, os, signal, sys
 import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
@@ -51,7 +51,7 @@ def interrupted(self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-interrupted.__dict__.update(original.__dict__)
+functools.update_wrapper(interrupted, original)
 setattr(owner, where, interrupted)
 with Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
     trainer.fit()
@@ -119,7 +119,7 @@ def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     ("method", "when", "step"),
-    [("submit", 2, 1), ("step", 8, 1), ("score", 2, 1), ("update", 2, 2), ("publish_weights", 2, 2)],
+    [("submit", 2, 1), ("step", 8, 1), ("score", 2, 1), ("update", 2, 2), ("update_weights", 2, 2)],
 )
 def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     make_trainer, records, monkeypatch, method: str, when: int, step: int
@@ -130,7 +130,7 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.global_step == step
-    stats = trainer.policy._backend._worker._engine.stats()
+    stats = trainer.policy._backend._worker._client.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
@@ -216,14 +216,14 @@ def test_second_ctrl_c_breaks_the_update_off_and_saves_nothing_torn(make_trainer
     trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
     trainer.step()
     good = (trainer.run_folder / "checkpoint-1" / "model.safetensors").read_bytes()
-    publish = trainer.policy._backend._worker.publish_weights
+    publish = trainer.policy._backend._worker.update_weights
 
     def twice(version: int):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         return publish(version)
 
-    monkeypatch.setattr(trainer.policy._backend._worker, "publish_weights", twice)
+    monkeypatch.setattr(trainer.policy._backend._worker, "update_weights", twice)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     with pytest.raises(HybridRLError, match="broken off"):

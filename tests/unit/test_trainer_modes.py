@@ -134,10 +134,10 @@ def test_a_rollout_of_other_size_or_a_missing_one_is_refused(make_trainer) -> No
     path = recorded.run_folder / "rollouts"
     with pytest.raises(DataError, match="the rollout of step 1 has 4 prompts, but prompts_per_step=2; set it to 4"):
         make_trainer(mode="train", rollouts_path=str(path), prompts_per_step=2).fit()
-    with pytest.raises(DataError, match="lacks 2 of the steps 1 to 4, first of step 3; lower max_steps"):
+    with pytest.raises(DataError, match="lacks 2 of the steps 1 to 4, the first is step 3; lower max_steps"):
         make_trainer(mode="train", rollouts_path=str(path), max_steps=4)
     next(path.glob("step-000001-*")).unlink()
-    with pytest.raises(DataError, match="lacks 1 of the steps 1 to 2, first of step 1"):
+    with pytest.raises(DataError, match="lacks 1 of the steps 1 to 2, the first is step 1"):
         make_trainer(mode="train", rollouts_path=str(path))
     with pytest.raises(DataError, match="the folder of rollouts .* does not exist"):
         make_trainer(mode="train", rollouts_path=str(path / "nowhere"))

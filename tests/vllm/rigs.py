@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.engines.base import TAGS
-from hybrid_rl.engines.threaded import ThreadedEngine
+from hybrid_rl.engines.guards import Counters
 from hybrid_rl.engines.vllm.engine import VLLMEngine
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build
@@ -38,33 +38,30 @@ def make_engine(module: PreTrainedModel, config: VLLMConfig = CONFIG, **settings
 
 
 class VLLMRig(Rig):
-    """A rig whose engine is emptied instead of being made anew."""
+    """A rig whose engine is emptied instead of being made again."""
 
-    engine: ThreadedEngine
-    live: VLLMEngine
+    engine: VLLMEngine
 
     @classmethod
     def start(cls) -> VLLMRig:
         module = tiny()
-        rig = cls(None, module)  # type: ignore[arg-type]
-        rig.live = make_engine(module)
-        rig.engine = ThreadedEngine(rig.live)
+        rig = cls(make_engine(module), module)
         rig._weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         return rig
 
     def renewed(self, *, max_num_seqs: int = 16, max_num_waiting: int = CONFIG.max_num_waiting) -> VLLMRig:
         """As if it had just been made, with these settings."""
-        live = self.live
+        live = self.engine
         live._paused, live._aborted = None, set(live._ids)
         if live._ids:
-            self.engine.wake(TAGS)
+            live.wake(TAGS)
             live.policy_version = max(live.policy_version, 0)
             live.step()
         live.sleep(TAGS)
         live.policy_version = -1
         live._config = replace(CONFIG, max_num_seqs=max_num_seqs)
         live._max_num_waiting = max_num_waiting
-        live._num_finished = live._num_prompt_tokens = live._num_prefix_tokens = 0
-        live._num_generated_tokens = live._num_steps = 0
+        live._counters = Counters()
+        live._restarts_noise = True
         self.module.load_state_dict(self._weights)
         return self

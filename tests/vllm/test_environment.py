@@ -26,7 +26,7 @@ from hybrid_rl.engines.vllm.environment import (
 )
 from hybrid_rl.engines.vllm.switches import INDUCTOR, compile_alone
 from hybrid_rl.process.environment import environment_kept
-from tests.unit.engines.test_threaded import Streams
+from tests.unit.engines.test_step_thread import Streams
 from tests.unit.models.families import BASE
 
 

@@ -65,7 +65,7 @@ class Watched(Bench):
         worker = super()._make(setup, context)
         self.ledger.log.clear()
         worker.leases._give_back = self.ledger.empty_cache
-        self.held = [weakref.ref(tensor) for tensor in worker._side._vllm.weights.destinations]  # type: ignore[attr-defined]
+        self.held = [weakref.ref(tensor) for tensor in worker._side._engine.weights.destinations]  # type: ignore[attr-defined]
         return worker
 
     def update(self, batch: Batch, step: int = 1) -> dict[str, float]:
@@ -134,10 +134,10 @@ def test_weights_that_were_lost_and_trained_on_are_not_published_as_the_old_vers
 ) -> None:
     bench = watch()
     bench.update(bench.prepared())
-    with pytest.raises(EngineStateError, match="or not since it slept.*publish them before generating"):
+    with pytest.raises(EngineStateError, match="or not since it slept.*update its weights before generating"):
         bench.rollout()
     bench.version = 1
-    with pytest.raises(EngineStateError, match="publish them before generating"):
+    with pytest.raises(EngineStateError, match="update its weights before generating"):
         bench.rollout()
     bench.publish(1)
     assert bench.rollout()["policy_version"].values.unique().tolist() == [1]
@@ -251,7 +251,7 @@ def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Calla
     engine.update_weights(TensorSource.of(bench.module), 1)
     engine.sleep(TAGS)
     engine.wake(TAGS)
-    with pytest.raises(EngineStateError, match="publish them before generating"):
+    with pytest.raises(EngineStateError, match="update its weights before generating"):
         engine.step()
     engine.update_weights(TensorSource.of(bench.module), 1)
     engine.resume()

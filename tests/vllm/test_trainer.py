@@ -45,7 +45,7 @@ def worker(trainer):
 
 @pytest.fixture
 def writer(worker):
-    return worker._side._vllm._writer
+    return worker._side._engine._writer
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def publish(trainer, worker):
 
     def publish():
         trainer._policy_version += 1
-        return trainer.policy.publish_weights(trainer.policy_version)[0]
+        return trainer.policy.update_weights(trainer.policy_version)[0]
 
     yield publish
     publish()

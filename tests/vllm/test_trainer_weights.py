@@ -41,14 +41,14 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     trainer.fit()
     assert len(gaps(trainer)) == 3 and max(gaps(trainer)) < 1e-5
     worker = trainer.policy._backend._worker
-    loaded = worker._side._vllm.weights
+    loaded = worker._side._engine.weights
     assert loaded.derived.copies == ("lm_head",)
     blind = replace(loaded, derived=replace(loaded.derived, copies=()))
-    monkeypatch.setattr(worker._side._vllm._writer._loading, "_weights", blind)
+    monkeypatch.setattr(worker._side._engine._writer._loading, "_weights", blind)
     with torch.no_grad():
         worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):
-        trainer.policy.publish_weights(4)
+        trainer.policy.update_weights(4)
     with pytest.raises(EngineStateError, match="never been given weights"):
         trainer.generate("1+2=")
 
@@ -61,9 +61,9 @@ def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
     why = "the engine computes this architecture otherwise .*; its weights were compared .* byte by byte"
     with pytest.raises(HandoffError, match=f"policy version 5: .*: {why}"):
-        trainer.policy.publish_weights(5)
+        trainer.policy.update_weights(5)
     with pytest.raises(HandoffError, match="policy version 6: .*: the engine does not hold the trainer's weights"):
-        trainer.policy.publish_weights(6)
+        trainer.policy.update_weights(6)
 
 
 def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
@@ -71,7 +71,7 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     trainer = train(model, adopt_weights=True)
     worker = trainer.policy._backend._worker
-    loaded = worker._side._vllm.weights
+    loaded = worker._side._engine.weights
     engine = dict(zip((spec.name for spec in loaded.trace.destinations), loaded.destinations, strict=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
     keys = model.model.layers[1].self_attn.k_proj.weight
@@ -84,7 +84,7 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
     assert torch.equal(keys, fused[64:128]) and not torch.equal(keys, before["model.layers.1.self_attn.k_proj.weight"])
     keys.data = keys.data.clone()
     with pytest.raises(HandoffError, match=r"k_proj\.weight' is not in the memory that trainer and engine share"):
-        trainer.policy.publish_weights(4)
+        trainer.policy.update_weights(4)
 
 
 def test_memory_that_cannot_be_shared_is_refused(train, caplog):
@@ -97,7 +97,7 @@ def test_memory_that_cannot_be_shared_is_refused(train, caplog):
     assert max(gaps(trainer)) < 1e-5
     # A cell that is run again: the Trainer of its first run is still there, and vLLM can live once in a process.
     again = train(max_steps=1)
-    assert f"closing the Trainer of {trainer.run_folder}: a new one of this process needs vLLM" in caplog.text
+    assert f"closing the Trainer of {trainer.run_folder}: a new one of this process needs the vllm" in caplog.text
     with pytest.raises(HybridRLError, match="is closed: a later one of this process needed vLLM"):
         trainer.generate("1+2=")
     assert again.generate("1+2=")

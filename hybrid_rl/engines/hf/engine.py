@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
@@ -19,19 +19,14 @@ import torch
 from torch import nn
 
 from hybrid_rl.config import HFConfig
-from hybrid_rl.engines.base import (
-    KV_CACHE,
-    WEIGHTS,
-    EngineState,
-    EngineStats,
-    FinishedSample,
-    RolloutRequest,
-)
+from hybrid_rl.config.hf import HFRolloutConfig
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.hf.cohort import Cohort, Prompts
 from hybrid_rl.engines.inplace.engine import FREE_MEMORY_SHARE
 from hybrid_rl.engines.inplace.runner import Sampled
 from hybrid_rl.engines.inplace.scheduler import Sequence
+from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.cache import CacheSize, check_cache
 
@@ -66,50 +61,47 @@ class HFEngine(EmbeddedEngine):
         )
         self._waiting: deque[Sequence] = deque()
         self._cohorts: list[Cohort] = []
-        self._cache_is_awake = False
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
-        """See RolloutEngine."""
-        self.check(requests, version)
-        self._ids.update(request.id for request in requests)
+    def _queue(self, requests: Rows[RolloutRequest]) -> None:
         self._waiting.extend(Sequence(request) for request in requests)
-        return [request.id for request in requests]
 
     @property
     def num_running(self) -> int:
-        """See GuardedEngine."""
+        """Sequences of all cohorts."""
         return sum(len(cohort.sequences) for cohort in self._cohorts)
 
     @property
     def num_waiting(self) -> int:
-        """See GuardedEngine."""
+        """Sequences that wait for memory, or for a place."""
         return len(self._waiting)
 
     # ---------------------------------------------------------------------------------------------------- step
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSample]:
-        """See RolloutEngine."""
+        """Make a token of everything that runs and of what can be admitted; returns what finished."""
         self.require_ready(self.policy_version)
         leaving = self._take_aborted()
-        try:
-            sampled = [] if self._paused == "keep" else self._run()
-        except BaseException:
-            # A pass that was broken off has written into some of the caches.
-            self._requeue_running()
-            self._waiting.extend(leaving)
-            self._aborted.update(sequence.request.id for sequence in leaving)
-            raise
-        finished = [self._finish(sequence, "abort") for sequence in leaving]
-        self._num_steps += bool(sampled)
-        for part in sampled:
-            finished += self._postprocess(part)
-        return finished
+        finished: list[FinishedSample] = []
+        if self._paused != "keep":
+            try:
+                sampled = self._run()
+            except BaseException:
+                # The interrupted pass has written into some of the caches.
+                self._requeue_running()
+                self._waiting.extend(leaving)
+                raise
+            self._counters.num_steps += bool(sampled)
+            for part in sampled:
+                ended, events = self._extended(part.sequences, part.tokens, part.logprobs)
+                self._drop(ended)
+                finished += events
+        self._aborted = set()
+        return [*(self._finish(sequence, "abort") for sequence in leaving), *finished]
 
     def _run(self) -> list[Sampled]:
-        """A token of everything that runs, and of what can be admitted beside it."""
         with _generating(self._parts):
             sampled = [cohort.decode() for cohort in self._cohorts]
             budget = self._config.max_num_batched_tokens
@@ -122,8 +114,8 @@ class HFEngine(EmbeddedEngine):
                 self._cohorts.append(cohort)
                 sampled.append(first)
                 budget -= prompts.num_tokens
-                self._num_prompt_tokens += prompts.num_tokens
-                self._num_shared_tokens += prompts.length * len(cohort.sequences) - prompts.num_tokens
+                self._counters.num_prompt_tokens += prompts.num_tokens
+                self._counters.num_shared_prompt_tokens += prompts.length * len(cohort.sequences) - prompts.num_tokens
         return sampled
 
     def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:
@@ -165,72 +157,46 @@ class HFEngine(EmbeddedEngine):
     def _take_aborted(self) -> list[Sequence]:
         if not self._aborted:
             return []
-        aborted, self._aborted = self._aborted, set()
         running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
-        leaving = [sequence for sequence in (*running, *self._waiting) if sequence.request.id in aborted]
+        leaving = [sequence for sequence in (*running, *self._waiting) if sequence.request.id in self._aborted]
         self._drop(leaving)
-        self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id not in aborted)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id not in self._aborted)
         return leaving
 
     def _drop(self, leaving: Rows[Sequence]) -> None:
-        for cohort in self._cohorts:
-            cohort.drop(leaving)
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.sequences]
-
-    def _postprocess(self, sampled: Sampled) -> list[FinishedSample]:
-        finished, leaving = [], []
-        for sequence, token, logprob in zip(sampled.sequences, sampled.tokens, sampled.logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.policy_version)
-            self._num_generated_tokens += 1
-            reason = self._finish_reason(sequence.request, sequence.tokens)
-            if reason is not None:
-                leaving.append(sequence)
-                finished.append(self._finish(sequence, reason))
         if leaving:
-            self._drop(leaving)
-        return finished
+            for cohort in self._cohorts:
+                cohort.drop(leaving)
+            self._cohorts = [cohort for cohort in self._cohorts if cohort.sequences]
 
     # --------------------------------------------------------------------------------------- weights and memory
 
-    def _forget(self) -> None:
-        self._requeue_running()
-
     def _requeue_running(self) -> None:
-        """Everything that runs waits again, in order, to be computed again; its cache is lost."""
         running = [sequence for cohort in self._cohorts for sequence in cohort.sequences]
         self._waiting.extendleft(reversed(running))
         self._cohorts = []
 
-    def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. The weights are the actor's: its own resident decides about their memory."""
-        tags = self.require_sleep(tags)
-        self._requeue_running()
-        self._cache_is_awake = False
-        self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
-
-    def wake(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. Caches grow with their sequences: nothing is allocated yet."""
-        tags = self.require_wake(tags)
-        self._cache_is_awake |= KV_CACHE in tags
-        self.state = EngineState.READY if self._cache_is_awake else EngineState.WEIGHTS
-
     @property
     def kv_cache_tokens(self) -> int:
-        """See RolloutEngine. Without limit where the model keeps nothing that grows with its sequences."""
+        """Tokens that the cache holds; no limit if the model keeps nothing that grows with its sequences."""
         size = self._size
         return max(0, self._capacity - size.fixed_bytes) // size.token_bytes if size.token_bytes else sys.maxsize
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See RolloutEngine; what caches may come to take."""
+        """Bytes that caches may take at most."""
         return self._capacity
 
-    def stats(self) -> EngineStats:
-        """See RolloutEngine. Nothing is kept of prompts that are done, and nobody is pushed out."""
-        kv_cache_bytes = self._capacity if self._cache_is_awake else 0
-        return self._stats(kv_cache_bytes, self._held_bytes() / self._capacity)
+    def _cache_usage(self) -> tuple[int, float]:
+        return self._capacity if self._cache_is_awake else 0, self._held_bytes() / self._capacity
+
+
+def make_engine(setup: EngineSetup) -> HFEngine:
+    """The engine of rollout.engine=hf. Raises ModelError as HFEngine does."""
+    assert isinstance(setup.config, HFRolloutConfig)
+    return HFEngine(
+        setup.model, setup.config.hf, max_length=setup.max_length, decode=setup.decode, memory_share=setup.memory_share
+    )
 
 
 @contextmanager

@@ -6,31 +6,26 @@ that decode and chunks of prompts together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import psutil
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.engines.base import (
-    KV_CACHE,
-    WEIGHTS,
-    EngineState,
-    EngineStats,
-    FinishedSample,
-    RolloutRequest,
-)
+from hybrid_rl.config.schema import InPlaceRolloutConfig
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder
-from hybrid_rl.engines.inplace.runner import Runner, Sampled
-from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
-from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.inplace.runner import Runner
+from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
+from hybrid_rl.engines.inplace.slots import SlotTable
+from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
 
-FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
-SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays
+FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
+SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays in memory
 
 
 class InPlaceEngine(EmbeddedEngine):
@@ -59,50 +54,49 @@ class InPlaceEngine(EmbeddedEngine):
             model.hidden_states(zero, zero, recorder)
         num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
-        seats = SeatTable(config.max_num_seqs, -(-max_length // config.block_size))
+        slots = SlotTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
             BlockPool(num_blocks, config.block_size),
-            seats,
+            slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             remember_prefixes=config.enable_prefix_caching,
+            counters=self._counters,
         )
-        self._runner = Runner(model, self._cache, seats, cuda_graphs=config.cuda_graphs)
+        self._runner = Runner(model, self._cache, slots, cuda_graphs=config.cuda_graphs)
         self._keeps_cache = keeps_cache
-        self._has_slept = self._has_stayed = self._cache_is_awake = False
+        self._has_slept = self._has_stayed = False
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def submit(self, requests: Rows[RolloutRequest], version: int) -> list[int]:
-        """See RolloutEngine."""
-        self.check(requests, version)
-        if not self._ids:
-            # What is found in the cache must not depend on what was generated before: a resumed run repeats its rollout
-            # to the bit, whatever was evaluated between.
-            self._scheduler.pool.forget()
-            self._runner.expect_moves()
-        self._ids.update(request.id for request in requests)
+    def _begin_rollout(self) -> None:
+        """Forget prefixes: what is found in the cache must not depend on what was generated before. A resumed run
+        repeats its rollout to the bit, whatever was evaluated in between."""
+        self._scheduler.pool.forget()
+        self._runner.expect_moves()
+
+    def _queue(self, requests: Rows[RolloutRequest]) -> None:
         lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
-        self._scheduler.seats.widen(self._scheduler.blocks_for(max(lengths, default=0)))
+        if self._scheduler.slots.widen(self._scheduler.blocks_for(max(lengths, default=0))):
+            self._runner.expect_moves()
         self._scheduler.add(Sequence(request) for request in requests)
-        return [request.id for request in requests]
 
     @property
     def num_running(self) -> int:
-        """See GuardedEngine."""
+        """Sequences that have blocks."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """See GuardedEngine."""
+        """Sequences that wait for blocks."""
         return len(self._scheduler.waiting)
 
     # ---------------------------------------------------------------------------------------------------- step
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSample]:
-        """See RolloutEngine."""
+        """Schedule a pass, run it, and take its tokens; returns what finished."""
         self.require_ready(self.policy_version)
-        leaving = self._take_aborted()
+        leaving = self._scheduler.take_aborted(self._aborted)
         chunks = [] if self._paused == "keep" else self._scheduler.schedule(admit=self._paused is None)
         sampled = None
         if chunks:
@@ -111,69 +105,40 @@ class InPlaceEngine(EmbeddedEngine):
             except BaseException:
                 self._undo_pass(leaving)
                 raise
+        self._aborted = set()
         finished = [self._finish(sequence, "abort") for sequence in leaving]
         if sampled is not None:
-            self._count(chunks)
-            finished += self._postprocess(sampled)
+            self._scheduler.count(chunks)
+            ended, events = self._extended(sampled.sequences, sampled.tokens, sampled.logprobs)
+            for sequence in ended:
+                self._scheduler.remove(sequence)
+            finished += events
         return finished
 
     def _undo_pass(self, leaving: list[Sequence]) -> None:
-        """Everybody waits again: blocks count as written that were not, and what was written may be NaN, which a weight
-        of zero does not hide. Those that were leaving leave at the next step."""
+        """Let everybody wait again: blocks count as written that were not, and what was written may be NaN, which a
+        weight of zero does not hide. Those that were leaving leave at the next step."""
         self._scheduler.requeue_running()
         self._scheduler.add(leaving)
-        self._aborted.update(sequence.request.id for sequence in leaving)
         self._cache.clear()
-
-    def _take_aborted(self) -> list[Sequence]:
-        if not self._aborted:
-            return []
-        everyone = [*self._scheduler.running, *self._scheduler.waiting]
-        leaving = [sequence for sequence in everyone if sequence.request.id in self._aborted]
-        self._aborted = set()
-        for sequence in leaving:
-            if sequence.seat >= 0:
-                self._scheduler.remove(sequence)
-            else:
-                self._scheduler.waiting.remove(sequence)
-        return leaving
-
-    def _count(self, chunks: list[Chunk]) -> None:
-        self._num_steps += 1
-        for chunk in chunks:
-            self._num_prompt_tokens += 0 if chunk.is_decode else chunk.count
-            self._num_shared_tokens += (chunk.start + chunk.count) * len(chunk.followers)
-            self._num_generated_tokens += len(chunk.sampled)
-
-    def _postprocess(self, sampled: Sampled) -> list[FinishedSample]:
-        finished = []
-        version = self.policy_version
-        for sequence, token, logprob in zip(sampled.sequences, sampled.tokens, sampled.logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(version)
-            reason = self._finish_reason(sequence.request, sequence.tokens)
-            if reason is not None:
-                self._scheduler.remove(sequence)
-                finished.append(self._finish(sequence, reason))
-        return finished
 
     # --------------------------------------------------------------------------------------- weights and memory
 
-    def _forget(self) -> None:
-        self._drop_cache()
+    def _requeue_running(self) -> None:
+        self._scheduler.requeue_running()
+
+    def _expect_moves(self) -> None:
         self._runner.expect_moves()
 
-    def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. The weights are the actor's: its own resident decides about their memory. The cache
-        gives its memory back, or keeps it with the graphs over it; what it held is lost."""
-        tags = self.require_sleep(tags)
-        self._drop_cache()
+    def _release_cache(self) -> None:
+        """Give the memory back, or keep it with the graphs over it."""
         if self._cache.is_allocated and not self._stays():
             self._runner.drop_graphs("the memory of the cache is given back")
             self._cache.free()
-        self._cache_is_awake = False
-        self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS
+
+    def _allocate_cache(self) -> None:
+        if not self._cache.is_allocated:
+            self._cache.allocate()
 
     def _stays(self) -> bool:
         """Whether the cache stays in memory while others work."""
@@ -189,38 +154,31 @@ class InPlaceEngine(EmbeddedEngine):
         self._has_stayed = cache_fits(total, others, torch.cuda.max_memory_allocated(device), missing)
         return self._has_stayed
 
-    def wake(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine."""
-        tags = self.require_wake(tags)
-        if KV_CACHE in tags:
-            if not self._cache.is_allocated:
-                self._cache.allocate()
-            self._cache_is_awake = True
-        self._runner.expect_moves()
-        self.state = EngineState.READY if self._cache_is_awake else EngineState.WEIGHTS
-
-    def _drop_cache(self) -> None:
-        self._scheduler.requeue_running()
-
     @property
     def kv_cache_tokens(self) -> int:
-        """See RolloutEngine."""
+        """Tokens that all blocks hold."""
         return self._cache.num_blocks * self._cache.block_size
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See RolloutEngine."""
+        """Bytes of all blocks."""
         return self._cache.num_bytes
 
-    def stats(self) -> EngineStats:
-        """See RolloutEngine."""
+    def _cache_usage(self) -> tuple[int, float]:
         pool = self._scheduler.pool
-        return self._stats(
-            self._cache.num_bytes if self._cache.is_allocated else 0,
-            1 - pool.num_free / pool.num_blocks,
-            num_prefix_tokens=self._scheduler.num_prefix_tokens,
-            num_preemptions=self._scheduler.num_preemptions,
-        )
+        return self._cache.num_bytes if self._cache.is_allocated else 0, 1 - pool.num_free / pool.num_blocks
+
+
+def make_engine(setup: EngineSetup) -> InPlaceEngine:
+    """The engine of rollout.engine=inplace."""
+    assert isinstance(setup.config, InPlaceRolloutConfig)
+    return InPlaceEngine(
+        setup.model,
+        setup.config.inplace,
+        max_length=setup.max_length,
+        decode=setup.decode,
+        memory_share=setup.memory_share,
+    )
 
 
 def cache_fits(total_bytes: int, other_bytes: int, peak_bytes: int, cache_bytes: int) -> bool:

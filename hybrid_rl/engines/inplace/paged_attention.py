@@ -2,7 +2,7 @@
 
 On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
 varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
-gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in where none of them runs.
+gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in if none of them runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages
 from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
-from hybrid_rl.models.attention.varlen import Kernel, Runs
+from hybrid_rl.models.attention.varlen import Kernel, Segments
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def decodes_in_triton(cache: PagedCache) -> bool:
 
 
 def _operator(cache: PagedCache) -> Callable[..., Tensor] | None:
-    """The compiled operator, where it can run on this cache."""
+    """The compiled operator, if it can run on this cache."""
     dtypes = {layer.dtype for layer in cache.layers.values()}
     fits = cache.block_size % LANES == 0 and dtypes <= {torch.float32, torch.bfloat16}
     return native.operator("paged_attention") if fits and cache.device.type == "cpu" else None
@@ -98,7 +98,7 @@ class _CompiledForm:
         self._where = (batch.block_table, torch.from_numpy(starts), torch.tensor(batch.context_lengths))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext. The new keys and values are stored in the cache."""
+        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
         return self._operator(
             query.contiguous(),
             key.contiguous(),
@@ -126,7 +126,7 @@ class TritonDecode:
         self._plans: dict[tuple[int, int | None], Any] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext. The new keys and values are stored in the cache."""
+        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
         lengths = self._tables["context_length"]
         place = (*self._cache.views(layer), self._tables["block_table"], lengths)
         self._kernels.paged_store(key, value, *place)
@@ -184,7 +184,7 @@ class _PagedForm:
         tables.add("context_length", batch.context_lengths, np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext. The new keys and values are stored in the cache."""
+        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         table, queries, offsets, lengths = (
@@ -213,13 +213,13 @@ class _VarlenForm:
             tables.add(name, np.concatenate(([0], np.cumsum(counts))), np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext. The new keys and values are stored in the cache."""
+        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         block, offset = self._tables["read_block"], self._tables["read_offset"]
         context, weighed = (memory[block, offset] for memory in (keys, values))
-        runs = Runs(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
-        return self._kernel.forward(query, context, weighed, runs, options)[0]
+        segments = Segments(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
+        return self._kernel.forward(query, context, weighed, segments, options)[0]
 
 
 class _TorchForm:
@@ -235,7 +235,7 @@ class _TorchForm:
         self._visible: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext. The new keys and values are stored in the cache."""
+        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         if self._batch.is_decode:

@@ -16,7 +16,7 @@ from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.engines.inplace.paged_attention import PagedBatch, decodes_in_triton, paged_attention
 from hybrid_rl.engines.inplace.paged_kernel import paged_kernel
 from hybrid_rl.engines.inplace.scheduler import Chunk, Sequence
-from hybrid_rl.engines.inplace.seats import SeatSampling, SeatTable
+from hybrid_rl.engines.inplace.slots import SlotSampling, SlotTable
 from hybrid_rl.engines.inplace.upload import Tables, reads_host_memory
 from hybrid_rl.engines.sampling import check_finite, choose, chosen_on_host, in_one, penalise, sample
 from hybrid_rl.models import AttentionContext, CausalLM
@@ -42,12 +42,12 @@ class Runner:
     wrote, and its own; what is new, or has more than a token to go, may read all that this pass writes.
     """
 
-    def __init__(self, model: CausalLM, cache: PagedCache, seats: SeatTable, *, cuda_graphs: bool) -> None:
+    def __init__(self, model: CausalLM, cache: PagedCache, slots: SlotTable, *, cuda_graphs: bool) -> None:
         self._model = model
         self._cache = cache
-        self._seats = seats
+        self._slots = slots
         captures = cuda_graphs and decodes_in_triton(cache)
-        self._graphs = DecodeGraphs(model, cache, seats.num_seats) if captures else None
+        self._graphs = DecodeGraphs(model, cache, slots.num_slots) if captures else None
         self._is_prepared = False
         self._pages = paged_kernel(cache, model.attention.name)
         # The head runs on few rows only, and the embedding is no product.
@@ -68,10 +68,32 @@ class Runner:
     def run(self, chunks: list[Chunk]) -> Sampled:
         """Compute the chunks; sample for every sequence whose last chunk it was and for its followers.
 
-        Raises ModelError where logits are not finite.
+        Raises ModelError if logits are not finite.
         """
         with self._fewer_threads(sum(chunk.count for chunk in chunks)):
-            return self._run(chunks)
+            decoding: list[Chunk] = []
+            if self._graphs is not None:
+                if not self._is_prepared:
+                    self._graphs.prepare(self._slots.blocks.shape[1])
+                    self._is_prepared = True
+                decoding = [chunk for chunk in chunks if chunk.continues]
+                chunks = [chunk for chunk in chunks if not chunk.continues]
+            sequences = [chunk.sequence for chunk in decoding]
+            parts = [self._replay(sequences)] if decoding else []
+            if chunks:
+                sampled = [chunk.sampled for chunk in chunks]
+                tables, attention, sampling, picks = self._prepare(chunks, sampled)
+                hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
+                if any(sampled):
+                    sequences += [sequence for some in sampled for sequence in some]
+                    parts.append(self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling))
+                self._copy_tails(chunks)
+            if not sequences:
+                return Sampled([], [], [])
+            tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
+            check_finite(logprobs)
+            self._slots.advance(_slots_of(sequences), tokens)
+            return Sampled(sequences, tokens.tolist(), logprobs)
 
     @contextmanager
     def _fewer_threads(self, num_tokens: int) -> Iterator[None]:
@@ -87,40 +109,18 @@ class Runner:
         finally:
             torch.set_num_threads(before)
 
-    def _run(self, chunks: list[Chunk]) -> Sampled:
-        decoding: list[Chunk] = []
-        if self._graphs is not None:
-            if not self._is_prepared:
-                self._graphs.prepare(self._seats.blocks.shape[1])
-                self._is_prepared = True
-            decoding = [chunk for chunk in chunks if chunk.continues]
-            chunks = [chunk for chunk in chunks if not chunk.continues]
-        sequences = [chunk.sequence for chunk in decoding]
-        parts = [self._replay(sequences)] if decoding else []
-        if chunks:
-            sampled = [chunk.sampled for chunk in chunks]
-            sequences += [sequence for some in sampled for sequence in some]
-            parts += self._eager(chunks, sampled)
-            self._copy_tails(chunks)
-        if not sequences:
-            return Sampled([], [], [])
-        tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
-        check_finite(logprobs)
-        self._seats.advance(_seats_of(sequences), tokens)
-        return Sampled(sequences, tokens.tolist(), logprobs)
-
     def _replay(self, sequences: list[Sequence]) -> Tensor:
         """One token of every sequence by a graph; see `choose` for what comes back."""
         assert self._graphs is not None
-        seats = _seats_of(sequences)
-        sampling = self._seats.sampling(seats)
-        lengths = self._seats.length[seats]
+        slots = _slots_of(sequences)
+        sampling = self._slots.sampling(slots)
+        lengths = self._slots.length[slots]
         step = DecodePass(
-            self._seats.last[seats],
+            self._slots.last[slots],
             lengths - 1,
             sampling.columns["temperature"],
             sampling.uniform(),
-            self._table(seats, int(lengths.max())),
+            self._table(slots, int(lengths.max())),
         )
         hidden, chosen = self._graphs.run(step)
         if sampling.is_plain:
@@ -131,8 +131,11 @@ class Runner:
         tables.send()
         return self._choose(hidden, tables, sampling)
 
-    def _eager(self, chunks: list[Chunk], sampled: list[list[Sequence]]) -> list[Tensor]:
-        """Compute chunks; what was chosen for those who get a token after each of them, if there are any."""
+    def _prepare(
+        self, chunks: list[Chunk], sampled: list[list[Sequence]]
+    ) -> tuple[Tables, AttentionContext, SlotSampling, bool]:
+        """What a pass over chunks needs on the device; whether `index` is there, which picks the hidden states that are
+        sampled from."""
         tables = Tables(self._model.device)
         sequences = [sequence for some in sampled for sequence in some]
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
@@ -140,38 +143,35 @@ class Runner:
         picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
         if picks:
             tables.add("index", index)
-        sampling = self._seats.sampling(_seats_of(sequences))
+        sampling = self._slots.sampling(_slots_of(sequences))
         if sequences:
             self._add_sampling(tables, sequences, sampling)
         attention = self._add_pass(tables, chunks)
         tables.send()
-        hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
-        if not sequences:
-            return []
-        return [self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling)]
+        return tables, attention, sampling, picks
 
     def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
         """Add what the layers need of the chunks, one after the other."""
-        seats = _seats_of([chunk.sequence for chunk in chunks])
+        slots = _slots_of([chunk.sequence for chunk in chunks])
         counts = [chunk.count for chunk in chunks]
         lengths = [chunk.start + chunk.count for chunk in chunks]
         if all(chunk.is_decode for chunk in chunks):
-            token_ids, positions = self._seats.last[seats], self._seats.length[seats] - 1
+            token_ids, positions = self._slots.last[slots], self._slots.length[slots] - 1
         else:
             parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
             token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
             positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks])
         tables.add("token_ids", token_ids)
         tables.add("positions", positions)
-        table = np.ascontiguousarray(self._table(seats, max(lengths)))
+        table = np.ascontiguousarray(self._table(slots, max(lengths)))
         batch = PagedBatch(torch.from_numpy(table), counts, lengths)
         kernel = self._model.attention.kernel
         return paged_attention(self._cache, batch, kernel, pages=self._pages, tables=tables)
 
-    def _table(self, seats: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
-        return self._seats.blocks[seats, : -(-longest // self._cache.block_size)]
+    def _table(self, slots: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
+        return self._slots.blocks[slots, : -(-longest // self._cache.block_size)]
 
-    def _add_sampling(self, tables: Tables, sequences: list[Sequence], sampling: SeatSampling) -> None:
+    def _add_sampling(self, tables: Tables, sequences: list[Sequence], sampling: SlotSampling) -> None:
         sampling.add_to(tables)
         if sampling.penalises:
             tables.add("history", _histories(sequences))
@@ -180,7 +180,7 @@ class Runner:
         else:
             tables.add("uniform", sampling.uniform(), np.float64)
 
-    def _choose(self, hidden: Tensor, tables: Tables, sampling: SeatSampling) -> Tensor:
+    def _choose(self, hidden: Tensor, tables: Tables, sampling: SlotSampling) -> Tensor:
         """int32 [B, 2], see `choose` of sampling.py, for hidden states [B, H]."""
         params = sampling.tensors(tables)
         logits = self._model.logits(hidden)
@@ -207,8 +207,8 @@ class Runner:
             self._cache.copy_blocks(tables["source"], tables["destination"])
 
 
-def _seats_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-    return np.array([sequence.seat for sequence in sequences], np.int64)
+def _slots_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
+    return np.array([sequence.slot for sequence in sequences], np.int64)
 
 
 def _histories(sequences: list[Sequence]) -> npt.NDArray[np.int64]:

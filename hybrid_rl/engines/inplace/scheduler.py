@@ -7,23 +7,20 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from hybrid_rl.engines.base import FinishedSample, FinishReason, RolloutRequest
+from hybrid_rl.engines.base import Generation
+from hybrid_rl.engines.guards import Counters
 from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
-from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.inplace.slots import SlotTable
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A request on its way. num_cached: tokens whose keys and values are in the cache after the pass that is planned;
-    node, num_remembered: how many of its blocks other prompts can find."""
+class Sequence(Generation):
+    """A request being answered. num_cached: tokens whose keys and values are in the cache after the planned pass; node,
+    num_remembered: how many of its blocks other prompts can find."""
 
-    request: RolloutRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    seat: int = -1
+    slot: int = -1
     node: int = ROOT
     num_remembered: int = 0
 
@@ -48,10 +45,6 @@ class Sequence:
             and not other.tokens
             and self.request.prompt_ids == other.request.prompt_ids
         )
-
-    def finished(self, reason: FinishReason) -> FinishedSample:
-        """The event for the caller."""
-        return FinishedSample(self.request.id, self.tokens, self.logprobs, self.versions, reason)
 
 
 @dataclass
@@ -88,25 +81,26 @@ class Chunk:
 
 
 class Scheduler:
-    """First come, first served. Sequences that run get their next block before anybody is admitted; where none is left,
-    the one that came last gives its blocks back and waits, to be computed again later."""
+    """Order of the passes: first come, first served. Sequences that run get their next block before anybody is
+    admitted; if none is left, the one that came last gives its blocks back and waits, to be computed again later.
+    counters: of the engine."""
 
     def __init__(
         self,
         pool: BlockPool,
-        seats: SeatTable,
+        slots: SlotTable,
         *,
         max_num_batched_tokens: int,
         remember_prefixes: bool,
+        counters: Counters,
     ) -> None:
         self.pool = pool
-        self.seats = seats
+        self.slots = slots
         self.max_num_batched_tokens = max_num_batched_tokens
         self.remember_prefixes = remember_prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self.num_prefix_tokens = 0
+        self.counters = counters
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -119,14 +113,14 @@ class Scheduler:
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """The next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens up to
         max_num_batched_tokens. Empty where nothing can run. admit: whether anybody new may start."""
-        preemptions = self.num_preemptions
+        preemptions = self.counters.num_preemptions
         chunks, budget = self._continue_running(self.max_num_batched_tokens)
-        if preemptions == self.num_preemptions:
+        if preemptions == self.counters.num_preemptions:
             for chunk in chunks if admit else ():
                 if not chunk.sequence.tokens and chunk.is_last:
                     self._fork(chunk)
             # Who has tokens already was admitted before, and had to make room.
-            while self.waiting and (admit or self.waiting[0].tokens) and self.seats.num_free and budget > 0:
+            while self.waiting and (admit or self.waiting[0].tokens) and self.slots.num_free and budget > 0:
                 admitted = self._admit(budget)
                 if admitted is None:
                     break
@@ -173,12 +167,12 @@ class Scheduler:
     def _give(self, sequence: Sequence, blocks: Rows[int]) -> None:
         held = len(sequence.blocks)
         sequence.blocks.extend(blocks)
-        self.seats.blocks[sequence.seat, held : held + len(blocks)] = blocks
+        self.slots.blocks[sequence.slot, held : held + len(blocks)] = blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
+        self.counters.num_preemptions += 1
 
     def _admit(self, budget: int) -> Chunk | None:
         """The first that waits, as far as budget and blocks allow; None where it must go on waiting."""
@@ -199,7 +193,7 @@ class Scheduler:
             self.pool.release(shared)
             return None
         self.waiting.popleft()
-        self.num_prefix_tokens += num_cached
+        self.counters.num_prefix_tokens += num_cached
         sequence.node, sequence.num_remembered = node, len(shared)
         sequence.num_cached = num_cached + count
         self._start(sequence, [*shared, *self.pool.take(needed)])
@@ -212,7 +206,7 @@ class Scheduler:
         leader = chunk.sequence
         full, rest = divmod(leader.num_cached, self.pool.block_size)
         own = 1 if rest else 0
-        while self.waiting and self.seats.num_free and self.waiting[0].is_sibling(leader):
+        while self.waiting and self.slots.num_free and self.waiting[0].is_sibling(leader):
             if own + len(self.running) > self.pool.num_free:
                 break
             follower = self.waiting.popleft()
@@ -225,7 +219,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, blocks: list[int]) -> None:
         request = sequence.request
-        sequence.seat = self.seats.take(
+        sequence.slot = self.slots.take(
             request.params,
             length=sequence.num_tokens,
             generated=len(sequence.tokens),
@@ -246,12 +240,31 @@ class Scheduler:
             sequence.num_remembered += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """A running sequence leaves: its blocks and its seat are free."""
+        """A running sequence leaves: its blocks and its slot are free."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
-        self.seats.release(sequence.seat)
+        self.slots.release(sequence.slot)
         sequence.blocks = []
-        sequence.seat, sequence.num_cached, sequence.node, sequence.num_remembered = -1, 0, ROOT, 0
+        sequence.slot, sequence.num_cached, sequence.node, sequence.num_remembered = -1, 0, ROOT, 0
+
+    def take_aborted(self, ids: set[int]) -> list[Sequence]:
+        """Remove the sequences of these requests, running or waiting; returns them."""
+        if not ids:
+            return []
+        leaving = [sequence for sequence in (*self.running, *self.waiting) if sequence.request.id in ids]
+        for sequence in leaving:
+            if sequence.slot >= 0:
+                self.remove(sequence)
+            else:
+                self.waiting.remove(sequence)
+        return leaving
+
+    def count(self, chunks: Iterable[Chunk]) -> None:
+        """Count a pass that has been computed."""
+        self.counters.num_steps += 1
+        for chunk in chunks:
+            self.counters.num_prompt_tokens += 0 if chunk.is_decode else chunk.count
+            self.counters.num_shared_prompt_tokens += (chunk.start + chunk.count) * len(chunk.followers)
 
     def requeue_running(self) -> None:
         """Put everything that runs back to the head of the queue, in order; its cache is lost."""

@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.schema import VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.engines.base import (
     KV_CACHE,
     TAGS,
     WEIGHTS,
     EngineState,
-    EngineStats,
     FinishedSample,
     FinishReason,
+    Generation,
     RolloutRequest,
 )
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.colocated import ColocatedEngine
+from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.engines.vllm.arguments import engine_arguments
 from hybrid_rl.engines.vllm.build import (
@@ -48,7 +49,7 @@ from hybrid_rl.engines.vllm.derived import log_derived
 from hybrid_rl.engines.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.engines.vllm.loader import LoadedWeights
 from hybrid_rl.engines.vllm.memory import EngineMemory, can_sleep_on
-from hybrid_rl.engines.vllm.requests import Generation, check_sampling, sampled_logprobs, vllm_params
+from hybrid_rl.engines.vllm.requests import check_sampling, sampled_logprobs, vllm_params, vllm_prompt
 from hybrid_rl.engines.vllm.weights import WeightWriter
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
@@ -56,11 +57,11 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 
 
-class VLLMEngine(GuardedEngine):
+class VLLMEngine(ColocatedEngine):
     """A RolloutEngine over one vLLM replica of this process.
 
     With tensor parallelism this is one rank of a replica: all of its ranks make the same calls in the same order (see
-    SharedEngine). torch.distributed is set up by whoever has several ranks, before; a single rank gets a group of its
+    EngineClient). torch.distributed is set up by whoever has several ranks, before; a single rank gets a group of its
     own for as long as the engine lives.
 
     module: the trainer's model: its class, its config and the names of its weights are used, never its weights. dtype:
@@ -133,11 +134,9 @@ class VLLMEngine(GuardedEngine):
         self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
+        self._restarts_noise = True
         self._failure: BaseException | None = None
         self._is_closed = False
-        self.fingerprint = 0  # of all tokens so far: equal on the ranks of a replica as long as they sample alike
-        self._num_finished = self._num_prompt_tokens = self._num_prefix_tokens = 0
-        self._num_generated_tokens = self._num_steps = 0
         LIVE.add(self)
         try:
             if adopts:
@@ -149,7 +148,7 @@ class VLLMEngine(GuardedEngine):
     # ------------------------------------------------------------------------------------------------ requests
 
     def require_ready(self, version: int) -> None:
-        """See RolloutEngine."""
+        """Raise EngineStateError unless the engine works and holds this version."""
         self._require_working()
         super().require_ready(version)
 
@@ -163,23 +162,22 @@ class VLLMEngine(GuardedEngine):
             ) from self._failure
 
     def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
-        """See RolloutEngine."""
+        """Raise what every engine raises, and DataError for what vLLM would sample otherwise."""
         super().check(requests, version)
         for request in requests:
             check_sampling(request)
 
-    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
-        """See RolloutEngine."""
-        self.check(requests, version)
-        if not self._ids:
-            # What is found in the cache, and the noise, must not depend on what was generated before: a resumed run
-            # repeats its rollout, whatever was evaluated between.
-            self._forget_prefixes()
-            if requests:
-                self._guest.random.restart(requests[0].params.seed)
-        self._ids.update(request.id for request in requests)
+    def _begin_rollout(self) -> None:
+        """Forget prefixes, and let the noise start again from the first request's seed: a resumed run repeats its
+        rollout, whatever was evaluated in between."""
+        self._forget_prefixes()
+        self._restarts_noise = True
+
+    def _queue(self, requests: Sequence[RolloutRequest]) -> None:
+        if requests and self._restarts_noise:
+            self._guest.random.restart(requests[0].params.seed)
+            self._restarts_noise = False
         self._waiting.extend(map(Generation, requests))
-        return [request.id for request in requests]
 
     @property
     def num_running(self) -> int:
@@ -199,7 +197,7 @@ class VLLMEngine(GuardedEngine):
     # ---------------------------------------------------------------------------------------------------- step
 
     def step(self) -> list[FinishedSample]:
-        """See RolloutEngine. After an error of vLLM the engine cannot be used any more."""
+        """Run one step of vLLM; returns what finished. After an error of vLLM the engine cannot be used any more."""
         self.require_ready(self.policy_version)
         try:
             finished = self._take_aborted()
@@ -212,9 +210,9 @@ class VLLMEngine(GuardedEngine):
             finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
-            explain_step(error, is_first=self._num_steps == 0)
+            explain_step(error, is_first=self._counters.num_steps == 0)
             raise
-        self._num_steps += 1
+        self._counters.num_steps += 1
         return finished
 
     def _take_aborted(self) -> list[FinishedSample]:
@@ -233,7 +231,7 @@ class VLLMEngine(GuardedEngine):
             request = generation.request
             params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
             self._running[request.id] = generation
-            self._llm.add_request(str(request.id), generation.prompt, params)
+            self._llm.add_request(str(request.id), vllm_prompt(request), params)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -241,11 +239,11 @@ class VLLMEngine(GuardedEngine):
             generation, made = self._running[int(output.request_id)], output.outputs[0]
             if not generation.tokens and made.token_ids:
                 cached = output.num_cached_tokens or 0
-                self._num_prompt_tokens += len(generation.request.prompt_ids) - cached
-                self._num_prefix_tokens += cached
+                self._counters.num_prompt_tokens += len(generation.request.prompt_ids) - cached
+                self._counters.num_prefix_tokens += cached
             logprobs = sampled_logprobs(made)
             check_finite(logprobs)
-            reason = self._extend(generation, made.token_ids, logprobs)
+            reason = self._extend_all(generation, made.token_ids, logprobs)
             if reason is not None:
                 del self._running[generation.request.id]
                 finished.append(self._finish(generation, reason))
@@ -259,31 +257,20 @@ class VLLMEngine(GuardedEngine):
         self._llm.abort_request(stopped)
         return finished
 
-    def _extend(
+    def _extend_all(
         self, generation: Generation, token_ids: Sequence[int], logprobs: Sequence[float]
     ) -> FinishReason | None:
         """Append tokens up to the one that ends the completion; why it ends, if it does."""
         for token, logprob in zip(token_ids, logprobs, strict=True):
-            generation.tokens.append(token)
-            generation.logprobs.append(logprob)
-            generation.versions.append(self.policy_version)
-            self._num_generated_tokens += 1
             self.fingerprint = zlib.crc32(token.to_bytes(4, "little"), self.fingerprint)
-            if self._is_stopped(generation.request, generation.tokens):
-                return "stop"
-            if len(generation.tokens) >= generation.request.params.max_tokens:
-                return "length"
+            if reason := self._extend(generation, token, logprob):
+                return reason
         return None
-
-    def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
-        self._ids.discard(generation.request.id)
-        self._num_finished += 1
-        return generation.finished(reason)
 
     # --------------------------------------------------------------------------------------- weights and memory
 
     def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """See RolloutEngine. Collective over all ranks."""
+        """Write the weights of a policy version. Collective over all ranks."""
         start = time.perf_counter()
         self._require_working()
         self.require_update(version)
@@ -307,12 +294,12 @@ class VLLMEngine(GuardedEngine):
         )
 
     def weight_layout(self) -> WeightLayout:
-        """See RolloutEngine. The names are the trainer's."""
+        """Names, shapes and dtypes of the weights; the names are the trainer's."""
         return self._layout
 
     def sleep(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine. Without weights nothing can be cached: the cache goes to sleep with them. Weights that
-        sleep are lost: there is no version until they are published again. An engine that failed drops its requests."""
+        """Release memory. Without weights nothing can be cached: the cache goes to sleep with them. Weights that sleep
+        are lost: there is no version until they are updated again. An engine that failed drops its requests."""
         if self._failure is not None:
             self._llm.abort_request([*map(str, self._running)])
             self._running, self._waiting = {}, deque()
@@ -326,7 +313,7 @@ class VLLMEngine(GuardedEngine):
         self._settle()
 
     def wake(self, tags: Iterable[str]) -> None:
-        """See RolloutEngine."""
+        """Get memory back."""
         tags = self.require_wake(tags)
         with self._guest.active():
             self._memory.wake(tags)
@@ -349,42 +336,23 @@ class VLLMEngine(GuardedEngine):
         return self._writer.bucket_bytes
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of this rank's weights while they are awake."""
-        return sum(tensor.nbytes for tensor in self._writer.weights.destinations)
-
-    @property
     def kv_cache_tokens(self) -> int:
-        """See RolloutEngine."""
+        """Tokens that vLLM's blocks hold."""
         return self._kv_cache_tokens
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See RolloutEngine."""
+        """Bytes of vLLM's cache."""
         return self._kv_cache_bytes
 
-    def stats(self) -> EngineStats:
-        """See RolloutEngine. What vLLM does not tell is 0: tokens shared within a group (they count as found in the
+    def _cache_usage(self) -> tuple[int, float]:
+        """Of the counters, what vLLM does not report stays 0: tokens shared within a group (they count as found in the
         cache) and preemptions."""
-        return EngineStats(
-            state=self.state,
-            policy_version=self.policy_version,
-            num_waiting=self.num_waiting,
-            num_queueable=self.num_queueable,
-            num_running=self.num_running,
-            num_finished=self._num_finished,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_shared_prompt_tokens=0,
-            num_prefix_tokens=self._num_prefix_tokens,
-            num_preemptions=0,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            kv_cache_bytes=0 if KV_CACHE in self._memory.asleep else self._kv_cache_bytes,
-            kv_cache_used_share=self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage,
-        )
+        num_bytes = 0 if KV_CACHE in self._memory.asleep else self._kv_cache_bytes
+        return num_bytes, self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
     def close(self) -> None:
-        """See RolloutEngine. The trainer's process groups stay; nothing happens the second time."""
+        """End vLLM. The trainer's process groups stay; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -397,3 +365,20 @@ class VLLMEngine(GuardedEngine):
         del self._llm
         LIVE.discard(self)
         gc.collect()
+
+
+def make_engine(setup: EngineSetup) -> VLLMEngine:
+    """The engine of rollout.engine=vllm. Collective over the ranks of a replica."""
+    assert isinstance(setup.config, VLLMRolloutConfig)
+    return VLLMEngine(
+        setup.model.module,
+        setup.config.vllm,
+        dtype=setup.model.dtype,
+        device=setup.device,
+        max_length=setup.max_length,
+        seed=setup.seed,
+        trust_remote_code=setup.trust_remote_code,
+        decode=setup.decode,
+        memory_share=setup.memory_share,
+        adopts=setup.config.adopt_weights,
+    )

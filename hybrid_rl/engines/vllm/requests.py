@@ -1,41 +1,26 @@
-"""Requests on their way through vLLM."""
+"""Requests in vLLM's words, and what it answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from hybrid_rl.engines.base import FinishedSample, FinishReason, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import RolloutRequest, SamplingParams
 from hybrid_rl.errors import DataError, EngineStateError
 
 COLDEST = 0.01  # vLLM samples at this temperature where one above 0 but below it is asked for
 
 
-@dataclass
-class Generation:
-    """A request and what has been generated for it."""
-
-    request: RolloutRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def finished(self, reason: FinishReason) -> FinishedSample:
-        """The event of its end."""
-        return FinishedSample(self.request.id, self.tokens, self.logprobs, self.versions, reason)
-
-    @property
-    def prompt(self) -> Any:
-        """What vLLM is given."""
-        return tokens_input(list(self.request.prompt_ids))
+def vllm_prompt(request: RolloutRequest) -> Any:
+    """The prompt as vLLM takes it."""
+    return tokens_input(list(request.prompt_ids))
 
 
 def check_sampling(request: RolloutRequest) -> None:
-    """Raises DataError for what vLLM would do differently from what is asked for."""
+    """Raise DataError for what vLLM would do differently from what is asked for."""
     temperature = request.params.temperature
     if 0 < temperature < COLDEST:
         raise DataError(

@@ -34,8 +34,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.attention import compiled, unpacked
 from hybrid_rl.models.attention.compiled import CompiledAttention
-from hybrid_rl.models.attention.interface import AttentionContext, PackedAttention
-from hybrid_rl.models.attention.shared import SharedAttention
+from hybrid_rl.models.attention.interface import AttentionContext
+from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
 from hybrid_rl.models.row import Layout
@@ -44,7 +44,7 @@ NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_FLASH_ATTN = (2, 7)
 OLDEST_TORCH = (2, 11)
-FLASH_ATTN_3_CAPABILITY = 9  # its kernels are made for this generation alone
+FLASH_ATTN_3_CAPABILITY = 9  # its kernels are made for this generation only
 FLASH_ATTN_3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 installs, and PyTorch's switch imports
 LARGEST_HEAD = 256
 _logger = logging.getLogger("hybrid_rl")
@@ -52,7 +52,7 @@ _logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of its attention. head_dim: elements of a head, None where queries and values differ or
+    """What a model asks of its attention. head_dim: elements of a head, None if queries and values differ or
     the config does not say."""
 
     device: torch.device
@@ -99,15 +99,13 @@ class Backend:
             return UnpackedRow(layout, device)
         if self.kernel is not None:
             return VarlenAttention(layout, self.kernel, device)
-        if self.name == "compiled":
-            return CompiledAttention(layout)
-        return SharedAttention(layout, device) if layout.children else PackedAttention(layout.lengths, device)
+        return CompiledAttention(layout) if self.name == "compiled" else PaddedAttention(layout, device)
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
     """The backend of that name, or for auto the best that runs here; for unpacked, none.
 
-    Raises ConfigError where this machine, the dtype or the architecture cannot run the one that was asked for.
+    Raises ConfigError if this machine, the dtype or the architecture cannot run the one that was asked for.
     """
     if name == unpacked.NAME:
         return Backend(name)
@@ -123,14 +121,14 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
 
 
 def check_machine(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> None:
-    """Raise ConfigError where an attention cannot run, whatever the model: what can be said before one is loaded.
-    is_here: ranks run on this machine; of other machines device and dtype alone are known."""
+    """Raise ConfigError if an attention cannot run, whatever the model: what can be said before one is loaded.
+    is_here: ranks run on this machine; of other machines only device and dtype are known."""
     if name != "auto":
         _refuse(name, lambda other: _machine_obstacles(other, device, dtype, is_here=is_here))
 
 
 def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
-    """Why a backend cannot run; empty where it can."""
+    """Why a backend cannot run; empty if it can."""
     return _machine_obstacles(name, needs.device, needs.dtype) + _model_obstacles(name, needs)
 
 

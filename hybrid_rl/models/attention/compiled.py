@@ -1,8 +1,7 @@
 """Attention of a packed row through csrc/packed_attention.cpp: CPU, float32.
 
 One call per layer whatever the row holds: nothing is padded, no key of a shared prompt is copied, and windows and
-soft-capping are no exceptions. The forms built on PyTorch's own operators (`PackedAttention`, `SharedAttention`) are
-its oracle.
+soft-capping are no exceptions. `PaddedAttention` is its oracle, and stands in if the extension was not built.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from hybrid_rl import native
 from hybrid_rl.models.attention.interface import AttentionOptions
-from hybrid_rl.models.attention.shared import check_num_tokens
 from hybrid_rl.models.row import Layout
 
 LARGEST_HEAD = 512
@@ -47,8 +45,8 @@ class CompiledAttention:
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
-        check_num_tokens(self._layout, query)
+        """Same arguments as AttentionContext.attend."""
+        self._layout.check_num_tokens(query)
         scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         settings = (*self._segments, scale, options.window or 0, options.softcap or 0.0)
         apply: Any = _CompiledAttention.apply

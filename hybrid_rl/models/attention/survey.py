@@ -1,10 +1,10 @@
 """What every layer of a model asks of attention, and what its own mask would let it see.
 
 Packed attention gets no mask: it knows what layers say in the call (a window, soft-capping). An architecture that puts
-a window or chunks into its mask alone would run on without them, exact for short sequences and wrong for long ones. So
-the model is run once on two tokens with a mask function of ours, which gets the rule by which transformers would make
-the mask. A rule can be asked about any two positions: no long forward is needed to know where it goes other ways than
-what the layer said.
+a window or chunks only into its mask would run without them, exact for short sequences and wrong for long ones. So the
+model is run once on two tokens with a mask function of ours, which gets the rule by which transformers would make
+the mask. A rule can be asked about any two positions: no long forward is needed to know where it departs from what
+the layer said.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybrid_rl.models.attention.interface import (
 )
 
 NAME = "hybrid_rl_survey"
-FARTHEST = 2**31  # positions that are looked at where the config names no limit
+FARTHEST = 2**31  # positions that are looked at if the config names no limit
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key to whether the key is seen
 
 
@@ -51,7 +51,7 @@ class LayerCall:
         return torch.equal(self.rule(zero, zero, queries, queries - distances).expand(len(distances)).cpu(), expected)
 
     def first_difference(self, num_positions: int) -> int | None:
-        """The first position at which they differ, None where there is none among num_positions.
+        """The first position at which they differ, None if there is none among num_positions.
 
         From there on they differ at every position: the first token of all is seen by one of the two only.
         """
@@ -119,8 +119,7 @@ AttentionMaskInterface.register(NAME, _mask)
 def surveyed(backbone: PreTrainedModel, device: torch.device) -> list[LayerCall]:
     """Every call of attention in a forward pass, in order. Raises ModelError for what packed attention does not have,
     and for a mask that is not made by transformers from a rule."""
-    configs = attention_configs(backbone)
     survey = _Survey()
-    with attention_functions(configs, [NAME] * len(configs), survey):
+    with attention_functions(attention_configs(backbone), NAME, survey):
         backbone(input_ids=torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=False)
     return survey.calls

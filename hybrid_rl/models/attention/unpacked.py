@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import ModelError
-from hybrid_rl.models.row import Layout
+from hybrid_rl.models.row import Layout, padded
 from hybrid_rl.tensors.transfer import upload
 
 NAME = "unpacked"  # as an attention of CausalLM; not a value of model.attention: rollout.engine=hf chooses it
@@ -22,24 +21,20 @@ class UnpackedRow:
     """How a row of T tokens becomes B sequences of L tokens, and back. What fills a row up becomes none."""
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
-        places = torch.arange(layout.num_tokens).split(layout.lengths)
-        roots, children = places[: len(layout.roots)], places[len(layout.roots) :]
-        sequences = list(roots[layout.num_shared : len(roots) - layout.is_filled])
-        sequences += [torch.cat([roots[root], child]) for root, child in zip(layout.parents, children, strict=True)]
-        length = max(map(len, sequences))
-        spread = torch.stack([torch.cat([s, s[-1:].expand(length - len(s))]) for s in sequences])
+        roots = torch.arange(layout.num_tokens).split(layout.lengths)[: len(layout.roots)]
+        sequences = [*roots[layout.num_shared : len(roots) - layout.is_filled], *layout.child_keys()]
+        spread = padded(sequences)
         # A prompt that several samples share is the same in all of them: its hidden states are those of the last.
         collect = torch.zeros(layout.num_tokens, dtype=torch.int64)
         for row, sequence in enumerate(sequences):
-            collect[sequence] = row * length + torch.arange(len(sequence))
+            collect[sequence] = row * spread.shape[1] + torch.arange(len(sequence))
         self.shape = spread.shape
-        self._num_tokens = layout.num_tokens
+        self._layout = layout
         self._spread, self._collect = upload((spread.flatten(), collect), torch.device(device))
 
     def spread(self, tokens: Tensor) -> Tensor:
         """[T] to [B, L]. Raises ModelError for a row of another length."""
-        if tokens.shape[0] != self._num_tokens:
-            raise ModelError(f"sequences were laid out for {self._num_tokens} tokens but got {tokens.shape[0]}")
+        self._layout.check_num_tokens(tokens)
         return tokens.index_select(0, self._spread).view(self.shape)
 
     def collect(self, hidden: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
-"""Attention of packed rows through CUDA kernels that take sequences of different lengths as they lie.
+"""Attention of a packed row through CUDA kernels that take segments of different lengths as they lie.
 
 Two kernels of one kind: the operators behind `torch.nn.attention.varlen` (its public function gives the logsumexp but
 takes none in the backward pass, and its arguments differ between torch 2.11 and 2.13; the operators' do not), and
-flash-attn's. Both know grouped key heads, align causality and windows with the last query and key of a run, and return
-a logsumexp of [H, T_q] in float32 (Dao 2023, arXiv:2307.08691).
+those of the optional package flash-attn. Both know grouped key heads, align causality and windows with the last query
+and key of a segment, and return a logsumexp of [H, T_q] in float32 (Dao 2023, arXiv:2307.08691).
+
+A completion that shares its prompt attends in two parts, to itself and to its prompt: softmax(q [K_1 K_2]) [V_1 V_2] is
+the mean of the parts' outputs weighted by exp(lse_1) and exp(lse_2). The backward pass of a part, called with the
+output and logsumexp of the *whole*, gives that part's share of the gradients: it needs only P = exp(q K^T - lse) and
+the row sums of grad * out (Liu et al. 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -11,24 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.models.attention.interface import AttentionOptions
-from hybrid_rl.models.attention.parts import Gradients, Parts, parted_attention
-from hybrid_rl.models.attention.shared import check_num_tokens, child_keys, cuts
 from hybrid_rl.models.row import Layout
 from hybrid_rl.tensors.transfer import upload
 
+Gradients = tuple[Tensor, Tensor, Tensor]
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of queries and of keys, one after the other without gaps, none empty. query_offsets, key_offsets: int32
-    [N + 1] on the device; max_*: tokens of the longest run; causal: the last query of a run sees all of its keys, the
-    one before it one less, and so on."""
+
+class Segments(NamedTuple):
+    """Segments of queries and of the keys that they see, one after the other without gaps, none empty.
+
+    query_offsets, key_offsets: int32 [N + 1] on the device; max_*: tokens of the longest; causal: the last query of a
+    segment sees all of its keys, the one before it one less, and so on.
+    """
 
     query_offsets: Tensor
     key_offsets: Tensor
@@ -36,50 +43,35 @@ class Runs:
     max_keys: int
     causal: bool
 
-    @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device, *, causal: bool) -> Runs:
-        """From the tokens of every run."""
-        (runs,) = cls.several([(queries, keys, causal)], device)
-        return runs
-
-    @classmethod
-    def several(cls, runs: Sequence[tuple[Sequence[int], Sequence[int], bool]], device: torch.device) -> list[Runs]:
-        """From queries, keys and `causal` of each, sent to the device in one copy."""
-        offsets = [lengths_to_offsets(lengths).int() for queries, keys, _ in runs for lengths in (queries, keys)]
-        there = upload(offsets, device)
-        return [
-            cls(there[2 * number], there[2 * number + 1], max(queries), max(keys), causal)
-            for number, (queries, keys, causal) in enumerate(runs)
-        ]
-
     def window(self, options: AttentionOptions) -> tuple[int, int]:
-        """Tokens before and behind a query's own place that it sees, -1 for all."""
+        """Tokens before and after a query's own place that it sees, -1 for all."""
         if not self.causal:
             return -1, -1
         return (-1 if options.window is None else options.window - 1), 0
 
 
+class AttentionState(NamedTuple):
+    """What a backward pass needs of attention. query, out: [T_q, H, D]; key, value: [T_k, H_kv, D]; lse: logsumexp of
+    the scaled scores, float32 [H, T_q]. All contiguous."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Kernel(Protocol):
-    """One library's forward and backward pass. The logsumexp is [H, T_q] here."""
+    """One library's forward and backward pass."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: AttentionOptions
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Output [T_q, H, D] and logsumexp."""
+        """Output [T_q, H, D] and logsumexp [H, T_q] of contiguous rows."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        options: AttentionOptions,
-    ) -> Gradients:
-        """Gradients of query, key and value, for any output and logsumexp."""
+    def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
+        """Gradients of query, key and value, for any output and logsumexp. grad: [T_q, H, D], contiguous."""
         ...
 
 
@@ -87,56 +79,25 @@ class TorchKernel:
     """What torch.nn.attention.varlen calls: FlashAttention 2, or 3 after PyTorch's switch (see backends.py)."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: AttentionOptions
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """See Kernel."""
-        left, right = runs.window(options)
+        """Same arguments as Kernel.forward."""
+        left, right = segments.window(options)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            runs.query_offsets,
-            runs.key_offsets,
-            runs.max_queries,
-            runs.max_keys,
-            0.0,
-            runs.causal and left < 0,
-            False,
+            *(query, key, value, *segments[:4], 0.0, segments.causal and left < 0, False),
             scale=options.scale,
             window_size_left=left,
             window_size_right=right,
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        options: AttentionOptions,
-    ) -> Gradients:
-        """See Kernel."""
-        left, right = runs.window(options)
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+    def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
+        """Same arguments as Kernel.backward."""
+        left, right = segments.window(options)
+        # The state of a random generator and what belongs to it, for the dropout that there is not.
+        random = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            runs.query_offsets,
-            runs.key_offsets,
-            runs.max_queries,
-            runs.max_keys,
-            0.0,
-            runs.causal and left < 0,
-            random_state,
-            torch.empty(0, device=query.device),
+            *(grad, *state, *segments[:4], 0.0, segments.causal and left < 0, *random),
             scale=options.scale,
             window_size_left=left,
             window_size_right=right,
@@ -151,57 +112,33 @@ class FlashAttnKernel:
         self._functions = functions
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, options: AttentionOptions
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """See Kernel."""
+        """Same arguments as Kernel.forward."""
         out, lse, *_ = self._functions._flash_attn_varlen_forward(
-            query,
-            key,
-            value,
-            runs.query_offsets,
-            runs.key_offsets,
-            runs.max_queries,
-            runs.max_keys,
-            **self._settings(query, runs, options),
+            query, key, value, *segments[:4], **self._settings(query, segments, options)
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        options: AttentionOptions,
-    ) -> Gradients:
-        """See Kernel."""
-        gradients = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
+        """Same arguments as Kernel.backward."""
+        gradients = (torch.empty_like(state.query), torch.empty_like(state.key), torch.empty_like(state.value))
         self._functions._flash_attn_varlen_backward(
             grad,
-            query,
-            key,
-            value,
-            out,
-            lse,
+            *state,
             *gradients,
-            runs.query_offsets,
-            runs.key_offsets,
-            runs.max_queries,
-            runs.max_keys,
+            *segments[:4],
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._settings(query, runs, options),
+            **self._settings(state.query, segments, options),
         )
         return gradients
 
-    def _settings(self, query: Tensor, runs: Runs, options: AttentionOptions) -> dict[str, Any]:
-        left, right = runs.window(options)
+    def _settings(self, query: Tensor, segments: Segments, options: AttentionOptions) -> dict[str, Any]:
+        left, right = segments.window(options)
         return {
             "dropout_p": 0.0,
             "softmax_scale": query.shape[-1] ** -0.5 if options.scale is None else options.scale,
-            "causal": runs.causal,
+            "causal": segments.causal,
             "window_size_left": left,
             "window_size_right": right,
             "softcap": options.softcap or 0.0,
@@ -210,77 +147,106 @@ class FlashAttnKernel:
 
 
 @dataclass(frozen=True)
-class VarlenPart:
-    """Part (see parts.py) computed by such a kernel."""
+class Parts:
+    """What the attention of a row consists of. own: every segment with itself, causally; shared: the tokens from
+    num_root_tokens on with the first num_shared_tokens, all of a segment; None if nothing is shared."""
 
-    kernel: Kernel
-    runs: Runs
+    own: Segments
+    shared: Segments | None = None
+    num_root_tokens: int = 0
+    num_shared_tokens: int = 0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        """See Part."""
-        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-        out, lse = self.kernel.forward(query, key, value, self.runs, options)
-        return out, lse.t()
+    def of_shared(self, state: AttentionState) -> AttentionState:
+        """The rows that take part in the shared part."""
+        back, front = slice(self.num_root_tokens, None), slice(self.num_shared_tokens)
+        lse = state.lse[:, back].contiguous()
+        return AttentionState(state.query[back], state.key[front], state.value[front], state.out[back], lse)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        options: AttentionOptions,
-    ) -> Gradients:
-        """See Part."""
-        grad, query, key, value, out = (tensor.contiguous() for tensor in (grad, query, key, value, out))
-        return self.kernel.backward(grad, query, key, value, out, lse.t().contiguous(), self.runs, options)
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, parts: Parts, options: AttentionOptions
+    ) -> Tensor:
+        state = AttentionState(query, key, value, *kernel.forward(query, key, value, parts.own, options))
+        if parts.shared is not None:
+            mine = parts.of_shared(state)
+            other, other_lse = kernel.forward(mine.query, mine.key, mine.value, parts.shared, options)
+            total = torch.logaddexp(mine.lse, other_lse)
+            weights = [(lse - total).exp().t()[..., None] for lse in (mine.lse, other_lse)]
+            mine.out.copy_(weights[0] * mine.out + weights[1] * other)
+            state.lse[:, parts.num_root_tokens :] = total
+        ctx.save_for_backward(*state)
+        ctx.settings = kernel, parts, options
+        return state.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        kernel, parts, options = ctx.settings
+        state, grad = AttentionState(*ctx.saved_tensors), grads[0].contiguous()
+        gradients = kernel.backward(grad, state, parts.own, options)
+        if parts.shared is not None:
+            rest = grad[parts.num_root_tokens :]
+            others = kernel.backward(rest, parts.of_shared(state), parts.shared, options)
+            gradients[0][parts.num_root_tokens :] += others[0]
+            gradients[1][: parts.num_shared_tokens] += others[1]
+            gradients[2][: parts.num_shared_tokens] += others[2]
+        return (*gradients, None, None, None)
 
 
 class VarlenAttention:
     """AttentionContext of a row, with or without shared prompts, on such a kernel.
 
-    Where a window hides part of a prompt from its completions, each completion gets a copy of its prompt's keys and
-    values: a run of a prompt has one window, and its completions would need one each.
+    If a window hides part of a prompt from its completions, each completion gets a copy of its prompt's keys and
+    values: a segment of keys has one window, and the completions of a prompt would need one each.
     """
 
     def __init__(self, layout: Layout, kernel: Kernel, device: torch.device | str) -> None:
         self._layout, self._kernel, self._device = layout, kernel, torch.device(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
+        """Same arguments as AttentionContext.attend."""
         layout = self._layout
-        check_num_tokens(layout, query)
-        if not layout.children or not cuts(options, layout):
-            return parted_attention(query, key, value, self._parts, options)
+        layout.check_num_tokens(query)
+        if not layout.children or options.window is None or options.window >= layout.longest:
+            return self._run(query, key, value, self._parts, options)
         first = layout.num_root_tokens
-        roots = parted_attention(query[:first], key[:first], value[:first], self._roots, options)
+        roots = self._run(query[:first], key[:first], value[:first], self._roots, options)
         keys, values = (tensor.index_select(0, self._child_keys) for tensor in (key, value))
-        return torch.cat([roots, parted_attention(query[first:], keys, values, self._children, options)])
+        return torch.cat([roots, self._run(query[first:], keys, values, self._children, options)])
 
-    def _made(self, *runs: tuple[Sequence[int], Sequence[int], bool]) -> list[VarlenPart]:
-        return [VarlenPart(self._kernel, its) for its in Runs.several(runs, self._device)]
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, parts: Parts, options: AttentionOptions) -> Tensor:
+        apply: Any = _VarlenAttention.apply
+        out: Tensor = apply(query.contiguous(), key.contiguous(), value.contiguous(), self._kernel, parts, options)
+        return out
+
+    def _segments(self, *lengths: tuple[Sequence[int], Sequence[int], bool]) -> list[Segments]:
+        """From the lengths of queries and keys and `causal` of each, sent to the device in one copy."""
+        offsets = [lengths_to_offsets(own).int() for queries, keys, _ in lengths for own in (queries, keys)]
+        there = iter(upload(offsets, self._device))
+        return [Segments(next(there), next(there), max(q), max(k), causal) for q, k, causal in lengths]
 
     @cached_property
     def _parts(self) -> Parts:
         layout = self._layout
         own = (layout.lengths, layout.lengths, True)
         if not layout.children:
-            return Parts(self._made(own)[0])
+            return Parts(self._segments(own)[0])
         prompts = layout.roots[: layout.num_shared]
-        own_part, shared = self._made(own, (layout.child_totals(), prompts, False))
+        own_part, shared = self._segments(own, (layout.child_totals(), prompts, False))
         return Parts(own_part, shared, layout.num_root_tokens, sum(prompts))
 
     @cached_property
     def _roots(self) -> Parts:
-        return Parts(self._made((self._layout.roots, self._layout.roots, True))[0])
+        return Parts(self._segments((self._layout.roots, self._layout.roots, True))[0])
 
     @cached_property
     def _children(self) -> Parts:
-        totals = [len(places) for places in child_keys(self._layout)]
-        return Parts(self._made((self._layout.children, totals, True))[0])
+        totals = [len(places) for places in self._layout.child_keys()]
+        return Parts(self._segments((self._layout.children, totals, True))[0])
 
     @cached_property
     def _child_keys(self) -> Tensor:
-        (places,) = upload([torch.cat(child_keys(self._layout))], self._device)
+        (places,) = upload([torch.cat(self._layout.child_keys())], self._device)
         return places

@@ -42,7 +42,7 @@ class ExpertLoad:
 class LoadBalance:
     """The routers of a model, read with gradient. coef: weight of the loss. They have hooks inside `reading` only.
 
-    Runs the model once, on all ranks where it is sharded. Raises ModelError where a router's scores cannot be read.
+    Runs the model once, on all ranks if it is sharded. Raises ModelError if a router's scores cannot be read.
     """
 
     def __init__(self, model: CausalLM, coef: float) -> None:
@@ -58,7 +58,7 @@ class LoadBalance:
 
     @classmethod
     def of(cls, model: CausalLM, coef: float | None) -> LoadBalance | None:
-        """With this weight, None = that of the model's config; None where nothing is to be added.
+        """With this weight, None = that of the model's config; None if nothing is to be added.
 
         Raises ConfigError for a weight that a model without such a loss is given.
         """

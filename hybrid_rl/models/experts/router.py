@@ -19,7 +19,7 @@ class Routers:
     """The L routers of a model, in the order of its layers. They have hooks inside `reading` only.
 
     Which modules they are, and which of their outputs are the logits, transformers says itself. Blocks that run through
-    torch.compile do not see the hooks. Runs the model once, on all ranks where it is sharded. Raises ModelError for a
+    torch.compile do not see the hooks. Runs the model once, on all ranks if it is sharded. Raises ModelError for a
     model without routers, and for routers that do not give away which experts they choose.
     """
 
@@ -81,13 +81,13 @@ class RouterReading:
     def logprobs(self) -> Tensor:
         """ln of their shares of the softmax over all experts, float32 [M, L, K].
 
-        So also where a model weighs its experts otherwise (by a sigmoid, or among the chosen ones alone).
+        The same if a model weighs its experts otherwise (by a sigmoid, or among the chosen ones only).
         """
         self.check()
         return torch.stack([logprobs for logprobs in self._logprobs if logprobs is not None], dim=1)
 
     def check(self) -> None:
-        """Raise ModelError where something was not read."""
+        """Raise ModelError if something was not read."""
         silent = [layer for layer, logprobs in enumerate(self._logprobs) if logprobs is None]
         if self._problem:
             raise ModelError(self._problem)

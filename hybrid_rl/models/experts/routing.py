@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
+
+from hybrid_rl.compat.transformers import OutputRecorder, router_recorders
 
 
 def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
@@ -20,10 +21,8 @@ def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
     found: dict[nn.Module, int] = {}
     for owner in owners:
-        recorders = (owner._can_record_outputs or {}).get("router_logits")
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            if isinstance(recorder, OutputRecorder):
-                found |= _recorded(owner, recorder)
+        for recorder in router_recorders(owner):
+            found |= _recorded(owner, recorder)
     return [(child, found[child]) for child in module.modules() if child in found]
 
 
@@ -131,6 +130,6 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def _lead(tensor: Tensor, num_tokens: int) -> int | None:
-    """The last of the leading dimensions that run along the tokens, None where there are none."""
+    """The last of the leading dimensions that run along the tokens, None if there are none."""
     sizes = list(accumulate(tensor.shape[:-1], mul))
     return next((place for place, size in enumerate(sizes) if size == num_tokens), None)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
@@ -40,7 +40,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
     """The reward model of a folder or hub name; its head has one label (as TRL loads it), whatever its config says.
 
-    Raises ModelError where its config cannot be loaded, or transformers has no such class for its family.
+    Raises ModelError if its config cannot be loaded, or transformers has no such class for its family.
     """
     recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
     try:
@@ -60,7 +60,7 @@ def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRec
 
 
 def check_classifier(module: PreTrainedModel, name: str) -> None:
-    """Raise ModelError for a module that is no sequence classification with one label."""
+    """Raise ModelError for a module that is not a sequence classifier with one label."""
     labels = getattr(module.config, "num_labels", None)
     if "ForSequenceClassification" not in type(module).__name__ or labels != 1:
         raise ModelError(
@@ -87,7 +87,7 @@ def row_tokens(sequences: Sequences) -> list[int]:
 
 def sequence_scores(model: CausalLM, sequences: Sequences) -> Tensor:
     """The score of each sequence, float32 (float64 of a float64 model) [N]; none may be longer than the model has
-    positions. Collective where the model is sharded."""
+    positions. Collective if the model is sharded."""
     row = last_token_row(sequences, pad_token_id(model.module), model.device)
     if model.max_positions is not None:  # for the place after the last one there may be none
         row = dataclasses.replace(row, positions=row.positions.clamp(max=model.max_positions - 1))
@@ -104,7 +104,7 @@ def verify_scores(model: CausalLM) -> float:
     """Compare packed scores of a model that is not sharded with its module's own forward of each sequence; the largest
     gap, relative to the largest number that could come of such hidden states.
 
-    Raises ModelError where they differ: scores would be wrong, silently.
+    Raises ModelError if they differ: scores would be wrong, silently.
     """
     plain: Any = model.module
     name = type(plain).__name__
@@ -138,7 +138,7 @@ def verify_scores(model: CausalLM) -> float:
 def _without_padding(
     prompt: Sequence[int], completion: Sequence[int], pad_id: int | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Up to the last token that is no padding; at least the first token is left."""
+    """Up to the last token that is not padding; at least the first token is left."""
     while completion and completion[-1] == pad_id:
         completion = completion[:-1]
     while not completion and len(prompt) > 1 and prompt[-1] == pad_id:

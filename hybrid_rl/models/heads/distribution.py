@@ -6,14 +6,13 @@ All of this holds M x V numbers, M tokens times V entries of the vocabulary: 409
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.heads.logprobs import CHUNK_ELEMENTS, HeadOptions, head_gradients, head_logits, logit_gradient
+from hybrid_rl.models.heads.logprobs import HeadOptions, chunks, head_backward, head_logits, precise
 
 
 def token_distribution(
@@ -65,7 +64,7 @@ def sum_of_squares(log_probs: Tensor) -> Tensor:
     """
     if log_probs.dim() != 2:
         raise ValueError(f"log_probs must be [M, V], not {tuple(log_probs.shape)}")
-    parts = [(2 * log_probs[rows]).exp().sum(1) for rows in _chunks(log_probs.shape)]
+    parts = [(2 * log_probs[rows]).exp().sum(1) for rows in chunks(*log_probs.shape)]
     return torch.cat(parts) if parts else log_probs.sum(1)
 
 
@@ -74,9 +73,8 @@ class _Distribution(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, options: HeadOptions
     ) -> Tensor:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=dtype)
-        for rows in _chunks(log_probs.shape):
+        log_probs = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=precise(hidden))
+        for rows in chunks(*log_probs.shape):
             logits = head_logits(hidden[rows], weight, bias, options)
             log_probs[rows] = torch.log_softmax(logits / temperature, dim=1)
         ctx.save_for_backward(hidden, weight, bias, log_probs)
@@ -88,29 +86,13 @@ class _Distribution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, bias, log_probs = ctx.saved_tensors
         options: HeadOptions = ctx.options
-        grad_hidden = torch.empty_like(hidden)
-        # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
-        grad_weight = torch.zeros_like(weight, dtype=log_probs.dtype)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=log_probs.dtype)
-        for rows in _chunks(log_probs.shape):
+
+        def gradient_of(rows: slice) -> tuple[Tensor, Tensor | None]:
             # d ln p_i / dz_j = [i = j] - p_j
             grad = grads[0][rows] - log_probs[rows].exp() * grads[0][rows].sum(1, keepdim=True)
-            grad = grad * (options.scale / ctx.temperature)
-            if options.softcap is not None:
-                capped = head_logits(hidden[rows], weight, bias, options)
-                grad = grad * (1 - (capped / options.softcap) ** 2)
-            grad = logit_gradient(grad, weight, options)
-            grad_hidden[rows], of_weight = head_gradients(grad, hidden[rows], weight)
-            grad_weight += of_weight
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-        )
+            return grad, None if options.softcap is None else head_logits(hidden[rows], weight, bias, options)
+
+        return *head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options), None, None
 
 
 class _Entropy(torch.autograd.Function):
@@ -118,7 +100,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, log_probs: Tensor) -> Tensor:
         ctx.save_for_backward(log_probs)
         ctx.set_materialize_grads(False)
-        parts = [-(log_probs[rows].exp() * _finite(log_probs[rows])).sum(1) for rows in _chunks(log_probs.shape)]
+        parts = [-(log_probs[rows].exp() * _finite(log_probs[rows])).sum(1) for rows in chunks(*log_probs.shape)]
         return torch.cat(parts) if parts else log_probs.sum(1)
 
     @staticmethod
@@ -128,7 +110,7 @@ class _Entropy(torch.autograd.Function):
         if grads[0] is None:
             return None
         grad = torch.empty_like(log_probs)
-        for rows in _chunks(log_probs.shape):
+        for rows in chunks(*log_probs.shape):
             # d(-p ln p) / d ln p = -p (ln p + 1)
             grad[rows] = -log_probs[rows].exp() * (_finite(log_probs[rows]) + 1) * grads[0][rows, None]
         return grad
@@ -137,8 +119,3 @@ class _Entropy(torch.autograd.Function):
 def _finite(log_probs: Tensor) -> Tensor:
     """The least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
-
-
-def _chunks(shape: torch.Size) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(shape[1], 1))
-    return (slice(start, start + size) for start in range(0, shape[0], size))

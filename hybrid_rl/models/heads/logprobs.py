@@ -1,6 +1,6 @@
 """Log-probability and entropy of given tokens from hidden states, without ever holding all logits.
 
-Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass. Where tensor cores
+Chunks of rows: logits exist for one chunk at a time, in the forward and again in the backward pass. If tensor cores
 multiply, Triton kernels do the same without writing logits to memory at all (`triton_logprobs.py`).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class HeadOptions:
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
     """hidden: [M, H]; weight: [V, H]; bias: [V] or None. Returns logits, float32 (float64 for float64 input) [M, V]."""
     logits = wide_product(hidden, weight, bias) if _is_wide(weight, options) else product(hidden, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.to(precise(logits))
     if options.scale != 1.0:
         logits = logits * options.scale
     if options.softcap is not None:
@@ -46,17 +47,44 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: He
     return logits
 
 
-def logit_gradient(grad: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
-    """The gradient of h W^T + b, float32 or float64 [M, V], in the dtype in which it is multiplied on."""
-    return grad if _is_wide(weight, options) else grad.to(weight.dtype)
+def head_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_of: Callable[[slice], tuple[Tensor, Tensor | None]],
+    temperature: float,
+    options: HeadOptions,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of hidden [M, H], weight [V, H] and bias [V] or None, in their dtypes, one chunk of rows at a time.
+
+    gradient_of: gives for some of the M rows the gradient of logits / temperature, float32 (float64 for float64 input)
+    [rows, V], and those logits, which are needed if they are soft-capped.
+    """
+    grad_hidden = torch.empty_like(hidden)
+    # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
+    grad_weight = torch.zeros_like(weight, dtype=precise(weight))
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=precise(weight))
+    for rows in chunks(hidden.shape[0], weight.shape[0]):
+        grad, logits = gradient_of(rows)
+        grad = grad / temperature
+        if options.softcap is not None:
+            assert logits is not None
+            grad = grad * (1 - (logits / options.softcap) ** 2)
+        grad = grad * options.scale
+        if _is_wide(weight, options):
+            grad_hidden[rows], of_weight = wide_product(grad, weight.t()), wide_weight_gradient(grad, hidden[rows])
+        else:
+            grad = grad.to(weight.dtype)
+            grad_hidden[rows], of_weight = product(grad, weight.t()), weight_gradient(grad, hidden[rows])
+        grad_weight += of_weight
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+    return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(weight.dtype)
 
 
-def head_gradients(grad: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of hidden [M, H] and weight [V, H], of those shapes, in the dtype of grad [M, V], which
-    `logit_gradient` gave."""
-    if grad.dtype != weight.dtype:
-        return wide_product(grad, weight.t()), wide_weight_gradient(grad, hidden)
-    return product(grad, weight.t()), weight_gradient(grad, hidden)
+def precise(tensor: Tensor) -> torch.dtype:
+    """What is summed up in: float64 for float64, float32 for anything else."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _is_wide(weight: Tensor, options: HeadOptions) -> bool:
@@ -88,7 +116,7 @@ def token_logprobs(
 def chunked_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` by operators of PyTorch alone, on any device."""
+    """`token_logprobs` by PyTorch's operators only, on any device."""
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
@@ -126,7 +154,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = [], []
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in chunks(hidden.shape[0], weight.shape[0]):
             log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
             logprobs.append(log_p.gather(1, labels[rows, None])[:, 0])
             entropy.append(-(log_p.exp() * finite_(log_p)).sum(1))
@@ -135,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # None says that the entropy takes no part in a loss; looking for zeros would wait for the device.
         ctx.set_materialize_grads(False)
         if not logprobs:
-            empty = hidden.new_zeros(0, dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+            empty = hidden.new_zeros(0, dtype=precise(hidden))
             return empty, empty.clone()
         return torch.cat(logprobs), torch.cat(entropy)
 
@@ -148,13 +176,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_entropy is None:
                 return (None,) * 6
             grad_logprobs = torch.zeros_like(grad_entropy)
-        grad_hidden = torch.empty_like(hidden)
-        # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
-        accumulate = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        grad_weight = torch.zeros_like(weight, dtype=accumulate)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=accumulate)
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            log_p, capped = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
+
+        def gradient_of(rows: slice) -> tuple[Tensor, Tensor]:
+            log_p, logits = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
             p = log_p.exp()
             # d ln p_label / dz = onehot - p; d entropy / dz = -p (ln p + entropy)
             grad = -p * grad_logprobs[rows, None]
@@ -162,22 +186,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_entropy is not None:
                 entropy = -(p * finite_(log_p)).sum(1, keepdim=True)
                 grad -= p * (log_p + entropy) * grad_entropy[rows, None]
-            grad = grad / ctx.temperature
-            if options.softcap is not None:
-                grad = grad * (1 - (capped / options.softcap) ** 2)
-            grad = logit_gradient(grad * options.scale, weight, options)
-            grad_hidden[rows], of_weight = head_gradients(grad, hidden[rows], weight)
-            grad_weight += of_weight
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+            return grad, logits
+
+        return *head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options), None, None, None
 
 
 def finite_(log_p: Tensor) -> Tensor:
@@ -192,6 +203,7 @@ def _log_softmax(
     return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=1), logits
 
 
-def _chunks(num_rows: int, num_columns: int) -> list[slice]:
+def chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """Slices of the rows of [num_rows, num_columns], each of at most CHUNK_ELEMENTS numbers and of at least one row."""
     size = max(1, CHUNK_ELEMENTS // max(num_columns, 1))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    return (slice(start, start + size) for start in range(0, num_rows, size))

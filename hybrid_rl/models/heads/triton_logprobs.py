@@ -58,7 +58,7 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """ln p(label) and entropy (nats) of softmax(logits / temperature).
 
-    logits = softcap * tanh(scale * (hidden weight^T + bias) / softcap), without the tanh where softcap is None.
+    logits = softcap * tanh(scale * (hidden weight^T + bias) / softcap), without the tanh if softcap is None.
 
     Args:
         hidden: float32, bfloat16 or float16 [M, H].
@@ -75,7 +75,7 @@ def linear_logprobs(
     """
     _check(hidden, weight, bias, labels, temperature, softcap)
     apply: Any = _LinearLogprobs.apply
-    # As floats: an int would be compiled for anew, and 1 as a constant.
+    # As floats: an int would be compiled for again, and 1 as a constant.
     options = Options(float(temperature), float(scale), softcap, in_float32)
     logprobs, entropy = apply(hidden, weight, bias, labels, options)
     return logprobs, entropy

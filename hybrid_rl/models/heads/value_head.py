@@ -19,9 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
+from hybrid_rl.compat.transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    GenericForTokenClassification,
+)
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.weights.lazy import LazyTensor
@@ -35,9 +38,9 @@ from hybrid_rl.tensors.boxes import Box
 def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightSource]:
     """The module on the meta device, and what fills it (`load_weights`).
 
-    Where the recipe's weights have a head of one number, those of a critic or of a reward model, it is taken with the
+    If the recipe's weights have a head of one number, those of a critic or of a reward model, it is taken with the
     backbone; a bias that such a head lacks is zero. Otherwise they are those of the language model, and the head is
-    zero. Raises ModelError where the architecture takes no value head, or the weights are not of this architecture.
+    zero. Raises ModelError if the architecture takes no value head, or the weights are not of this architecture.
     """
     language_model = build_on_meta(recipe, dtype)
     module = _headed(language_model, recipe, dtype)
@@ -84,7 +87,7 @@ def load_value_model(path: str, *, dtype: str = "float32", trust_remote_code: bo
 def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:
     """The class of a model of this family with a number per token.
 
-    Raises ModelError where there is none and none can be put together.
+    Raises ModelError if there is none and none can be put together.
     """
     kind, config = type(language_model), language_model.config
     if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
@@ -135,7 +138,7 @@ def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, pre
     below = f"{language_model.base_model_prefix}."
     beside = frozenset(name for name in state if not name.startswith(below))
     found = {id(state[name]): lazy for name, lazy in lazy_weights(language_model, source, optional=beside).items()}
-    # By identity: of an embedding that is tied to the language head the source may hold the head's name alone.
+    # By identity: of an embedding that is tied to the language head the source may hold only the head's name.
     backbone = {name.removeprefix(below): id(tensor) for name, tensor in state.items() if name.startswith(below)}
     return {prefix + name: found[tensor] for name, tensor in backbone.items() if tensor in found}
 

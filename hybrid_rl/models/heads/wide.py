@@ -62,7 +62,7 @@ def halves(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    """Blocks of whole rows of memory: rows of right, or its columns where it is a transposed matrix."""
+    """Blocks of whole rows of memory: rows of right, or its columns if it is a transposed matrix."""
     num_rows, depth = right.shape
     out = left.new_zeros(left.shape[0], num_rows)
     if right.stride(1) == 1 or depth == 1:

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 
 
 def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
-    """Raise ModelError where the copy has other parameters than the live module, or ties others."""
+    """Raise ModelError if the copy has other parameters than the live module, or ties others."""
     mine, theirs = _ties(module), _ties(built)
     names = {name for tied in mine for name in tied} ^ {name for tied in theirs for name in tied}
     what = type(module).__name__
@@ -53,7 +53,7 @@ def fingerprint(module: PreTrainedModel) -> list[float]:
 
 @torch.no_grad()
 def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
-    """Raise ModelError where a copy gives other logprobs than the module that it was built after. Collective for a
+    """Raise ModelError if a copy gives other logprobs than the module that it was built after. Collective for a
     sharded model."""
     tokens = _tokens(model.module).to(model.device)
     targets = torch.arange(1, len(tokens), device=model.device)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import apply_to_tensors
+from hybrid_rl.compat.transformers import relevant_keys, remember_conversions
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.weights.lazy import LazyTensor
 from hybrid_rl.models.weights.names import Match, match, own_classes
@@ -25,7 +24,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
     or have memory already, into which they are read; plain, or sharded by fully_shard. Of a sharded parameter only this
     rank's box is read, and nothing is communicated. Peak memory beside the module: one local parameter; for a
     conversion that has no lazy form one whole parameter.
-    Raises ModelError, before anything is overwritten, where tensors are missing, left over, or of another shape.
+    Raises ModelError, before anything is overwritten, if tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
         found = match(module, source)
@@ -40,7 +39,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
             target.copy_(lazy.read(local_box(state[name])))
     source.close()
     if source.uses_checkpoint_names:
-        module._weight_conversions = found.conversions  # type: ignore[assignment]
+        remember_conversions(module, found.conversions)
 
 
 def lazy_weights(
@@ -49,7 +48,7 @@ def lazy_weights(
     """What a source has for a module, a tied tensor once, under its first name that the source has. optional: names of
     parameters that it need not have.
 
-    Raises ModelError where other tensors are missing, left over, or of another shape.
+    Raises ModelError if other tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
         return _checked(module, match(module, source), source, optional)
@@ -65,10 +64,9 @@ def _checked(
         groups.setdefault(id(tensor), []).append(name)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     missing = {names[0] for names in groups.values() if not any(name in found.tensors for name in names)}
-    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(found.unexpected))
-    module._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
+    relevant, unexpected = relevant_keys(module, missing, found.unexpected)
     # A missing buffer that the class allows for keeps the value that code gave it; a parameter has no such value.
-    missing = (report.missing_keys | (missing & parameters)) - optional
+    missing = (relevant | (missing & parameters)) - optional
     mismatched = {
         f"{name} (checkpoint {list(lazy.shape)}, model {list(state[name].shape)})"
         for name, lazy in found.tensors.items()
@@ -76,7 +74,7 @@ def _checked(
     }
     _refuse(source, "missing keys", missing, "these weights would start random")
     _refuse(source, "mismatched keys", mismatched, "these weights would start random")
-    _refuse(source, "unexpected keys", report.unexpected_keys, "these weights would be ignored")
+    _refuse(source, "unexpected keys", unexpected, "these weights would be ignored")
     chosen = {}
     for names in groups.values():
         stored = [name for name in names if name in found.tensors]

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from hybrid_rl.compat.transformers import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
     dot_natural_key,
+    get_model_conversion_mapping,
+    loaded_conversions,
     rename_source_key,
 )
-
 from hybrid_rl.models.weights.lazy import LazyTensor, NotLazyError
 from hybrid_rl.models.weights.sources import WeightSource
 from hybrid_rl.tensors.boxes import Box
@@ -95,7 +96,7 @@ def match(module: PreTrainedModel, source: WeightSource) -> Match:
 def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> list[Conversion]:
     """How tensors with these module names become those of a checkpoint: as the model was loaded, else as its family is
     saved."""
-    transforms: list[Any] | None = getattr(module, "_weight_conversions", None)
+    transforms = loaded_conversions(module)
     if transforms is None:
         # transformers does not guess prefixes that no loaded checkpoint showed.
         transforms = [

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
-from transformers.initialization import no_init_weights
 
+from hybrid_rl.compat.transformers import (
+    fp32_pattern,
+    loaded_conversions,
+    model_from_config,
+    no_init_weights,
+    remember_conversions,
+)
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.load import auto_class
 from hybrid_rl.models.weights.sources import FolderSource, WeightSource
@@ -42,7 +46,7 @@ class ModelRecipe:
     @classmethod
     def of_module(cls, module: PreTrainedModel, source: WeightSource) -> ModelRecipe:
         """A live module whose weights are in `source` (StateSource, BlockSource)."""
-        conversions = getattr(module, "_weight_conversions", None)
+        conversions = loaded_conversions(module)
         return cls(
             source,
             model_class=type(module),
@@ -54,10 +58,10 @@ class ModelRecipe:
 
 
 def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The module in evaluation mode: parameters of `dtype` on the meta device, tied where the config ties them;
+    """The module in evaluation mode: parameters of `dtype` on the meta device, tied if the config ties them;
     buffers real, since code computes them.
 
-    What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError where the
+    What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError if the
     model cannot be built, or holds quantised weights.
     """
     try:
@@ -75,17 +79,14 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in recipe.frozen)
     if recipe.conversions is not None:
-        module._weight_conversions = list(recipe.conversions)  # type: ignore[assignment]
+        remember_conversions(module, recipe.conversions)
     return module.eval()
 
 
 def fp32_tensors(module: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """Names of parameters and buffers that stay fp32 in a model of this dtype, by the rule of its class."""
-    plan = module._get_dtype_plan(dtype)
-    if not plan:
-        return set()
-    pattern: re.Pattern[str] = build_glob_alternation(list(plan))[0]
-    return {name for name in module.state_dict() if pattern.search(name)}
+    pattern = fp32_pattern(module, dtype)
+    return set() if pattern is None else {name for name in module.state_dict() if pattern.search(name)}
 
 
 def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
@@ -105,7 +106,7 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
             loader = auto_class(config)
             module = loader.from_config(config, dtype=dtype, trust_remote_code=recipe.trust_remote_code)
         else:
-            module = recipe.model_class._from_config(config, dtype=dtype)
+            module = model_from_config(recipe.model_class, config, dtype)
     if recipe.path is not None and module.can_generate():
         module.generation_config = _stored_generation_config(recipe.path, module.generation_config)
     elif recipe.generation_config is not None:

@@ -11,9 +11,9 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hybrid_rl.compat.transformers import custom_object_save, keys_not_saved
 from hybrid_rl.files import save_tensors
 from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
 from hybrid_rl.models.weights.recipe import fp32_tensors
@@ -85,7 +85,7 @@ def _to_save(
     """The tensors to save with the dtype of each, a tied one once under the name that loading expects, and how they
     become those of a checkpoint."""
     tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
-    ignored = set(module._keys_to_ignore_on_save or ())
+    ignored = keys_not_saved(module)
     state = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in ignored}
     chosen: dict[int, str] = {}
     for name in sorted(state, key=lambda name: name in tied):
@@ -103,7 +103,7 @@ def _to_save(
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """The full tensor on the CPU; collective where it is sharded. Cast first: less to send."""
+    """The full tensor on the CPU; collective if it is sharded. Cast first: less to send."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):
         found = found.full_tensor()

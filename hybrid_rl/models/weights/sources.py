@@ -1,4 +1,4 @@
-"""Where weights come from: tensors by name, of which any box can be read alone."""
+"""Where weights come from: tensors by name, of which any box can be read by itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
+from hybrid_rl.compat.transformers import str_to_torch_dtype
 from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.boxes import Box
 
@@ -50,7 +50,7 @@ class WeightSource(ABC):
         return found
 
     def close(self) -> None:  # noqa: B027
-        """Release files and blocks, where it holds any; the next `read` opens them again."""
+        """Release files and blocks, if it holds any; the next `read` opens them again."""
 
 
 class FolderSource(WeightSource):

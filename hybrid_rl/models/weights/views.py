@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
+from hybrid_rl.compat.transformers import keys_not_saved
 from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
 
 
@@ -68,7 +69,7 @@ class _KeepStorage(TorchDispatchMode):
 def _run(
     module: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The results of a conversion, or why it has none on tensors that are not laid out anew."""
+    """The results of a conversion, or why it has none on tensors that are not laid out again."""
     try:
         with torch.no_grad(), _KeepStorage():
             return conversion.run(module, tensors.__getitem__), None
@@ -79,7 +80,7 @@ def _run(
 def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Meta tensors of the global shapes, by the name under which a checkpoint holds them; and other names of them."""
     tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
-    ignored = set(module._keys_to_ignore_on_save or ())
+    ignored = keys_not_saved(module)
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in ignored}
     found: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}

@@ -1,1 +1,1 @@
-"""How weights reach an engine."""
+"""Sources of weights: the transports from trainer ranks to engines."""

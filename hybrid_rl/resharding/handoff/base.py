@@ -1,4 +1,4 @@
-"""What every source of weights has in common: one verb, whatever lies between trainer and engine."""
+"""The interface of all sources of weights, whatever lies between trainer and engine."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from hybrid_rl.errors import HandoffError, PeerFailedError
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
-from hybrid_rl.resharding.plan import Plan, Run
+from hybrid_rl.resharding.plan import Plan, RankShare
 from hybrid_rl.resharding.tables import Column, Pieces
 from hybrid_rl.tensors.boxes import local_tensor
 
-Gather = Callable[[Any], list[Any]]  # the objects of all participants, in a fixed order, on every participant
-Parts = Sequence[Tensor | None]  # what one rank holds of each tensor of a layout; None or empty: nothing
+Gather = Callable[[Any], list[Any]]  # from one object per participant to those of all, in a fixed order
+Parts = Sequence[Tensor | None]  # one rank's part of each tensor of a layout; None or empty: nothing
 
 LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
 
 
 @dataclass(frozen=True)
 class HandoffReport:
-    """What one handoff did.
+    """The record of one handoff.
 
-    num_bytes: bytes written to the engine; minimum_bytes: what that would be if every element were written once;
-    num_tensors: tensors checked or written. link_bytes: bytes that came over each link, as they travelled: in the
-    source's dtype if its memory is read in place, in the engine's dtype if it is sent. The links: "local" (memory of
-    this rank, or of its own GPU), "peer" (another GPU of the node, read over the link between the two), "host" (another
-    process of the node, otherwise), "remote" (another node), "disk". num_pieces, num_buckets: copies, and the launches
-    that carried them out. staging_bytes: memory taken in between.
+    num_bytes: bytes written to the engine.
+    minimum_bytes: what that would be if every element were written once.
+    num_tensors: tensors checked or written.
+    link_bytes: bytes that came over each link, as they travelled: in the source's dtype if its memory is read in place,
+    in the engine's dtype if it is sent. The links: "local" (memory of this rank, or of its own GPU), "peer" (another
+    GPU of the node, read over the link between the two), "host" (another process of the node, otherwise), "remote"
+    (another node), "disk".
+    num_pieces, num_buckets: copies, and the launches that executed them.
+    staging_bytes: temporary memory, at most at a time.
     """
 
     version: int
@@ -52,7 +55,7 @@ class HandoffReport:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What carrying out a plan did on this rank; fields as of HandoffReport."""
+    """The execution of a plan on this rank; same fields as HandoffReport."""
 
     num_bytes: int
     link_bytes: Mapping[str, int]
@@ -68,11 +71,11 @@ def alone(value: Any) -> list[Any]:
 
 
 class PeerError(HandoffError, PeerFailedError):
-    """Another participant failed, is gone, or means another handoff: it is not waited for any more."""
+    """Another participant failed, is gone, or is in a different handoff: it is no longer waited for."""
 
 
 def gathered(gather: Gather, value: Any, what: str) -> list[Any]:
-    """`gather(value)`. Raises PeerError, which says over what, where the process group or channel behind it fails."""
+    """Return `gather(value)`. Raises PeerError, naming `what`, if the process group or channel behind it fails."""
     try:
         return gather(value)
     except (RuntimeError, OSError, EOFError) as error:
@@ -82,77 +85,77 @@ def gathered(gather: Gather, value: Any, what: str) -> list[Any]:
 class Source(ABC):
     """Weights that an engine can take.
 
-    A handoff is `with source.opened(version): source.deliver(plan, destinations)`, in every participant: trainer ranks
-    and, where an engine lives in a process of its own, that one.
+    A handoff is `with source.opened(version): source.deliver(plan, destinations)` in every participant: all trainer
+    ranks and, if an engine lives in a process of its own, that one.
     """
 
     _last_version = -1
-    waits_for: torch.device | None = None  # whose work must be done before others read or write; see synchronise
+    waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     @abstractmethod
     def layout(self) -> SourceLayout:
-        """What weights there are, in the order by which plans number them, and which rank holds which part."""
+        """Names and shapes of the weights, in the order by which plans number them, and the ranks of their parts."""
 
     @abstractmethod
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """Carry out this rank's plan: write the engine's tensors, numbered as in the plan.
+        """Execute this rank's plan: write the engine's tensors, numbered as in the plan.
 
-        hashes, seeds: see copy_pieces; what was read is hashed on the way. Raises HandoffError where that is impossible
-        or a peer fails; what has been written by then is undefined.
+        hashes, seeds: as in copy_pieces; what is read is hashed on the way. Raises HandoffError if that is impossible
+        or a peer fails; the content of the engine is then undefined.
         """
 
     @abstractmethod
     def full(self, name: str) -> Tensor:
-        """A whole global tensor, for layers that an engine has to load by its own path. Of a source whose parts travel
-        by messages this is collective."""
+        """Return a whole global tensor, for layers that an engine has to load by its own path. Collective if the
+        source sends messages."""
 
     @abstractmethod
     def held(self) -> Mapping[int, Parts]:
-        """The parts that this participant answers for when content is proved: rank of the layout -> its parts."""
+        """Return the parts that this participant represents when content is proved: rank of the layout -> its parts."""
 
     def close(self) -> None:
-        """Let go of what was mapped or allocated; idempotent."""
+        """Release what was mapped or allocated; idempotent."""
         return
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all participants; all must call it."""
+        """Return the values of all participants; all must call it."""
         return [value]
 
     def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes, ordered by name."""
+        """Return names, shapes and dtypes, ordered by name."""
         specs = (sharded.spec for sharded in self.layout().tensors)
         return WeightLayout(tuple(sorted(specs, key=lambda spec: spec.name)))
 
     def prepare(self, version: int) -> None:
-        """What a participant has to do before others may read. Raises HandoffError where it cannot."""
+        """Do what a participant must do before others may read. Raises HandoffError if it cannot."""
         if version <= self._last_version:
             raise HandoffError(
-                f"policy version {version} was asked for, but version {self._last_version} has been handed over "
-                f"already; versions rise"
+                f"policy version {version} was requested, but version {self._last_version} has already been handed "
+                f"over; versions must increase"
             )
 
     @contextmanager
     def opened(self, version: int) -> Iterator[None]:
-        """The time in which the weights of a policy version are read. It begins when all participants have theirs ready
-        and ends when all are through, so nobody may change a weight inside. Collective.
+        """Open the weights of a policy version for reading. The block begins when all participants are ready and ends
+        when all are done, so no weight may be changed inside it. Collective.
 
-        Raises HandoffError where participants differ in version or layout; where one fails, it raises its own error and
-        all others PeerError.
+        Raises HandoffError if participants differ in version or layout; if one fails, it raises its own error and all
+        others raise PeerError.
         """
         failure: Exception | None = None
         try:
             self.prepare(version)
-            synchronise(self.waits_for)  # the shards are written before anybody reads them
+            synchronise(self.waits_for)  # the shards must be written before anybody reads them
         except Exception as error:
             failure = error
         self._meet("begin", version, self.layout().digest(), failure)
         try:
             yield
-            synchronise(self.waits_for)  # they have been read before anybody writes them again
+            synchronise(self.waits_for)  # they must be read before anybody writes them again
         except PeerError:
-            raise  # the others are not there any more to be told
+            raise  # the others are gone and cannot be informed
         except BaseException as error:
             with suppress(HandoffError):
                 self._meet("end", version, "", error)
@@ -161,7 +164,7 @@ class Source(ABC):
         self._last_version = version
 
     def _meet(self, stage: str, version: int, digest: str, failure: BaseException | None) -> None:
-        """Wait for all participants at the same point. Raises `failure`, or PeerError for another one's."""
+        """Wait for all participants at the same point. Raises `failure`, or PeerError for another participant's."""
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         answers = self.tell((stage, version, digest, said))
         if failure is not None:
@@ -173,19 +176,19 @@ class Source(ABC):
         for number, answer in enumerate(answers):
             if answer != mine:
                 raise PeerError(
-                    f"participants mean different handoffs: here {_words(mine)}, number {number} {_words(answer)}"
+                    f"participants are in different handoffs: here {_words(mine)}, number {number} {_words(answer)}"
                 )
 
     def tell(self, value: tuple[str, int, str, Any]) -> list[Any]:
-        """`gather` of (stage, version, digest, anything). Raises PeerError where it fails, or where participants are
+        """Return `gather` of (stage, version, digest, anything). Raises PeerError if it fails, or if participants are
         not all at the same stage."""
         answers = gathered(self.gather, value, f"the handoff of policy version {value[1]} ({value[0]})")
         for number, answer in enumerate(answers):
             if answer[0] != value[0]:
                 said = answer[3] if isinstance(answer[3], str) else "no failure"
                 raise PeerError(
-                    f"participant {number} is at {answer[0]!r} of the handoff of policy version {answer[1]}, here it "
-                    f"is {value[0]!r} of {value[1]}: {said}"
+                    f"participant {number} is at {answer[0]!r} of the handoff of policy version {answer[1]}, this one "
+                    f"at {value[0]!r} of {value[1]}: {said}"
                 )
         return answers
 
@@ -195,19 +198,19 @@ def _words(answer: tuple[Any, ...]) -> str:
     return f"{stage} of policy version {version}" + (f" with layout {digest}" if digest else "")
 
 
-def read_bytes(run: Run, parts: Parts) -> int:
-    """Bytes of what a run reads, in the dtypes of the parts."""
-    return _bytes_of(run.pieces.source, run, parts)
+def read_bytes(share: RankShare, parts: Parts) -> int:
+    """Count the bytes that a share of a plan reads, in the dtypes of the parts."""
+    return _bytes_of(share.pieces.source, share, parts)
 
 
-def written_bytes(run: Run, destinations: Parts) -> int:
-    """Bytes of what a run writes, in the dtypes of the engine's tensors."""
-    return _bytes_of(run.pieces.destination, run, destinations)
+def written_bytes(share: RankShare, destinations: Parts) -> int:
+    """Count the bytes that a share of a plan writes, in the dtypes of the engine's tensors."""
+    return _bytes_of(share.pieces.destination, share, destinations)
 
 
-def _bytes_of(index: Column, run: Run, tensors: Parts) -> int:
+def _bytes_of(index: Column, share: RankShare, tensors: Parts) -> int:
     sizes = np.array([0 if tensor is None else tensor.itemsize for tensor in tensors], dtype=np.int64)
-    return int((run.pieces.num_elements * sizes[index]).sum())
+    return int((share.pieces.num_elements * sizes[index]).sum())
 
 
 def pull(
@@ -218,37 +221,37 @@ def pull(
     hashes: Tensor | None,
     seeds: Tensor | None,
 ) -> Delivered:
-    """Carry out a plan whose sources this process can read where they lie: `parts(rank)`."""
+    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
     link_bytes: Counter[str] = Counter()
     num_launches = staging_bytes = 0
-    for run in plan.runs:
-        held = parts(run.source_rank)
-        launches, staged = copy_run(run, held, destinations, hashes, seeds)
+    for share in plan.shares:
+        held = parts(share.source_rank)
+        launches, staged = copy_share(share, held, destinations, hashes, seeds)
         num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
-        link_bytes[link(run.source_rank)] += read_bytes(run, held)
+        link_bytes[link(share.source_rank)] += read_bytes(share, held)
     return Delivered(
-        num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+        num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
         link_bytes=dict(link_bytes),
-        num_pieces=sum(len(run.pieces) for run in plan.runs),
+        num_pieces=sum(len(share.pieces) for share in plan.shares),
         num_buckets=num_launches,
         staging_bytes=staging_bytes,
         minimum_bytes=plan.report.minimum.written_bytes,
     )
 
 
-def copy_run(
-    run: Run, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
+def copy_share(
+    share: RankShare, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
 ) -> tuple[int, int]:
-    """Copy all that comes from one rank, whose parts this process can read: in one launch on the device of the engine's
-    tensors, whatever is cast and however it lies.
+    """Copy everything from one rank whose parts this process can read, in one launch on the device of the engine's
+    tensors, whatever the dtypes and strides.
 
-    Only what lies on another device than these is staged, bucket by bucket: cast where it lies, sent over as one, and
-    unpacked. That is so for shards in host memory and an engine on a GPU. Returns launches, and the bytes staged at
-    most at a time.
+    Only parts on another device are staged, bucket by bucket: cast where they are, sent as one, and unpacked. That is
+    the case for shards in host memory and an engine on a GPU. Returns the number of launches, and the most bytes staged
+    at a time.
     """
-    groups = by_device(run.pieces, held, destinations)
+    groups = by_device(share.pieces, held, destinations)
     if any(_crosses(pieces, held, destinations) for pieces in groups):
-        groups = [group for bucket in run.buckets for group in by_device(bucket.pieces, held, destinations)]
+        groups = [group for bucket in share.buckets for group in by_device(bucket.pieces, held, destinations)]
     staging_bytes = 0
     for pieces in groups:
         if not _crosses(pieces, held, destinations):
@@ -265,13 +268,13 @@ def copy_run(
 
 
 def _crosses(pieces: Pieces, held: Parts, destinations: Sequence[Tensor]) -> bool:
-    """Whether pieces of one pair of devices lead from one to another; what is not held at all, copy_pieces reports."""
+    """Whether pieces, all of one pair of devices, cross devices. A missing part is reported by copy_pieces."""
     source = held[pieces.source[0]]
     return source is not None and source.device != destinations[pieces.destination[0]].device
 
 
 def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) -> list[Pieces]:
-    """The pieces, apart for each pair of devices that they lead from and to."""
+    """Split pieces by the pair of devices that they go from and to."""
     read, row = np.unique(pieces.source, return_inverse=True)
     written, column = np.unique(pieces.destination, return_inverse=True)
     held = [sources[i] for i in read.tolist()]
@@ -286,12 +289,12 @@ def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) ->
 
 
 def link_between(hosts: Sequence[str], rank: int | None, host: str) -> Callable[[int], str]:
-    """The link from a source rank to `rank`, which lives on `host`; None: a process that is none of the ranks."""
+    """Return a function from a source rank to its link to `rank` on `host`; None: a process that is not a rank."""
     return lambda source: LOCAL if source == rank else HOST if hosts[source] == host else REMOTE
 
 
 def number_of(layout: SourceLayout, name: str) -> int:
-    """The number of a tensor in a layout. Raises HandoffError where it has none of this name."""
+    """Return the number of a tensor in a layout. Raises HandoffError if it has none of this name."""
     for number, sharded in enumerate(layout.tensors):
         if sharded.spec.name == name:
             return number
@@ -299,14 +302,14 @@ def number_of(layout: SourceLayout, name: str) -> int:
 
 
 def cells(sharded: ShardedTensor) -> Iterator[tuple[tuple[slice, ...], Sequence[int]]]:
-    """The cells of a tensor: the box of each, and the ranks that hold it."""
+    """Yield the cells of a tensor: the box of each, and the ranks that hold it."""
     for cell in np.ndindex(sharded.owners.shape[:-1]):
         box = tuple(slice(cuts[at], cuts[at + 1]) for cuts, at in zip(sharded.cuts, cell, strict=True))
         yield box, sharded.owners[cell].tolist()
 
 
 def assembled(layout: SourceLayout, name: str, parts: Callable[[int], Parts], device: torch.device) -> Tensor:
-    """A whole tensor from parts that this process can read."""
+    """Assemble a whole tensor from parts that this process can read."""
     number = number_of(layout, name)
     sharded = layout.tensors[number]
     full = torch.empty(sharded.spec.shape, dtype=sharded.spec.dtype, device=device)
@@ -319,9 +322,9 @@ def assembled(layout: SourceLayout, name: str, parts: Callable[[int], Parts], de
 
 
 def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """What a rank holds of each tensor of a layout, from plain tensors and DTensors by name.
+    """Return a rank's part of each tensor of a layout, from plain tensors and DTensors by name.
 
-    Raises HandoffError where a tensor is missing or is not what the layout says.
+    Raises HandoffError if a tensor is missing or differs from the layout.
     """
     found: list[Tensor | None] = []
     low, high = layout.parts(rank)
@@ -337,7 +340,7 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
         part = local_tensor(tensors[name])
         if (tuple(part.shape), part.dtype) != (shape, sharded.spec.dtype):
             raise HandoffError(
-                f"rank {rank} holds {part.dtype} {list(part.shape)} of {name!r}, where the layout says "
+                f"rank {rank} holds {part.dtype} {list(part.shape)} of {name!r}, but the layout says "
                 f"{sharded.spec.dtype} {list(shape)}; make the layout from these weights"
             )
         found.append(part)
@@ -345,9 +348,9 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
 
 
 def synchronise(device: torch.device | None = None) -> None:
-    """Wait for what this process has started on a GPU, on any stream: others may read, or write, when it says so.
+    """Wait for all work of this process on a GPU, on any stream, so that other processes may read or write.
 
-    device: the GPU; the current one if it is None or none.
+    device: the GPU; the current one for None or the CPU.
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize(device if device is not None and device.type == "cuda" else None)

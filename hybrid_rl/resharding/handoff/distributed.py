@@ -1,9 +1,9 @@
 """Handoff by messages, for trainer ranks that cannot map each other's memory.
 
-Every rank is sender and receiver. The buckets of a receiver's plan are its rounds: in round k each rank gets its k-th
-remote bucket and sends what others get from it in theirs, so that all know the whole order and nothing waits in a
-circle. The sender packs a bucket in the engine's dtypes, the receiver unpacks it into the engine: with the message
-itself three writes per byte. While a round travels, the one before is unpacked and the next one packed.
+Every rank is both sender and receiver. The buckets of a receiver's plan are its rounds: in round k each rank gets its
+k-th remote bucket and sends what others get from it in theirs, so all know the whole order and no ranks wait for each
+other in a circle. The sender packs a bucket in the engine's dtypes and the receiver unpacks it into the engine: with
+the message itself three writes per byte. While a round travels, the previous one is unpacked and the next one packed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybrid_rl.resharding.handoff.base import (
     PeerError,
     Source,
     cells,
-    copy_run,
+    copy_share,
     link_between,
     local_parts,
     number_of,
@@ -42,17 +42,19 @@ from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces
 
 @dataclass(frozen=True)
 class _Order:
-    """One receiver's wishes to this rank: its plan's digest and, by round, what it gets."""
+    """One receiver's order to this rank: its plan's digest and its messages by round."""
 
     digest: str
     messages: Mapping[int, Message]
 
 
 class DistributedSource(Source):
-    """The shards of all ranks of a process group, sent to those who need them.
+    """The shards of all ranks of a process group, sent to the ranks that need them.
 
-    layout: its ranks are those of the group, in order. tensors: this rank's, plain or DTensor, by name. gather: over
-    the same ranks. timeout_seconds: how long a message may take before its peer counts as gone.
+    layout: its ranks are those of the group, in order.
+    tensors: this rank's, plain or DTensor, by name.
+    gather: over the same ranks.
+    timeout_seconds: for one message, after which its peer counts as gone.
 
     A rank stages at most two buckets that it receives, and as much as it sends in two rounds.
     """
@@ -80,29 +82,29 @@ class DistributedSource(Source):
         self._version = -1
 
     def layout(self) -> SourceLayout:
-        """See Source."""
+        """The layout, as given."""
         return self._layout
 
     def gather(self, value: Any) -> list[Any]:
-        """See Source."""
+        """Return the values of all ranks of the group."""
         return self._gather(value)
 
     def held(self) -> dict[int, Parts]:
-        """See Source."""
+        """Return this rank's own parts."""
         return {self._rank: self._parts}
 
     def prepare(self, version: int) -> None:
-        """See Source."""
+        """Collect this rank's parts. Raises HandoffError if one is missing or differs from the layout."""
         super().prepare(version)
         self._version = version
         parts = local_parts(self._layout, self._rank, self._tensors)
-        # With shards in host memory buffers may lie on the GPU.
+        # With shards in host memory, buffers may be on the GPU.
         self._parts = [None if part is None else part.to(self._device).contiguous() for part in parts]
 
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """See Source. Collective."""
+        """Send and receive all rounds, and write the engine. Collective."""
         dtype = np.array([dtype_code(tensor.dtype) for tensor in destinations], dtype=np.int64)
         num_rounds = self._agree(plan, dtype)
         incoming = dict(enumerate(self._messages(plan, dtype)))
@@ -115,7 +117,7 @@ class DistributedSource(Source):
         room_in, room_out = _room(sizes_in, self._device), _room(sizes_out, self._device)
         under_way: list[dist.Work] = []
         num_launches = room_own = 0
-        own = [run for run in plan.runs if run.source_rank == self._rank]
+        own = [share for share in plan.shares if share.source_rank == self._rank]
         senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
         for k in range(num_rounds + 1):
             started: list[dist.Work] = []
@@ -124,8 +126,8 @@ class DistributedSource(Source):
                 into = room_in[k % 2][: sizes_in[k]]
                 started = self._start(outgoing[k], room_out[k % 2], sender, into)
             if k == 0:
-                for run in own:
-                    num_launches, room_own = copy_run(run, self._parts, destinations, hashes, seeds)
+                for share in own:
+                    num_launches, room_own = copy_share(share, self._parts, destinations, hashes, seeds)
                 under_way = started
                 continue
             self._wait(under_way)
@@ -135,22 +137,22 @@ class DistributedSource(Source):
         hosts = self._layout.hosts
         link = link_between(hosts, self._rank, hosts[self._rank])
         link_bytes: Counter[str] = Counter()
-        for run in plan.runs:
-            is_own = run.source_rank == self._rank
-            link_bytes[link(run.source_rank)] += (
-                read_bytes(run, self._parts) if is_own else written_bytes(run, destinations)
+        for share in plan.shares:
+            is_own = share.source_rank == self._rank
+            link_bytes[link(share.source_rank)] += (
+                read_bytes(share, self._parts) if is_own else written_bytes(share, destinations)
             )
         return Delivered(
-            num_bytes=sum(written_bytes(run, destinations) for run in plan.runs),
+            num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
             link_bytes=dict(link_bytes),
-            num_pieces=sum(len(run.pieces) for run in plan.runs),
+            num_pieces=sum(len(share.pieces) for share in plan.shares),
             num_buckets=num_launches + len(senders),
             staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
             minimum_bytes=plan.report.minimum.written_bytes,
         )
 
     def full(self, name: str) -> Tensor:
-        """See Source. Collective."""
+        """Broadcast the cells of one tensor from their first owners. Collective."""
         number = number_of(self._layout, name)
         sharded = self._layout.tensors[number]
         full = torch.empty(sharded.spec.shape, dtype=sharded.spec.dtype, device=self._device)
@@ -158,7 +160,7 @@ class DistributedSource(Source):
             part = self._parts[number] if owners[0] == self._rank else None
             if part is None:
                 part = torch.empty_like(full[box], memory_format=torch.contiguous_format)
-            # As bytes: not every backend knows every dtype.
+            # As bytes, because not every backend supports every dtype.
             flat = part.reshape(-1).view(torch.uint8)
             self._wait([self._calling(dist.broadcast, flat, group=self._group, group_src=owners[0], async_op=True)])
             full[box] = part.view(full[box].shape)
@@ -167,7 +169,7 @@ class DistributedSource(Source):
     # ---------------------------------------------------------------------------------------------------- messages
 
     def _messages(self, plan: Plan, dtype: Column) -> list[Message]:
-        """What this rank receives, by round."""
+        """Return the messages that this rank receives, by round."""
         remote = (bucket.pieces for bucket in plan.buckets if bucket.source_rank != self._rank)
         return [Message.of(pieces, dtype[pieces.destination]) for pieces in remote]
 
@@ -190,7 +192,7 @@ class DistributedSource(Source):
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
-            # On CUDA the stream waits, not this thread; a peer that is gone is then the process group's to find.
+            # On CUDA the stream waits, not this thread; the process group then detects a peer that is gone.
             self._calling(work.wait, *(() if self._device.type == "cuda" else (self._timeout,)))
 
     def _calling(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -205,7 +207,7 @@ class DistributedSource(Source):
     # --------------------------------------------------------------------------------------------------- agreement
 
     def _agree(self, plan: Plan, dtype: Column) -> int:
-        """Tell the senders what this rank wants, where they do not know; the number of rounds of all."""
+        """Send orders to senders that do not have them yet; return the number of rounds of all ranks."""
         digest = f"{plan.digest} {hashlib.blake2b(dtype.tobytes(), digest_size=8).hexdigest()}"
         num_rounds = sum(bucket.source_rank != self._rank for bucket in plan.buckets)
         known = {receiver: order.digest for receiver, order in self._orders.items()}
@@ -246,7 +248,7 @@ class DistributedSource(Source):
             self._orders[rank] = _Order(wanted[rank], _decoded(theirs.cpu().numpy()))
 
 
-# Columns of a table that travels: round, source, offset, dtype, strides, shape.
+# Columns of a table that is sent: round, source, offset, dtype, strides, shape.
 _WIDTH = 4 + 2 * MAX_DIMS
 
 
@@ -256,7 +258,7 @@ def _encoded(k: int, pieces: Pieces, dtype: Column) -> Any:
 
 
 def _decoded(table: Any) -> dict[int, Message]:
-    """Messages by round. What only their receiver needs, where elements go, is zero."""
+    """Decode a table into messages by round. Where elements go, which only the receiver needs, is zero."""
     messages = {}
     for k in np.unique(table[:, 0]).tolist():
         rows = table[table[:, 0] == k]
@@ -278,5 +280,5 @@ def _decoded(table: Any) -> dict[int, Message]:
 
 
 def _room(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Memory for what even and what odd rounds stage."""
+    """Allocate the staging memory of even and of odd rounds."""
     return [torch.empty(max(sizes[start::2], default=0), dtype=torch.uint8, device=device) for start in (0, 1)]

@@ -1,9 +1,9 @@
-"""Memory of a GPU that a process gives away as a handle, and that another process maps for its own GPU.
+"""GPU memory that a process exports as a handle, and that another process maps for its own GPU.
 
-The reader opens a handle with its own device as the current one: CUDA maps the memory into that device's address space
-and switches on access between the two GPUs (cudaIpcOpenMemHandle with cudaIpcMemLazyEnablePeerAccess). The tensor made
-of it counts as one of the reader's device, so kernels run there and read over the link; the reader gets no context on
-the other GPU. PyTorch tests this use of its handles against changes (test/distributed/test_p2p_ipc.py).
+The reader opens a handle while its own device is the current one: CUDA maps the memory into that device's address space
+and enables access between the two GPUs (cudaIpcOpenMemHandle with cudaIpcMemLazyEnablePeerAccess). The tensor made from
+it counts as one of the reader's device, so kernels run there and read over the link; the reader gets no context on the
+other GPU. PyTorch itself tests this use of its handles (test/distributed/test_p2p_ipc.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from hybrid_rl.compat.torch import release_exported
 from hybrid_rl.errors import HandoffError
 
-# What PyTorch makes of a tensor: a function and its arguments; of these the places of some.
+# PyTorch reduces a tensor to a function and its arguments; these are the positions of some of them.
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 _DEVICE, _COUNTER, _COUNTER_OFFSET, _WAITS_FOR_EVENT = 6, 11, 12, 14
 
@@ -28,12 +28,12 @@ class CannotShareError(HandoffError):
 
 
 def gpu_of(device: torch.device) -> str:
-    """The uuid of a GPU: processes may number the same GPUs differently."""
+    """Return the uuid of a GPU, because processes may number the same GPUs differently."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def export_tensors(parts: Sequence[Tensor]) -> list[Handle]:
-    """A handle of each contiguous CUDA tensor, good until `give_back`. Raises CannotShareError if there can be none."""
+    """Return a handle of each contiguous CUDA tensor, valid until `give_back`. Raises CannotShareError."""
     check_shareable(parts)
     handles: list[Handle] = []
     try:
@@ -46,9 +46,9 @@ def export_tensors(parts: Sequence[Tensor]) -> list[Handle]:
 
 
 def check_shareable(parts: Sequence[Tensor]) -> None:
-    """Raise CannotShareError, with what to do, for CUDA tensors that lie where handles do not reach."""
+    """Raise CannotShareError, with what to do, for CUDA tensors in memory that cannot be shared by handle."""
     if any(not part.is_contiguous() for part in parts):
-        raise CannotShareError("a shard is not contiguous; make it so")
+        raise CannotShareError("a shard is not contiguous; make it contiguous")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise CannotShareError(
@@ -68,7 +68,7 @@ def check_shareable(parts: Sequence[Tensor]) -> None:
 def check_readable(device: torch.device, gpu: str) -> None:
     """Raise CannotShareError, with the reason, if a device cannot read the memory of a GPU of its node."""
     if device.type != "cuda":
-        raise CannotShareError(f"they lie on GPU {gpu}, and the engine here on {device}")
+        raise CannotShareError(f"they are on GPU {gpu}, and the engine here is on {device}")
     visible = [gpu_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if gpu not in visible:
         raise CannotShareError(
@@ -83,7 +83,7 @@ def check_readable(device: torch.device, gpu: str) -> None:
 
 
 def open_tensor(handle: Handle, device: torch.device) -> Tensor:
-    """The memory behind a handle as a tensor of `device`, which is to be read only.
+    """Return the memory behind a handle as a tensor of `device`, which must only be read.
 
     It stays mapped while the tensor lives. Raises CannotShareError if CUDA cannot map it.
     """
@@ -101,8 +101,8 @@ def open_tensor(handle: Handle, device: torch.device) -> Tensor:
 def give_back(handles: Sequence[Handle]) -> None:
     """Take back handles that nobody reads through any more.
 
-    PyTorch keeps exported memory until a reader has let go of it; without this it would keep for ever what no reader
-    ever opened.
+    PyTorch keeps exported memory until a reader has released it; without this call, memory that no reader ever opened
+    would be kept for ever.
     """
     for _, arguments in handles:
         release_exported(arguments[_COUNTER], arguments[_COUNTER_OFFSET])

@@ -1,11 +1,10 @@
-"""Handoff between processes of one node: an engine reads the trainer's shards where they lie.
+"""Handoff between processes of one node: an engine reads the trainer's shards in place.
 
 Every trainer rank exports its shards once, as a description that pickles: on a CPU the memory file of a region and
-offsets in it, on CUDA the handle of the storage. Whoever gets the descriptions of all ranks, a trainer rank or a
-process that is none, maps them at first use and keeps them mapped: nothing is opened, copied or counted per handoff.
-What is mapped is only read, in place: the copy kernel of the reader's device takes it from another GPU over the link
-between the two and writes the engine's tensors. A rank may change its shards again when every participant has said
-that it is through.
+offsets in it, on CUDA the handle of the storage. A process with the descriptions of all ranks, whether a trainer rank
+or not, maps them at first use and keeps them mapped: nothing is opened, copied or counted per handoff. Mapped memory is
+only read, in place: the copy kernel of the reader's device takes it from another GPU over the link between the two and
+writes the engine's tensors. A rank may change its shards again when every participant has said that it is done.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from hybrid_rl.resharding.handoff.gpu_memory import (
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import Plan
 
-# Limits of this process or machine at which nothing more can be mapped, and what to do.
+# Limits of this process or machine that prevent further mappings, and what to do.
 _LIMITS = {
     errno.EMFILE: "this process has too many open files; raise `ulimit -n`",
     errno.ENFILE: "this machine has too many open files; raise the sysctl fs.file-max",
@@ -65,7 +64,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class MemoryFile:
-    """A memory file of another process, to be opened through /proc. device, inode: to know it again."""
+    """A memory file of another process, to be opened through /proc. device, inode: identify it."""
 
     pid: int
     fd: int
@@ -88,9 +87,9 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class Exported:
-    """What a trainer rank offers: its part of every tensor of the layout, in that order; None if it has none of it.
+    """The export of a trainer rank: its part of every tensor of the layout, in that order; None if it has no part.
 
-    obstacle: why nobody else can map its memory; there are no tensors then.
+    obstacle: the reason why no other process can map its memory, with which there are no tensors; else empty.
     """
 
     rank: int
@@ -100,17 +99,17 @@ class Exported:
 
     @property
     def gpus(self) -> frozenset[str]:
-        """The GPUs on which parts lie; an empty name stands for host memory."""
+        """The GPUs that hold parts; an empty name stands for host memory."""
         return frozenset(tensor.gpu for tensor in self.tensors if tensor is not None)
 
 
 class IpcExport:
     """The shards of this trainer rank, open to other processes of the node until `close`.
 
-    tensors: name -> plain tensor or DTensor; for each tensor of the layout that this rank holds a part of. regions:
-    where they lie. A part in host memory that lies in none of them, or that is not contiguous, is copied into a region
-    of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be shared, the
-    `exported` says why instead.
+    tensors: name -> plain tensor or DTensor, for each tensor of the layout that this rank holds a part of.
+    regions: the memory that holds them. A part in host memory outside all of them, or that is not contiguous, is copied
+    into a region of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be
+    shared, `exported` gives the reason instead.
 
     Raises HandoffError if a tensor is missing or differs from the layout.
     """
@@ -146,7 +145,7 @@ class IpcExport:
         self.exported = self._export()
 
     def refresh(self) -> None:
-        """Make what others read the weights of now. Raises HandoffError where a tensor moved since it was exported."""
+        """Copy current weights to where others read them. Raises HandoffError if an exported tensor has moved."""
         parts = local_parts(self._layout, self.rank, self._tensors)
         for number, (part, address) in enumerate(zip(parts, self._addresses, strict=True)):
             if part is None:
@@ -156,11 +155,11 @@ class IpcExport:
             elif part.data_ptr() != address:
                 raise HandoffError(
                     f"rank {self.rank}: {self._layout.tensors[number].spec.name!r} has moved since it was exported, "
-                    f"and other processes would read its old memory; export anew after rebinding a parameter"
+                    f"so other processes would read its old memory; export again after rebinding a parameter"
                 )
 
     def close(self) -> None:
-        """Take back copies and handles. To be called when no participant reads any more; idempotent."""
+        """Release copies and handles. Must be called only when no participant reads any more; idempotent."""
         give_back(list(self._handles.values()))
         self.parts, self._copies, self._tensors, self._handles = [], {}, {}, {}
         if self._own_region is not None:
@@ -190,12 +189,13 @@ class IpcExport:
 
 
 class IpcSource(Source):
-    """The shards of all trainer ranks of this node, read in place. Every trainer rank has one, and so has a process
-    that is none of them but holds an engine; it plans as one of the ranks of its host.
+    """The shards of all trainer ranks of this node, read in place. Every trainer rank has one; so may another process
+    that holds an engine, which then plans like one of the ranks of its host.
 
-    exports: by rank; of ranks on other hosts None. own: this rank's export; None in a process that is no rank. device:
-    where this process's engine lies; it is what reads the memory of other GPUs. gather: over all participants, trainer
-    ranks first.
+    exports: by rank; None for ranks on other hosts.
+    own: this rank's export; None in a process that is not a rank.
+    device: of this process's engine; it reads the memory of other GPUs.
+    gather: over all participants, trainer ranks first.
     """
 
     def __init__(
@@ -221,27 +221,27 @@ class IpcSource(Source):
     def connect(
         cls, layout: SourceLayout, export: IpcExport, gather: Gather, device: torch.device | None = None
     ) -> IpcSource:
-        """The source of a trainer rank among trainer ranks only. Collective."""
+        """Make the source of a trainer rank among trainer ranks only. Collective."""
         host = layout.hosts[export.rank]
         answers = gathered(gather, (export.exported, host), "what each rank exports")
         exports = [exported if where == host else None for exported, where in answers]
         return cls(layout, exports, own=export, device=device, gather=gather)
 
     def layout(self) -> SourceLayout:
-        """See Source."""
+        """The layout, as given."""
         return self._layout
 
     @property
     def exports(self) -> tuple[Exported | None, ...]:
-        """What a process that is no rank needs beside layout and plan to read the same shards."""
+        """The exports that, with layout and plan, let a process that is not a rank read the same shards."""
         return self._exports
 
     def gather(self, value: Any) -> list[Any]:
-        """See Source."""
+        """Return the values of all participants."""
         return self._gather(value)
 
     def prepare(self, version: int) -> None:
-        """See Source."""
+        """Refresh this rank's export."""
         super().prepare(version)
         if self._own is not None:
             self._own.refresh()
@@ -249,30 +249,30 @@ class IpcSource(Source):
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """See Source: each rank reads for itself. Only what lies in host memory is staged on its way to a GPU."""
+        """Read the parts in place and write the engine, each rank for itself. Only host memory is staged for a GPU."""
         return pull(plan, self.parts, destinations, self.link, hashes, seeds)
 
     def full(self, name: str) -> Tensor:
-        """See Source; not collective."""
+        """Assemble one tensor from the mapped parts; not collective."""
         device = next((part.device for part in self.held_parts() if part is not None), torch.device("cpu"))
         return assembled(self._layout, name, self.parts, device)
 
     def held(self) -> dict[int, Parts]:
-        """See Source."""
+        """Return this rank's own parts, by rank."""
         return {} if self._own is None else {self._own.rank: self._own.parts}
 
     def held_parts(self) -> Parts:
-        """This rank's own parts; none in a process that is no rank."""
+        """This rank's own parts; empty in a process that is not a rank."""
         return () if self._own is None else self._own.parts
 
     def close(self) -> None:
-        """See Source. The memory of others is unmapped with the last tensor on it."""
+        """Close the export. Memory of other ranks is unmapped with the last tensor on it."""
         self._mapped = {}
         if self._own is not None:
             self._own.close()
 
     def link(self, rank: int) -> str:
-        """The link over which this process reads the parts of a rank."""
+        """Return the link over which this process reads the parts of a rank."""
         if self._own is not None and rank == self._own.rank:
             return LOCAL
         exported = self._exports[rank]
@@ -281,7 +281,7 @@ class IpcSource(Source):
         return LOCAL if exported.gpus == {gpu_of(self._device)} else PEER
 
     def obstacle(self, rank: int) -> str:
-        """What keeps this process from reading the parts of a rank; empty if nothing does. They are mapped then."""
+        """Map the parts of a rank; return the reason if this process cannot read them, else an empty text."""
         try:
             self._map(rank)
         except HandoffError as error:
@@ -289,8 +289,8 @@ class IpcSource(Source):
         return ""
 
     def parts(self, rank: int) -> Parts:
-        """What a rank holds, mapped. Raises HandoffError if this process cannot read it, PeerError if its process is
-        gone."""
+        """Return a rank's parts, mapped. Raises HandoffError if this process cannot read them, PeerError if the rank's
+        process is gone."""
         try:
             return self._map(rank)
         except CannotShareError as error:
@@ -326,7 +326,7 @@ def _file(region: Region) -> MemoryFile:
 
 
 def _open(exported: Exported, device: torch.device) -> list[Tensor | None]:
-    """What another process exported, mapped; GPUs' memory for `device`. Raises PeerError if that process is gone,
+    """Map another process's export; memory of GPUs for `device`. Raises PeerError if that process is gone,
     HandoffError if a limit of this one is reached, CannotShareError if CUDA cannot map it."""
     mappings = [_map(file, exported.rank) for file in exported.files]
     return [None if tensor is None else _opened(tensor, mappings, device) for tensor in exported.tensors]
@@ -340,22 +340,22 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
         _check_limits(error, path, rank)
         raise PeerError(
             f"the shards of rank {rank} cannot be opened at {path} ({error}): its process is gone, belongs to another "
-            f"user, or lives in another container on {socket.gethostname()}; there use the distributed source"
+            f"user, or runs in another container on {socket.gethostname()}; for that use the distributed source"
         ) from error
     try:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
-            raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or it exported anew")
+            raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or has exported again")
         return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     except OSError as error:
         _check_limits(error, path, rank)
         raise
     finally:
-        os.close(fd)  # mmap keeps a descriptor of its own
+        os.close(fd)  # mmap keeps its own descriptor
 
 
 def _check_limits(error: OSError, path: str, rank: int) -> None:
-    """Raises HandoffError where the fault is this process's own: its peers are there, and are to be told."""
+    """Raise HandoffError if the fault is in this process itself: its peers still run, and must be informed."""
     if error.errno in _LIMITS:
         raise HandoffError(
             f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
@@ -367,7 +367,7 @@ def _opened(tensor: ExportedTensor, mappings: Sequence[mmap.mmap], device: torch
         return open_tensor(tensor.handle, device)
     count = math.prod(tensor.shape)
     with warnings.catch_warnings():
-        # torch warns that it cannot keep anybody from writing here; the system does.
+        # torch warns that it cannot keep this process from writing here; the system does.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         flat = torch.frombuffer(mappings[tensor.file], dtype=tensor.dtype, count=count, offset=tensor.offset_bytes)
     return flat.view(tensor.shape)

@@ -1,14 +1,14 @@
-"""The way of the weights between each two ranks, chosen once for a run, and a source that goes several ways.
+"""The links between ranks, chosen once for a run, and a source that uses several of them.
 
 The rule, for the parts of one rank and the engine of another:
 
 1. the same rank, or the same GPU: copied within that memory;
 2. the same host: read in place, from the memory file of a rank on a CPU, or by the copy kernel over the link from a GPU
-   whose memory this one has access to;
+   whose memory this one can access;
 3. anything else (another host, a GPU that is not visible or not accessible, memory that cannot be shared): sent by
    messages, bucket by bucket.
 
-All ranks know of all links before the first byte moves, because messages need both ends.
+All ranks know all links before the first byte moves, because messages need both ends.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def connect(
     gather: Gather,
     timeout_seconds: float = 120.0,
 ) -> Source:
-    """The source of a trainer rank among trainer ranks, each link by its own way. Collective.
+    """Make the source of a trainer rank among trainer ranks, with a way for each link. Collective.
 
-    tensors: this rank's, plain or DTensor, by name. regions: where those in host memory lie. device: where this rank's
-    engine lies. What is sent although its rank lives on this host is logged, with the reason.
+    tensors: this rank's, plain or DTensor, by name.
+    regions: the memory of those on the host.
+    device: of this rank's engine.
+
+    Messages between ranks of one host are logged, with the reason.
     """
     export = IpcExport(layout, rank, tensors, regions)
     reader = IpcSource.connect(layout, export, gather, device)
@@ -52,7 +55,7 @@ def connect(
     near = {peer: why for peer, why in obstacles.items() if layout.hosts[peer] == layout.hosts[rank]}
     for why in dict.fromkeys(near.values()):
         peers = ", ".join(str(peer) for peer in near if near[peer] == why)
-        _logger.warning("handoff: rank %d is sent the weights of rank %s by messages: %s", rank, peers, why)
+        _logger.warning("handoff: rank %d receives the weights of rank %s by messages: %s", rank, peers, why)
     if not any(gathered(gather, len(obstacles), "which ranks can read each other's memory")):
         return reader
     messages = DistributedSource(layout, rank, tensors, gather=gather, timeout_seconds=timeout_seconds)
@@ -60,8 +63,10 @@ def connect(
 
 
 class MixedSource(Source):
-    """What a rank can read is read in place, the rest is sent. reader, messages: of one layout and the same
-    participants; sent: the ranks whose parts this one cannot read."""
+    """A source that reads what this rank can read in place, and receives the rest.
+
+    reader, messages: sources with one layout and the same participants.
+    sent: the ranks whose parts this one cannot read."""
 
     def __init__(self, reader: IpcSource, messages: DistributedSource, sent: Collection[int]) -> None:
         self._reader, self._messages, self._sent = reader, messages, frozenset(sent)
@@ -69,23 +74,23 @@ class MixedSource(Source):
         self._split: tuple[Plan, Plan, Plan] | None = None
 
     def layout(self) -> SourceLayout:
-        """See Source."""
+        """The layout of both sources."""
         return self._reader.layout()
 
     def gather(self, value: Any) -> list[Any]:
-        """See Source."""
+        """Return the values of all participants."""
         return self._reader.gather(value)
 
     def held(self) -> Mapping[int, Parts]:
-        """See Source."""
+        """Return this rank's own parts, by rank."""
         return self._reader.held()
 
     def full(self, name: str) -> Tensor:
-        """See Source. Collective."""
+        """Broadcast the cells of one tensor. Collective."""
         return self._messages.full(name)
 
     def prepare(self, version: int) -> None:
-        """See Source."""
+        """Prepare both sources."""
         super().prepare(version)
         self._reader.prepare(version)
         self._messages.prepare(version)
@@ -93,10 +98,10 @@ class MixedSource(Source):
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """See Source. Collective."""
+        """Read, then send and receive. Collective."""
         read, sent = self._parts_of(plan)
         first = self._reader.deliver(read, destinations, hashes=hashes, seeds=seeds)
-        # Also if nothing is sent to this rank: others may be waiting for what it has.
+        # Also if nothing is sent to this rank, because others may wait for its messages.
         second = self._messages.deliver(sent, destinations, hashes=hashes, seeds=seeds)
         return Delivered(
             num_bytes=first.num_bytes + second.num_bytes,
@@ -108,12 +113,12 @@ class MixedSource(Source):
         )
 
     def close(self) -> None:
-        """See Source."""
+        """Close both sources."""
         self._messages.close()
         self._reader.close()
 
     def _parts_of(self, plan: Plan) -> tuple[Plan, Plan]:
-        """What of a plan is read, and what is sent; a plan is used for many handoffs."""
+        """Split a plan into what is read and what is sent; cached, because a plan serves many handoffs."""
         if self._split is None or self._split[0] is not plan:
             ranks = set(range(len(self.layout().hosts)))
             self._split = plan, plan.of_ranks(ranks - self._sent), plan.of_ranks(self._sent)

@@ -1,4 +1,4 @@
-"""Pieces on their way between memories that do not see each other: packed in the engine's dtypes, and unpacked."""
+"""Messages between memories that cannot read each other: pieces packed in the engine's dtypes, and unpacked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.pieces import contiguous_strides
 from hybrid_rl.resharding.tables import Column, Pieces
 
-# What weights may be made of; tables name a dtype by its number here.
+# The dtypes of weights; tables refer to a dtype by its index here.
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -24,7 +24,7 @@ _ALIGNMENT_BYTES = 16  # of each piece in a message: the widest access of a GPU
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in DTYPES. Raises HandoffError where it is none of them."""
+    """Return the index of a dtype in DTYPES. Raises HandoffError if it is not one of them."""
     if dtype not in DTYPES:
         raise HandoffError(f"weights of {dtype} cannot be handed over; use one of {', '.join(map(str, DTYPES))}")
     return DTYPES.index(dtype)
@@ -32,8 +32,10 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """A bucket as it travels: its pieces one after the other, contiguous. dtype [P]: index in DTYPES; at [P]: where
-    each piece begins, in elements of its dtype; strides [P, MAX_DIMS]: in the message."""
+    """A bucket in transit: its pieces one after the other, contiguous.
+
+    dtype [P]: index in DTYPES; at [P]: start of each piece, in elements of its dtype; strides [P, MAX_DIMS]: in the
+    message."""
 
     pieces: Pieces
     dtype: Column
@@ -43,7 +45,7 @@ class Message:
 
     @classmethod
     def of(cls, pieces: Pieces, dtype: Column) -> Message:
-        """The message of a bucket's pieces, each in the dtype of that number."""
+        """Lay out the message of a bucket's pieces, each in the dtype of that index."""
         sizes = pieces.num_elements * _SIZES[dtype]
         taken = -(-sizes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         begin = np.cumsum(taken) - taken
@@ -59,10 +61,10 @@ class Message:
     def unpack(
         self, staging: Tensor, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
     ) -> None:
-        """Write the pieces where they belong; hashes and seeds count the tensors of the layout."""
+        """Write the pieces to their destinations; hashes and seeds are indexed by the tensors of the layout."""
         if len(self.pieces):
             staging = staging.to(destinations[self.pieces.destination[0]].device)
-        # In the message tensors are told apart by dtype, in the hashes by their number: one view for each pair.
+        # The message distinguishes tensors by dtype, the hashes by their number, so there is one view for each pair.
         pairs, row = np.unique(np.stack([self.pieces.source, self.dtype], 1), axis=0, return_inverse=True)
         views = _as_dtypes(staging)
         unpacking = replace(self.pieces, source=row.reshape(-1), source_offset=self.at, source_strides=self.strides)
@@ -77,5 +79,5 @@ class Message:
 
 
 def _as_dtypes(staging: Tensor) -> list[Tensor]:
-    """A message of bytes as a tensor of each of DTYPES; its length is a multiple of every size."""
+    """View a message of bytes as each of DTYPES; its length is a multiple of every element size."""
     return [staging.view(dtype) for dtype in DTYPES]

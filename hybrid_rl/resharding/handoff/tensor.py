@@ -1,4 +1,4 @@
-"""Handoff within one process: the engine is shown the trainer's tensors themselves, or copies from them."""
+"""Handoff within one process: the engine uses the trainer's tensors themselves, or copies of them."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ __all__ = ["HandoffReport", "TensorSource", "check_shared"]
 
 @dataclass(eq=False)
 class TensorSource(Source):
-    """The trainer's weights in this process, by name; the only participant."""
+    """The trainer's weights in this process, by name; there is no other participant."""
 
     tensors: Mapping[str, Tensor]
     _layout: SourceLayout | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorSource:
-        """All parameters and buffers of a module."""
+        """Make the source of all parameters and buffers of a module."""
         return cls(named_weights(module))
 
     def layout(self) -> SourceLayout:
-        """See Source: rank 0 of this host holds everything."""
+        """The layout in which rank 0 of this host holds everything."""
         if self._layout is None:
             self._layout = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
         return self._layout
 
     def weight_layout(self) -> WeightLayout:
-        """See Source; cheap, for engines that read the trainer's own memory."""
+        """Return names, shapes and dtypes; cheap, for engines that read the trainer's own memory."""
         return WeightLayout.of(self.tensors.items())
 
     def deliver(
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
-        """See Source."""
+        """Copy the pieces of the plan to the engine."""
         parts = self.held()[0]
         return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL, hashes, seeds)
 
     def full(self, name: str) -> Tensor:
-        """See Source: the trainer's own tensor."""
+        """Return the trainer's own tensor."""
         part = self.held()[0][number_of(self.layout(), name)]
         assert part is not None
         return part
 
     def held(self) -> dict[int, Parts]:
-        """See Source. Raises HandoffError for a tensor that is not one piece of memory, or sharded."""
+        """Return all tensors as those of rank 0. Raises HandoffError if one is sharded or not contiguous."""
         scattered = [name for name, t in self.tensors.items() if isinstance(t, DTensor) or not t.is_contiguous()]
         if scattered:
             raise HandoffError(
@@ -64,9 +64,9 @@ class TensorSource(Source):
 
 
 def check_shared(source: TensorSource, engine: Mapping[str, Tensor]) -> int:
-    """Prove that the engine reads the source's own memory; returns the number of tensors.
+    """Prove that the engine reads the source's own memory, and return the number of tensors.
 
-    Raises HandoffError for a name that only one side has, or where storage, offset, shape, stride or dtype differ: a
+    Raises HandoffError for a name that only one side has, or if storage, offset, shape, stride or dtype differ: a
     rebound `param.data`, for instance, would leave the engine with old weights.
     """
     missing = sorted(set(source.tensors) ^ set(engine))

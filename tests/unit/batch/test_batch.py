@@ -60,6 +60,7 @@ def test_jagged_by_hand() -> None:
 def test_jagged_carries_inner_dims() -> None:
     column = Jagged(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 3]))
     assert column.row_sum().tolist() == [[0, 1], [6, 8]]
+    assert rows_of(column) == [[[0, 1]], [[2, 3], [4, 5]]]
     assert rows_of(column.select(torch.tensor([1]))) == [[[2, 3], [4, 5]]]
 
 

@@ -265,7 +265,7 @@ def test_rollouts_that_are_not_complete(tmp_path: Path) -> None:
     paths[1].unlink()
     with pytest.raises(DataError, match=r"lacks the rollout of step 5 from rank\(s\) \[1, 3\] of 4; copy"):
         load_rollout(tmp_path, 5)
-    with pytest.raises(DataError, match=r"no rollout of step 6; it holds steps \[5\]"):
+    with pytest.raises(DataError, match=r"no rollout of step 6; it has steps \[5\]"):
         load_rollout(tmp_path, 6)
     save_rollout(tmp_path, 5, 0, 1, rollout([0]))
     with pytest.raises(DataError, match=r"step 5 from runs of \[1, 4\] ranks; delete"):

@@ -251,7 +251,7 @@ def test_pickle_leaves_the_way_to_fetch_behind() -> None:
     """It is another one in every process."""
     blocks = Store()
     ref = pickle.loads(pickle.dumps(blocks.keep(batch_of(ONE))))
-    with pytest.raises(DataError, match="was not given by a worker group: it cannot be loaded here"):
+    with pytest.raises(DataError, match="was not made by a worker group: it cannot be loaded here"):
         ref.load()
     same(ref.with_get(blocks.get).load(), batch_of(ONE))
 
@@ -272,7 +272,7 @@ def test_samples_are_not_taken_by_brackets(place: Any) -> None:
     batch = batch_of(ONE)
     for held in (batch, Store().keep(batch)):
         with pytest.raises(
-            TypeError, match=r"by the names of its columns .* not by .*; select\(\[0, 1\]\) takes samples"
+            TypeError, match=r"by the names of its columns .* not by .*; for samples use select\(\[0, 1\]\)"
         ):
             held[place]
 

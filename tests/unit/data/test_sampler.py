@@ -214,7 +214,7 @@ def test_an_interrupted_take_loses_nothing(encoder: PromptEncoder) -> None:
 def test_a_pass_without_rows_does_not_spin(encoder: PromptEncoder) -> None:
     once = iter(ROWS)
     sampler = PromptSampler(load_source(lambda: once, encoder))
-    with pytest.raises(DataError, match="gave no row in pass 1"):
+    with pytest.raises(DataError, match="yielded no row in pass 1"):
         sampler.take(20)
 
 

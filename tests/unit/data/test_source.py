@@ -388,7 +388,7 @@ def test_a_stream_that_cannot_be_resumed_or_restarted(encoder: PromptEncoder) ->
     once = iter(ROWS)
     exhausted = stream(lambda: once, encoder)
     assert len(list(exhausted)) == 3  # the first row was read to check it
-    with pytest.raises(DataError, match="gave no row in pass 1; pass a function that returns a new iterator"):
+    with pytest.raises(DataError, match="yielded no row in pass 1; pass a function that returns a new iterator"):
         list(exhausted.iterate(epoch=1))
 
 

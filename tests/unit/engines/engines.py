@@ -14,8 +14,6 @@ from hybrid_rl.engines import FinishedSample, RolloutEngine, RolloutRequest, Sam
 from hybrid_rl.engines.base import TAGS
 from hybrid_rl.engines.hf import HFEngine
 from hybrid_rl.engines.inplace import InPlaceEngine
-from hybrid_rl.engines.lockstep import SharedEngine
-from hybrid_rl.engines.threaded import ThreadedEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
 from tests.contract_engine import ContractEngine, ContractModel
@@ -104,20 +102,6 @@ def contract(
     return Rig(engine, module)
 
 
-def threaded(**settings: Any) -> Rig:
-    """The contract engine, stepped in a thread that ends with the process."""
-    rig = contract(**settings)
-    return Rig(ThreadedEngine(rig.engine), rig.module)
-
-
-def shared(**settings: Any) -> Rig:
-    """The contract engine as one that ranks share, of which there is one."""
-    rig = contract(**settings)
-    alone = {"gather": lambda value: [value], "gather_numbers": lambda numbers: [numbers], "fingerprint": lambda: 0}
-    engine = SharedEngine(rig.engine, rank=0, num_ranks=1, **alone)
-    return Rig(engine, rig.module)
-
-
 def decode(token_ids: Sequence[int]) -> str:
     """The text of token ids: a letter per token, in turn."""
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
@@ -127,7 +111,7 @@ def decode(token_ids: Sequence[int]) -> str:
 TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
 
 IN_PLACE: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
-FACTORIES = IN_PLACE | {"hf": hf, "contract": contract, "threaded": threaded, "shared": shared}
+FACTORIES = IN_PLACE | {"hf": hf, "contract": contract}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

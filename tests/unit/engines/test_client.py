@@ -1,13 +1,13 @@
-"""The client of an engine, over a real one: whatever the consumer does, the engine is left empty."""
+"""The client of an engine, over a real one: requests at any time, and an engine that is left empty whatever happens."""
 
 import pytest
 
-from hybrid_rl.engines import RolloutEngine
 from hybrid_rl.engines import client as client_module
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import EngineStateError
+from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
-from tests.unit.engines.engines import inplace, request, same_samples
+from tests.unit.engines.engines import contract, inplace, request, same_samples
 
 
 class Engine:
@@ -25,7 +25,7 @@ class Engine:
         self.num_aborts += mode == "abort"
         self.engine.pause(mode)
 
-    break_off = RolloutEngine.break_off
+    abort_all = GuardedEngine.abort_all
 
     def step(self):
         self.num_steps += 1
@@ -75,7 +75,7 @@ def test_no_requests_no_events(engine):
     assert (engine.num_aborts, engine.num_steps) == (0, 0)
 
 
-def test_every_engine_step_says_that_the_work_gets_on(engine, monkeypatch):
+def test_every_engine_step_marks_progress(engine, monkeypatch):
     """A watchdog takes a rank that says nothing for hung: before the first step already, and while nothing finishes."""
     marks = []
     monkeypatch.setattr(client_module, "mark_progress", lambda: marks.append(engine.num_steps))
@@ -187,3 +187,107 @@ def test_a_stream_that_nobody_reads_occupies_nothing(engine):
     same_samples(flat(client.stream(REQUESTS, 1)), undisturbed())
     unread.close()
     assert engine.num_aborts == 0
+
+
+# ----------------------------------------------------------------------------------------- requests at any time
+
+
+@pytest.fixture
+def client(engine):
+    return EngineClient(engine)
+
+
+def test_requests_are_awaited_one_by_one_while_others_run(engine, client):
+    with client.session():
+        handles = [client.submit([one], 1) for one in REQUESTS]
+        (last,) = client.wait(handles[2])
+        # Ids 0 and 1 run first; 2 takes the place of 0 after two steps and needs three.
+        assert (last.id, engine.num_steps) == (2, 5)
+        assert [handle.is_done for handle in handles] == [False, False, True]
+        (first,) = client.poll(handles[0])
+        assert (first.id, engine.num_steps) == (0, 5)  # it had arrived: no step is taken
+        assert client.poll(handles[1]) and engine.num_steps == 6
+        (second,) = undisturbed()[1:2]
+    assert [first.completion_ids, last.completion_ids] == [s.completion_ids for s in undisturbed()[::2]]
+    assert len(second.completion_ids) == 6
+
+
+def test_a_request_joins_those_that_run(engine, client):
+    with client.session():
+        early = client.submit(REQUESTS[:2], 1)
+        assert client.poll(early) == []
+        late = client.submit([REQUESTS[2]], 1)
+        samples = [*client.wait(late), *client.wait(early)]
+    same_samples(sorted(samples, key=lambda sample: sample.id), undisturbed())
+    # Begun at the third step in the place of 0, not after the others: six steps instead of nine.
+    assert engine.num_steps == 6
+
+
+def test_cancelling_ends_what_runs_what_waits_and_nothing_else():
+    engine = Engine(max_num_seqs=1, max_num_waiting=1)
+    client = EngineClient(engine)
+    with client.session():
+        running, waiting, queued, kept = (client.submit([request(i, max_tokens=4)], 1) for i in range(4))
+        client.poll(running)
+        for handle in (running, waiting, queued):
+            client.cancel(handle)
+        ended = [sample for handle in (running, waiting, queued) for sample in client.wait(handle)]
+        client.cancel(running)
+        (sample,) = client.wait(kept)
+    assert [(s.id, s.finish_reason, len(s.completion_ids)) for s in ended] == [
+        (0, "abort", 1),
+        (1, "abort", 0),
+        (2, "abort", 0),
+    ]
+    assert (sample.finish_reason, len(sample.completion_ids), engine.num_aborts) == ("length", 4, 0)
+
+
+def test_one_bad_request_and_nothing_is_queued(engine, client):
+    with client.session():
+        client.submit([request(1)], 1)
+        with pytest.raises(DataError, match="request id 1 is in use"):
+            client.submit([request(2), request(1)], 1)
+        with pytest.raises(DataError, match="empty prompt"):
+            client.submit([request(2), request(3, 0)], 1)
+        assert client.stats().num_waiting == 1
+
+
+def test_what_nobody_waited_for_is_cancelled_at_the_end_of_a_session(engine, client):
+    with client.session():
+        client.poll(client.submit(REQUESTS, 1))
+    assert (engine.num_unfinished, engine.num_aborts) == (0, 0)
+    same_samples(flat(client.stream(REQUESTS, 1)), undisturbed())
+
+
+def test_a_session_inside_another_is_refused(client):
+    with client.session():
+        with pytest.raises(EngineStateError, match="busy with another rollout"), client.session():
+            pass
+        assert len(client.generate([request(0)], 1)) == 1
+
+
+def test_a_second_round_finds_the_prefixes_of_the_first_and_the_next_session_none():
+    """A prompt of 9 tokens fills two blocks of 4, which the same prompt finds in a later round."""
+    client = EngineClient(contract(block_size=4).ready().engine)
+    found = []
+    for _ in range(2):
+        with client.session():
+            first = client.generate([request(0, 9, seed=5)], 1)
+            found.append(client.stats().num_prefix_tokens)
+            second = client.generate([request(1, 9, seed=5)], 1)
+            found.append(client.stats().num_prefix_tokens)
+        assert first[0].completion_ids == second[0].completion_ids
+    assert found == [0, 8, 8, 16]
+
+
+def test_a_pause_holds_from_the_next_step_on(engine, client):
+    with client.session():
+        handle = client.submit([request(0, max_tokens=3)], 1)
+        client.poll(handle)
+        client.pause("keep")
+        assert client.poll(handle) == client.poll(handle) == []
+        assert client.at_rest().stats().num_generated_tokens == 1
+        client.resume()
+        assert len(client.wait(handle)[0].completion_ids) == 3
+    with pytest.raises(ValueError, match="pause mode 'stop' is unknown"):
+        client.pause("stop")

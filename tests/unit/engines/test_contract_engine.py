@@ -62,6 +62,7 @@ def test_every_weight_and_every_cached_key_shows_in_the_logprobs():
         after = rig.run([sent], number)[0].logprobs
         assert after != before
         before = after
+    rig.engine.begin_rollout()
     rig.engine.submit([sent], 4)
     rig.engine.step()
     rig.engine._kv[2] += 1  # the key of a prompt token
@@ -93,7 +94,7 @@ def test_sleep_gives_the_memory_back_and_wake_keeps_addresses(discard):
     assert {name: tensor.data_ptr() for name, tensor in rig.engine._weights.items()} == addresses
     if discard:
         assert not any(bool(tensor.any()) for tensor in rig.engine._weights.values())
-        with pytest.raises(EngineStateError, match="publish them before generating"):
+        with pytest.raises(EngineStateError, match="update its weights before generating"):
             rig.engine.submit(sent, 1)
         rig.publish(2)
     same_samples(rig.run(sent, 1 + discard), before)
@@ -203,7 +204,7 @@ def test_an_update_that_fails_half_way_leaves_no_version_to_generate_with():
     moved = [name for name, tensor in rig.engine._weights.items() if not torch.equal(tensor, before[name])]
     assert 0 < len(moved) < len(before)
     for version in (1, 2):
-        with pytest.raises(EngineStateError, match="publish"):
+        with pytest.raises(EngineStateError, match="update its weights"):
             rig.engine.submit([request(0)], version)
     rig.publish(2)
     probe(rig, 2)
@@ -215,7 +216,7 @@ def test_an_unwritten_byte_is_caught_by_the_count():
     num_bytes = rig.engine.weight_layout().num_bytes
     with pytest.raises(HandoffError, match=f"{num_bytes - 1} of {num_bytes} bytes of policy version 2"):
         rig.publish(2)
-    with pytest.raises(EngineStateError, match="publish"):
+    with pytest.raises(EngineStateError, match="update its weights"):
         rig.engine.submit([request(0)], 2)
     rig.publish(3)
     probe(rig, 3)

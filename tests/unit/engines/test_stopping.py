@@ -183,5 +183,5 @@ def test_training_and_evaluation_stop_at_the_same_strings():
 
 def test_special_tokens_in_stop_strings_are_refused_with_their_id():
     check_stop_strings(["stop", "\n"], build_tokenizer())
-    with pytest.raises(ConfigError, match=r"'x<eos>' holds the special token '<eos>'.*set stop_token_ids=\[1\]"):
+    with pytest.raises(ConfigError, match=r"'x<eos>' contains the special token '<eos>'.*set stop_token_ids=\[1\]"):
         check_stop_strings(["x<eos>"], build_tokenizer())

@@ -99,7 +99,7 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
     assert [r["step"] for r in read_jsonl(file.path)] == [0, 1, 2]
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         "cannot write /dev/full",
-        f"{file.path} can be written again; nothing was lost",
+        f"{file.path} is writable again; nothing was lost",
     ]
 
 

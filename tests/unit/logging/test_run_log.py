@@ -148,9 +148,10 @@ def test_what_another_branch_left_is_set_aside_and_told(tmp_path: Path, caplog: 
     assert {name: data for name, data in files(folder).items() if name != "config.yaml"} == expected
     names = "checkpoint-3.abandoned-2, checkpoint-4.abandoned, checkpoint-10.abandoned"
     assert (
-        caplog.text.count(f"training goes on from step 2, so checkpoints of another branch are set aside: {names}") == 1
+        caplog.text.count(f"training continues from step 2, so checkpoints of another branch are set aside: {names}")
+        == 1
     )
-    assert caplog.text.count("the records of 2 later steps that lay there are moved to metrics.jsonl.dropped") == 1
+    assert caplog.text.count("the existing records of 2 later steps are moved to metrics.jsonl.dropped") == 1
 
 
 def test_a_run_that_is_killed_while_it_sets_aside_goes_on_as_if_it_were_not(
@@ -194,7 +195,12 @@ def test_a_run_that_is_killed_while_it_sets_aside_goes_on_as_if_it_were_not(
 
 @pytest.mark.parametrize(
     ("damage", "told"),
-    [("gone", "it is missing"), ("cut", "cannot parse"), ("text", "it holds no key"), ("empty", "it holds no key")],
+    [
+        ("gone", "the file is missing"),
+        ("cut", "cannot parse"),
+        ("text", "the file has no configuration key"),
+        ("empty", "the file has no configuration key"),
+    ],
 )
 def test_a_config_that_cannot_be_read_is_told(
     tmp_path: Path, damage: str, told: str, caplog: pytest.LogCaptureFixture
@@ -221,7 +227,7 @@ def test_lines_that_cannot_be_read_are_told_as_what_they_are(tmp_path: Path, cap
     log.begin(2)
     log.metrics(3, {"reward": 9.0})
     log.close()
-    assert "1 unreadable line of metrics.jsonl was dropped, and kept in metrics.jsonl.dropped" in caplog.text
+    assert "1 unreadable line of metrics.jsonl was removed, and kept in metrics.jsonl.dropped" in caplog.text
     assert "the records of" not in caplog.text
     assert (folder / "metrics.jsonl.dropped").read_text() == '{"step": 3, "lo\n'
 

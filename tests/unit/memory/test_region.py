@@ -148,10 +148,10 @@ def test_an_empty_region_sleeps_too() -> None:
 def test_nobody_sleeps_or_wakes_twice_nor_allocates_asleep(policy: str) -> None:
     region = Region("kv")
     tensor = filled(region, 10)
-    with pytest.raises(MemoryStateError, match="'kv' is awake already"):
+    with pytest.raises(MemoryStateError, match="'kv' is already awake"):
         region.wake()
     region.sleep(policy)  # type: ignore[arg-type]
-    with pytest.raises(MemoryStateError, match="'kv' is asleep already"):
+    with pytest.raises(MemoryStateError, match="'kv' is already asleep"):
         region.sleep(policy)  # type: ignore[arg-type]
     with pytest.raises(MemoryStateError, match="'kv' is asleep; wake it before allocating"):
         region.allocate((1,), torch.uint8)
@@ -166,7 +166,7 @@ def test_waking_finds_out_what_was_used_asleep(policy: str, use: Callable[[torch
     tensor = filled(region, 10)
     region.sleep(policy)  # type: ignore[arg-type]
     use(tensor)
-    with pytest.raises(MemoryStateError, match=f"'kv' was used while it slept: {mmap.PAGESIZE} bytes"):
+    with pytest.raises(MemoryStateError, match=f"'kv' was used while it slept and takes {mmap.PAGESIZE} bytes"):
         region.wake()
     region.wake()
     assert tensor.tolist() == [7 if policy == "offload" else 0] * 10

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import CausalLM, PackedAttention
+from hybrid_rl.models import CausalLM, PaddedAttention
 from hybrid_rl.models.row import Layout
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 
@@ -152,7 +152,7 @@ def test_the_users_own_forward_and_generate_stay_as_they_were(name, attention, t
         model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0)
         torch.testing.assert_close(own(), before, rtol=0, atol=0)
         with pytest.raises(IndexError):
-            model.hidden_states(torch.tensor([VOCABULARY]), torch.tensor([0]), PackedAttention([1]))
+            model.hidden_states(torch.tensor([VOCABULARY]), torch.tensor([0]), PaddedAttention(Layout((1,))))
         torch.testing.assert_close(own(), before, rtol=0, atol=0)
 
 
@@ -228,4 +228,4 @@ def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(na
     # Neither the user's own call of the module nor an engine's runs, or compiles, anything but the module.
     with torch._dynamo.config.patch(error_on_recompile=True), torch.inference_mode():
         assert torch.equal(compiled.module(input_ids=prompt).logits, own)
-        compiled.hidden_states(prompt[0, :1], prompt[0, :1], PackedAttention([1]))
+        compiled.hidden_states(prompt[0, :1], prompt[0, :1], PaddedAttention(Layout((1,))))

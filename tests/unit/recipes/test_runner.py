@@ -69,7 +69,7 @@ def test_your_own_model_wants_a_reward() -> None:
 
 
 def test_rows_are_named_after_the_algorithm() -> None:
-    assert row_name(load_config(settings_file("grpo"))[0]) == "then GRPO, told only right or wrong"
+    assert row_name(load_config(settings_file("grpo"))[0]) == "then GRPO, from right or wrong only"
     assert row_name(load_config(settings_file("gspo"))[0]) == "then Group Sequence Policy Optimization"
 
 

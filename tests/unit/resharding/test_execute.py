@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.execute import Walk, content_hash, copy_pieces, hash_pieces, name_seed
+from hybrid_rl.resharding.execute import HashedBoxes, content_hash, copy_pieces, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -281,19 +281,19 @@ def test_elements_in_other_places_show(form: str) -> None:
 def test_hashes_add_up_over_any_partition(form: str) -> None:
     tensor = torch.randn(30, 50, generator=torch.Generator().manual_seed(4))
     whole = content_hash(tensor, 9, 0, (50, 1), torch.float16)
-    boxes = [(0, 7, 0, 50), (7, 30, 0, 13), (7, 20, 13, 50), (20, 30, 13, 50)]
-    walk = Walk(
+    cells = [(0, 7, 0, 50), (7, 30, 0, 13), (7, 20, 13, 50), (20, 30, 13, 50)]
+    boxes = HashedBoxes(
         tensor=np.zeros(4, np.int64),
-        offset=column(*(50 * b[0] + b[2] for b in boxes)),
+        offset=column(*(50 * b[0] + b[2] for b in cells)),
         strides=np.repeat(dims((50, 1), 0), 4, axis=0),
-        shape=np.concatenate([dims((b[1] - b[0], b[3] - b[2]), 1) for b in boxes]),
+        shape=np.concatenate([dims((b[1] - b[0], b[3] - b[2]), 1) for b in cells]),
         dtype=np.zeros(4, np.int64),
         parameter=column(0, 1, 0, 1),
-        global_offset=column(*(50 * b[0] + b[2] for b in boxes)),
+        global_offset=column(*(50 * b[0] + b[2] for b in cells)),
         global_strides=np.repeat(dims((50, 1), 0), 4, axis=0),
     )
     hashes = torch.zeros(2, dtype=torch.int64)
-    hash_pieces(walk, [tensor], [torch.float16], hashes=hashes, seeds=torch.tensor([9, 9]))
+    hash_pieces(boxes, [tensor], [torch.float16], hashes=hashes, seeds=torch.tensor([9, 9]))
     assert int(hashes.sum()) == whole
 
 
@@ -322,7 +322,7 @@ GOOD = piece((3, 4), (0, (4, 1)), (0, (4, 1)))
         ({"destination_strides": dims((5, 1), 0)}, r"shape \[3, 4, 1, 1\].* 0 to 13 of destination 0, which has 12"),
         ({"destination_strides": dims((-4, 1), 0)}, r"-8 to 3 of destination 0"),
         ({"shape": dims((3, -1), 1)}, r"shape \[3, -1, 1, 1\]"),
-        ({"source": column(1)}, "nothing is held of source 1"),
+        ({"source": column(1)}, "source 1, from which a piece is read, is not held"),
         ({"source": column(2)}, "names source 2 of 2"),
         ({"destination": column(-1)}, "names destination -1 of 1"),
     ],
@@ -338,9 +338,9 @@ def test_a_piece_outside_of_its_tensors_is_refused_before_anything_is_written(ch
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
-        (torch.float32, torch.float64, "source 0 is torch.float32 and is to become torch.float64"),
+        (torch.float32, torch.float64, "source 0 is torch.float32 and cannot be cast to torch.float64"),
         (torch.int32, torch.float32, "source 0 is torch.int32"),
-        (torch.bfloat16, torch.int16, "become torch.int16"),
+        (torch.bfloat16, torch.int16, "be cast to torch.int16"),
         (torch.complex128, torch.complex128, "have 16 bytes"),
     ],
 )
@@ -357,7 +357,7 @@ def test_hashes_need_seeds_and_room() -> None:
         copy_pieces(GOOD, *tensors, hashes=torch.zeros(1, dtype=torch.int64), seeds=torch.zeros(0, dtype=torch.int64))
     with pytest.raises(HandoffError, match="hashes is torch.float32"):
         copy_pieces(GOOD, *tensors, hashes=torch.zeros(1), seeds=torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(HandoffError, match="of at most 4; flatten"):
+    with pytest.raises(HandoffError, match="at most 4; flatten"):
         content_hash(torch.zeros(1, 1, 1, 1, 1), 0, 0, (1,) * 5)
 
 

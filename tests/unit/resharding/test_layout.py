@@ -97,7 +97,7 @@ def test_fsdp_over_tensor_parallelism_interleaves_its_chunks():
 
 
 def test_a_part_that_is_no_box_or_no_value_is_refused():
-    with pytest.raises(HandoffError, match=r"w \[8\]: a rank's part is no box"):
+    with pytest.raises(HandoffError, match=r"w \[8\]: a rank's part is not a box"):
         ShardedTensor.of(spec(8), np.arange(2), [_StridedShard(0, split_factor=2)])
     with pytest.raises(HandoffError, match="no rank holds its values"):
         ShardedTensor.of(spec(8), np.arange(2), [Partial()])

@@ -47,7 +47,8 @@ def written(loading: Loading, layout: SourceLayout, plan) -> tuple[list[np.ndarr
             tensor = layout.tensors[p.source[i]]
             values = parts[p.source[i]][bucket.source_rank][there]
             assert torch.equal(values, named[tensor.spec.name].flatten()[number])
-            memory[p.destination[i]][here] = values.double().numpy()
+            dtype = loading.destinations[p.destination[i]].dtype  # bfloat16 rounds numbers above 256
+            memory[p.destination[i]][here] = values.to(dtype).double().numpy()
             np.add.at(counts[p.destination[i]], here, 1)
     return memory, counts
 
@@ -323,7 +324,7 @@ def test_layouts_that_do_not_fit_are_refused():
         make_plan(trace, SourceLayout.fsdp([TensorSpec("s1", (4, 2), torch.float32)], 2), 0)
     with pytest.raises(HandoffError, match=r"the engine takes s0 \[4, 2\], the trainer has \[2, 4\]"):
         make_plan(trace, SourceLayout.fsdp([TensorSpec("s0", (2, 4), torch.float32)], 2), 0)
-    with pytest.raises(HandoffError, match="rank 2 is none of the 2 ranks"):
+    with pytest.raises(HandoffError, match="rank 2 is not one of the 2 ranks"):
         make_plan(trace, layout_of(loading, 2), 2)
     with pytest.raises(HandoffError, match="of 8 elements 8 are missing"):
         make_plan(dataclasses.replace(trace, copies=trace.copies.select([])), layout_of(loading, 2), 0)

@@ -35,12 +35,12 @@ def rows_of(destination: int, loading: Loading, *parts: tuple[int, int]) -> None
         ([(0, 2), (2, 6)], None),
         ([(2, 6), (0, 2)], None),
         ([(0, 6)], None),
-        ([(0, 2), (3, 6)], "of 18 elements 3 are missing, 0 written more than once, 0 beside it"),
-        ([(0, 3), (2, 6)], "of 18 elements 0 are missing, 3 written more than once, 0 beside it"),
+        ([(0, 2), (3, 6)], "of 18 elements 3 are missing, 0 written more than once, 0 outside it"),
+        ([(0, 3), (2, 6)], "of 18 elements 0 are missing, 3 written more than once, 0 outside it"),
         # As many elements as there should be, but one row twice and one never.
-        ([(0, 2), (1, 5)], "of 18 elements 3 are missing, 3 written more than once, 0 beside it"),
-        ([(0, 6), (0, 6)], "of 18 elements 0 are missing, 18 written more than once, 0 beside it"),
-        ([], "of 18 elements 18 are missing, 0 written more than once, 0 beside it"),
+        ([(0, 2), (1, 5)], "of 18 elements 3 are missing, 3 written more than once, 0 outside it"),
+        ([(0, 6), (0, 6)], "of 18 elements 0 are missing, 18 written more than once, 0 outside it"),
+        ([], "of 18 elements 18 are missing, 0 written more than once, 0 outside it"),
     ],
 )
 def test_rows(parts, expected):
@@ -80,7 +80,7 @@ def test_strides_that_skip_memory():
     loading.copy(s, [(0, 4), (0, 3)], d, loading.destinations[d])
     check(loading)
     loading.fill(d, torch.as_strided(loading.destinations[d], (2,), (1,), 3))
-    assert "0 are missing, 0 written more than once, 2 beside it" in problem(loading)
+    assert "0 are missing, 0 written more than once, 2 outside it" in problem(loading)
 
 
 def test_a_run_through_the_gaps_of_a_tensor():
@@ -89,7 +89,7 @@ def test_a_run_through_the_gaps_of_a_tensor():
     d = loading.destination(4, 3, strides=(5, 1))
     run = torch.as_strided(loading.destinations[d], (12,), (1,), 0)
     loading.copy(loading.source(12), [(0, 12)], d, run)
-    assert "of 12 elements 4 are missing, 0 written more than once, 4 beside it" in problem(loading)
+    assert "of 12 elements 4 are missing, 0 written more than once, 4 outside it" in problem(loading)
 
 
 def test_rows_that_overlap():
@@ -111,7 +111,7 @@ def test_beyond_the_memory():
     for offset in (-1, 1):
         moved = trace.copies.offset + offset
         copies = type(trace.copies)(**{**vars(trace.copies), "offset": moved})
-        with pytest.raises(HandoffError, match=r"d0 \[4\]: 1 copies go beyond its memory of 4 elements"):
+        with pytest.raises(HandoffError, match=r"d0 \[4\]: 1 copies exceed its memory of 4 elements"):
             check_tiling(copies, trace.fills, trace.destinations)
 
 
@@ -134,7 +134,7 @@ def test_what_is_loaded_otherwise_is_neither_missing_nor_to_be_written():
     loading.destination(5)
     assert "d1 [5]: of 5 elements 5 are missing" in problem(loading)
     check(loading, untraced=[1])
-    assert "d0 [6, 3]: 1 copies write it, though it is to be loaded otherwise" in problem(loading, untraced=[0, 1])
+    assert "d0 [6, 3]: 1 copies write it, though it is loaded in another way" in problem(loading, untraced=[0, 1])
 
 
 def test_scalars_and_tensors_without_elements():
@@ -172,5 +172,5 @@ def test_counts_are_those_of_writing_for_real(data):
     if not missing and not doubled:
         check(loading)
     else:
-        expected = f"of {counts.numel()} elements {missing} are missing, {doubled} written more than once, 0 beside it"
+        expected = f"of {counts.numel()} elements {missing} are missing, {doubled} written more than once, 0 outside it"
         assert expected in problem(loading)

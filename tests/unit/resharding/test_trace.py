@@ -184,7 +184,7 @@ def test_padding_is_filled() -> None:
         (lambda x, y: (y.fill_(0), y[:2].copy_(x), y.mul_(2)), "changes it in place (aten.mul_"),
         (lambda x, y: y[:2].copy_(x), "writes 6 of its 12 elements"),
         (lambda x, y: None, "writes nothing"),
-        (lambda x, y: (torch.zeros_like(y).copy_(x[:1]), y.copy_(torch.randn(4, 3))), "no part of the checkpoint"),
+        (lambda x, y: (torch.zeros_like(y).copy_(x[:1]), y.copy_(torch.randn(4, 3))), "not part of the checkpoint"),
         (lambda x, y: y.copy_(x.bfloat16()[:1].expand(4, 3)), "rounded to torch.bfloat16"),
         (lambda x, y: (y[:2].copy_(x), y[2:].copy_(y[:2])), "another tensor of the engine"),
         (lambda x, y: (b := torch.empty(4, 3), b[:2].copy_(x), y.copy_(b)), "passes through a temporary"),
@@ -211,7 +211,7 @@ def test_the_rest_is_traced_beside_what_is_not() -> None:
 
 
 def test_a_loader_that_reads_values_is_refused() -> None:
-    with pytest.raises(HandoffError, match="reads values of weights.* on x"):
+    with pytest.raises(HandoffError, match="reads the values of weights.* on x"):
         traced(lambda w, e: e["y"].fill_(w["x"].item()), {"x": (1,)}, {"y": torch.zeros(3)})
 
 

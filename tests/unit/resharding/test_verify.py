@@ -205,8 +205,8 @@ def test_participants_that_verify_different_versions_are_stopped():
         rig.verify(1 + rank)
 
     assert outcomes(work) == [
-        "participant 1 verifies policy version 2, here it is 1",
-        "participant 0 verifies policy version 1, here it is 2",
+        "participant 1 verifies policy version 2, this one verifies 1",
+        "participant 0 verifies policy version 1, this one verifies 2",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a reward function may hand to log_extra and log_metric, and what is said of all else."""
+"""Values for log_extra and log_metric, and the errors for wrong ones."""
 
 import datetime
 import math
@@ -15,8 +15,8 @@ from hybrid_rl.rewards.calling import CallLog, check_values
     [3, None, 1.5, "abc", b"abc", {0: 1, 1: 2, 2: 3}, {1, 2, 3}, torch.tensor(3.0), np.float32(3), object()],
     ids=["int", "None", "float", "text", "bytes", "dict", "set", "tensor", "numpy", "object"],
 )
-def test_what_holds_no_value_per_sample_is_told_as_such(values):
-    """A text has letters, a dict keys, a set no order: three of them are not the values of three samples."""
+def test_log_extra_refuses_anything_but_a_value_per_sample(values):
+    """The letters of a text, the keys of a dict and the members of a set are not the values of three samples."""
     log = CallLog(3)
     with pytest.raises(TypeError, match=r"^log_extra\('x', \.\.\.\) got .* of type \w+; give one value per sample$"):
         log.log_extra("x", values)
@@ -42,7 +42,7 @@ def test_values_of_every_ordered_kind():
 
 
 def endless():
-    """A lambda has `<locals>.<lambda>` in its text, which is no address."""
+    """The text of a lambda has `<locals>.<lambda>` in it as well as an address."""
     return lambda: None
 
 
@@ -52,7 +52,7 @@ def test_an_address_is_not_logged(value):
         CallLog(2).log_extra("x", [1, value])
 
 
-def test_what_has_a_text_of_its_own_is_logged_by_it():
+def test_an_object_with_a_text_of_its_own_is_logged_as_that_text():
     log = CallLog(3)
     log.log_extra("x", [datetime.date(2024, 2, 29), 1 + 2j, "<object at 0x7f00>"])
     assert log.extras == {"x": ["2024-02-29", "(1+2j)", "<object at 0x7f00>"]}

@@ -1,4 +1,4 @@
-"""Rewards of single tokens: what is accepted, how they add up, and what is said of those that do not fit."""
+"""Rewards of single tokens: accepted forms, sums, and errors for wrong ones."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def test_a_reward_is_the_sum_of_its_tokens_and_both_are_weighted():
     assert not result.failures
 
 
-def test_numbers_and_none_stand_beside_sequences():
+def test_numbers_and_none_may_be_mixed_with_sequences():
     @dense_reward
     def mixed(completion_ids):
         return [[1.0, 2.0], 5.0, None]
@@ -84,7 +84,7 @@ def test_rows_of_every_kind(row):
         ("12", "type", "of type str"),
     ],
 )
-def test_a_bad_row_fails_its_sample_alone(row, reason, says):
+def test_a_bad_row_fails_only_its_sample(row, reason, says):
     @dense_reward
     def f(completion_ids):
         return [row if len(ids) == 2 else [1.0] * len(ids) for ids in completion_ids]
@@ -96,13 +96,13 @@ def test_a_bad_row_fails_its_sample_alone(row, reason, says):
     assert [row.tolist() for row in result.token_rewards] == [[0.0, 0.0], [1.0, 1.0, 1.0]]
 
 
-def test_a_function_without_the_mark_is_told_of_the_decorator():
+def test_an_error_of_a_function_without_the_mark_names_the_decorator():
     result = score(lambda completion_ids: [[0.5] * len(ids) for ids in completion_ids], samples(2))
     assert result.failures[0].reason == "type"
     assert "hybrid_rl.rewards.dense_reward" in result.failures[0].detail
 
 
-def test_what_another_function_failed_on_has_no_token_rewards():
+def test_a_sample_on_which_another_function_failed_has_no_token_rewards():
     result = score([ascending, lambda completion_ids: [NAN] * len(completion_ids)], samples(3))
     assert np.isnan(result.rewards).all() and result.token_rewards[0].tolist() == [0.0, 0.0, 0.0]
 

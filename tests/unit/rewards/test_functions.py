@@ -1,4 +1,4 @@
-"""What reward functions are called with, how they are named, and what is refused before work starts."""
+"""Arguments and names of reward functions, and the checks before work starts."""
 
 import functools
 
@@ -143,7 +143,7 @@ def test_models_and_judges_keep_their_places_and_get_trls_names():
     assert list(found.judges) == [4] and found.late == [1, 2, 3, 4, 6]
 
 
-def test_tokenizers_go_to_the_models_beside_which_they_stand():
+def test_each_tokenizer_goes_to_its_model():
     first, second = object(), object()
     entries = with_model_entries([length, "org/a", "org/b"], [None, first, None])
     assert entries == [length, RewardModelEntry("a", "org/a", first), RewardModelEntry("b", "org/b", None)]
@@ -155,7 +155,7 @@ def test_tokenizers_go_to_the_models_beside_which_they_stand():
         with_model_entries([length], [first])
 
 
-def test_what_cannot_be_called_is_refused():
+def test_entries_that_cannot_be_called_are_refused():
     with pytest.raises(ConfigError, match="empty"):
         RewardList.of([])
     with pytest.raises(ConfigError, match="pass an instance"):

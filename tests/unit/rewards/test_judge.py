@@ -67,7 +67,7 @@ def test_errors_of_the_server_are_tried_again_and_then_fail_their_samples():
     assert len(server.requests) == 1 + 2 + 2
 
 
-def test_a_timeout_fails_its_sample_alone():
+def test_a_timeout_fails_only_its_sample():
     def answer(content):
         reply = grade(content)
         return Reply(reply.text, delay_seconds=3.0) if "<score>5<" in reply.text else reply
@@ -131,7 +131,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         LLMJudge("http://localhost:1/v1", "m", api_key_env="JUDGE_KEY")
 
 
-def test_it_travels_to_processes_and_keeps_no_key():
+def test_a_judge_is_sent_to_processes_without_its_key():
     with ChatServer(grade) as server:
         given = judge(server)
         with RewardRunner(given) as runner:  # it has a client by then
@@ -141,7 +141,7 @@ def test_it_travels_to_processes_and_keeps_no_key():
             assert runner.score(samples("3"), None).rewards.tolist() == [3.0]
 
 
-def test_what_cannot_work_is_refused(monkeypatch):
+def test_unusable_settings_are_refused(monkeypatch):
     for wrong in ({"max_concurrency": 0}, {"timeout_seconds": 0}, {"num_retries": -1}, {"max_tokens": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             LLMJudge("http://localhost:1/v1", "m", api_key_env=None, **wrong)

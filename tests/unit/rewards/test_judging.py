@@ -1,4 +1,4 @@
-"""What judges are asked and how their answers become scores."""
+"""Questions to judges, and the scores in their answers."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_a_sample_without_comparison_gets_the_error_of_one():
     assert style.scores([], [], 1) == [None]  # a group of one
 
 
-def test_what_cannot_be_asked_is_refused():
+def test_unusable_questions_are_refused():
     with pytest.raises(ConfigError, match="mode='listwise'"):
         JudgeStyle.of("listwise", None, None)
     with pytest.raises(ConfigError, match=r"lacks \{completion_b\}"):

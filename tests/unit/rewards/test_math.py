@@ -40,7 +40,7 @@ def test_answers():
     assert score_all() == [case[2] for case in CASES]
 
 
-def test_in_another_thread_where_signals_do_not_work():
+def test_answers_in_a_thread_that_gets_no_signals():
     found = []
     thread = threading.Thread(target=lambda: found.append(score_all("solution")))
     thread.start()
@@ -48,7 +48,7 @@ def test_in_another_thread_where_signals_do_not_work():
     assert found == [[case[2] for case in CASES]]
 
 
-def test_one_warning_is_silenced_and_no_other(caplog, monkeypatch):
+def test_only_one_warning_is_silenced(caplog, monkeypatch):
     """math-verify gives it once in a process, and again after each reset of its own flags."""
     for name in ("parser", "grader"):
         monkeypatch.setattr(f"math_verify.{name}.TIMEOUT_WARNING_SHOWN", False)

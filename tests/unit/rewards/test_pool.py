@@ -89,7 +89,7 @@ def test_state_objects_travel():
 
 def test_processes_start_at_first_use_are_kept_and_end_with_close():
     with RewardRunner(pid_function(), num_processes=1) as runner:
-        assert not runner._pool.processes
+        assert runner._loop is None
         pids = {runner.score(samples("a"), None).extras["pid"][10] for _ in range(3)}
         assert len(pids) == 1
         assert is_alive(*pids)
@@ -142,8 +142,8 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
     assert "SIGSEGV" in result.failures[1].detail
 
 
-def test_what_is_no_exception_is_told_with_its_traceback_too():
-    """It ends the process no more than the call: whoever collects the samples ends the run by it."""
+def test_a_base_exception_is_reported_with_its_traceback_too():
+    """It does not end the process; the collector of the samples ends the run because of it."""
 
     class Unforgiving(BaseException):
         pass
@@ -171,7 +171,21 @@ def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
     assert ["not called again" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 2
 
 
-def test_killing_takes_along_what_the_function_started(tmp_path):
+def test_after_eight_samples_that_end_their_process_the_rest_is_given_up():
+    """Also if other samples do not fail, so that the function is not at fault."""
+
+    def f(completions):
+        if "end" in completions:
+            os._exit(1)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(samples("a", *["end"] * 12, "b"), None)
+    np.testing.assert_array_equal(result.rewards, [1.0, *[NAN] * 13])
+    assert ["not called again: 8 samples" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 5
+
+
+def test_killing_a_process_also_kills_what_the_function_started(tmp_path):
     pid_file = tmp_path / "pid"
 
     def f(completions):
@@ -301,6 +315,18 @@ def test_functions_that_cannot_be_loaded_raise_from_the_future():
         runner.score(samples("a"), None)
 
 
+def test_long_texts_travel_whole_in_both_directions():
+    def f(completions, log_extra):
+        log_extra("text", completions)
+        return [float(len(text)) for text in completions]
+
+    inputs = samples("ab" * 1_500_000, "c")
+    with RewardRunner(f, num_processes=1) as runner:
+        result = runner.score(inputs, None)
+    assert result.rewards.tolist() == [3e6, 1.0]
+    assert result.extras["text"] == {10: inputs[0].completion, 11: "c"}
+
+
 def test_arguments_that_cannot_travel_raise_from_the_future():
     with (
         RewardRunner(lambda completions, trainer_state: [1.0], num_processes=1) as runner,
@@ -314,11 +340,11 @@ SCRIPT = """
     from hybrid_rl.rewards import RewardInput, RewardRunner
 
     def sleeps(completions, **kwargs):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         {first}time.sleep(3600)
 
     def holds_the_gil(completions, **kwargs):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         re.match('(a*)*b', 'a' * 60)
 
     runners = [RewardRunner(function, num_processes=1) for function in {functions}]
@@ -348,7 +374,7 @@ def test_processes_do_not_outlive_a_killed_trainer(tmp_path):
 
 
 def test_processes_end_with_a_script_that_forgets_close(tmp_path):
-    """It ends when the function runs, however long that took to start."""
+    """The script ends while the function runs, however long that took to start."""
     script, [pid] = start_script(tmp_path, ["sleeps"], "sys.stdin.read()")
     script.stdout.close()
     script.stdin.close()
@@ -357,7 +383,7 @@ def test_processes_end_with_a_script_that_forgets_close(tmp_path):
 
 
 def test_a_reward_process_does_not_import_torch():
-    """Not even where state and reward are the library's own."""
+    """Not even if state and reward are the library's own."""
 
     def modules(completions, trainer_state):
         return [float("torch" in sys.modules or trainer_state is None and "numpy" in sys.modules)]
@@ -371,19 +397,19 @@ def test_a_reward_process_does_not_import_torch():
 def test_a_fork_does_not_close_the_pool_of_its_parent():
     """Its atexit would wait for a lock that a thread of the parent held when it forked."""
     with RewardRunner(pid_function(), num_processes=1) as runner:
-        pool = runner._pool
-        with pool.lock:
+        before = runner.score(samples("a"), None).extras["pid"]
+        with runner._lock:
             child = os.fork()
             if child == 0:
                 signal.alarm(10)
-                pool.close()
+                runner.close()
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not pool.closed
+        assert runner.score(samples("a"), None).extras["pid"] == before
 
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
-def test_a_fork_that_comes_back_from_a_function_is_told_of(how):
+def test_a_fork_that_comes_back_from_a_function_is_reported(how):
     """Whichever of the two answers came first: the child's, which is another number, is never taken."""
 
     def forks(completions):

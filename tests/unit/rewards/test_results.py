@@ -1,7 +1,6 @@
 """Weighted sums, masking, and the judgement and report of failures."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
 from hybrid_rl.rewards.calling import CallLog, CallOutcome, call_sync, check_values, failed_call
 from hybrid_rl.rewards.results import assemble, cause_of
-from hybrid_rl.rewards.runner import PendingScore
 
 SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
 
@@ -116,8 +114,8 @@ def test_failure_report_groups_by_function_and_reason():
 
 
 @pytest.mark.parametrize(("given", "weights"), [([1e308, 0.0], [1.0, 1.0]), ([1e301, -1e308], [9e200, 9e200])])
-def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, weights, recwarn):
-    """Their mean and their advantages would be NaN, without a word. Others are not concerned."""
+def test_the_error_of_an_infinite_sum_of_rewards_says_what_to_do(given, weights, recwarn):
+    """Their mean and their advantages would silently be NaN. Other samples are not affected."""
     parts = [(index, (SAMPLES, outcome(value, 2.0, -2.0))) for index, value in enumerate(given)]
     result = assemble(["f", "g"], weights, SAMPLES, parts)
     assert np.isnan(result.rewards).tolist() == [True, False, False]
@@ -128,7 +126,7 @@ def test_rewards_whose_sums_would_be_infinite_are_told_with_what_to_do(given, we
 
 
 def test_the_cause_comes_first():
-    """In an error's first line, of a traceback the exception that stands last there."""
+    """In the first line of an error; for a traceback it is the exception at its end."""
 
     def f(log_metric):
         log_metric("step", 1)
@@ -157,13 +155,3 @@ def test_the_cause_comes_first():
 )
 def test_the_cause_of_a_failure(detail, cause):
     assert cause_of(detail) == cause
-
-
-def test_a_second_outcome_of_a_call_comes_too_late():
-    pending = PendingScore(partial(assemble, ["f", "g"], [1.0, 1.0]), SAMPLES[:1], num_calls=2)
-    pending.add(0, 0, [(SAMPLES[:1], failed_call("timeout", "too slow"))])
-    pending.add(0, 0, [(SAMPLES[:1], outcome(1.0))])
-    assert not pending.future.done()
-    pending.add(1, 1, [(SAMPLES[:1], outcome(1.0))])
-    pending.fail(RewardError("closed"))
-    assert [failure.reason for failure in pending.future.result().failures] == ["timeout"]

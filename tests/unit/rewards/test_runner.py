@@ -1,4 +1,4 @@
-"""RewardRunner inside the trainer's process: every way in which a function can succeed or fail."""
+"""RewardRunner inside the trainer's process: all ways in which a function can succeed or fail."""
 
 import asyncio
 import math
@@ -68,7 +68,7 @@ def test_one_raising_sample_masks_only_itself_and_its_traceback_is_kept():
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize(("num_processes", "first"), [(0, 12), (1, 12), (2, 6)])
 def test_a_function_that_is_down_is_not_asked_once_for_every_sample(tmp_path, asynchronous, num_processes, first):
-    """12 samples: the call, and 8 of them alone. That each text names another sample does not tell them apart."""
+    """12 samples: the call, and 8 of them alone. The errors are alike although each text names another sample."""
     asked = tmp_path / "asked"
 
     def down(completions):
@@ -115,7 +115,7 @@ def test_exceptions_at_other_lines_are_not_alike():
     assert result.rewards[-1] == 1.0 and len(result.failures) == 9
 
 
-def test_what_is_not_repeated_is_not_counted():
+def test_only_repeated_calls_are_counted():
     assert run(number, samples("1", "2")).retried == {}
     assert run(number, samples("oops")).retried == {}
     assert run(number, samples("1", "oops"), score_by="group").retried == {}
@@ -123,7 +123,7 @@ def test_what_is_not_repeated_is_not_counted():
 
 @pytest.mark.parametrize(("error", "reason"), [(SystemExit, "ended"), (KeyboardInterrupt, "interrupt")])
 @pytest.mark.parametrize("options", [{}, {"num_processes": 1}], ids=["thread", "process"])
-def test_what_asks_the_program_to_end_is_no_failure_of_single_samples(error, reason, options):
+def test_a_call_that_asks_the_program_to_end_is_not_repeated(error, reason, options):
     """It is not called again sample by sample."""
 
     def f(completions):
@@ -150,7 +150,7 @@ def test_log_extra_of_the_wrong_length_is_an_error_of_the_function():
     assert "got 2 values for 1 samples" in result.failures[0].detail
 
 
-def test_numbers_are_logged_as_numbers_and_what_is_none_as_none():
+def test_numbers_are_logged_as_numbers_and_infinities_as_none():
     values = [numpy.float32(1.5), torch.ones(2), math.nan, {"a": [math.inf, 1]}]
     result = run(lambda completions, log_extra: log_extra("x", values) or [1.0] * 4, samples("a", "b", "c", "d"))
     assert list(result.extras["x"].values()) == [1.5, [1.0, 1.0], None, {"a": [None, 1]}]
@@ -171,8 +171,8 @@ UNWRITABLE = [{("a", 1): 2}, endless(), Unprintable(), [[Unprintable()]]]
 
 
 @pytest.mark.parametrize("value", UNWRITABLE, ids=["tuple key", "holds itself", "no text", "deep"])
-def test_what_no_record_can_hold_fails_the_sample_that_it_is_of(value):
-    """Not the run, when the update is done and its records are written."""
+def test_a_value_that_no_record_can_hold_fails_only_its_sample(value):
+    """It does not fail the run later, when the update is done and its records are written."""
 
     def f(completions, log_extra):
         log_extra("odd", [value if text == "b" else text for text in completions])
@@ -186,7 +186,7 @@ def test_what_no_record_can_hold_fails_the_sample_that_it_is_of(value):
     assert result.extras == {"odd": {10: "a", 12: "c"}}
 
 
-def test_what_was_logged_is_what_it_was_when_it_was_logged():
+def test_later_changes_do_not_reach_what_was_logged():
     shared = [1]
 
     def f(completions, log_extra):
@@ -225,7 +225,7 @@ class Unforgiving(BaseException):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("at", ["call", "values"])
 def test_whatever_a_function_raises_is_its_own_failure(asynchronous, at):
-    """Also what is no Exception, and what the values that it returned raise when they are looked at."""
+    """A BaseException too, and what the returned values raise when they are read."""
 
     def f(completions):
         if at == "call":
@@ -279,7 +279,7 @@ def test_submit_returns_before_the_function_and_submissions_may_overlap():
         assert second.result(10).rewards == [2.0]
 
 
-def test_no_samples_no_call():
+def test_without_samples_nothing_is_called():
     result = run(lambda completions: 1 / 0, [])
     assert result.values.shape == (0, 1)
     assert result.rewards.shape == (0,)
@@ -381,6 +381,50 @@ def test_a_hanging_plain_function_is_left_behind_and_the_next_call_gets_a_fresh_
         release.set()
         threads[0].join(10)
         assert not threads[0].is_alive()
+
+
+def test_an_answer_that_comes_too_late_is_dropped(caplog):
+    """Silently, also if the runner is closed by then."""
+    release = threading.Event()
+    threads = []
+
+    def f(completions):
+        threads.append(threading.current_thread())
+        release.wait(30)
+        return [5.0] * len(completions)
+
+    async def g(completions):
+        return f(completions)
+
+    result = run([f, g], samples("a"), timeout_seconds=0.1)
+    release.set()
+    for thread in threads:
+        thread.join(10)
+    assert reasons(result) == [("f", 10, "timeout"), ("g", 10, "timeout")]
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads) and not caplog.records
+
+
+def test_calls_on_a_loop_that_is_left_behind_begin_again():
+    """What was under way on a blocked event loop begins again on a fresh one."""
+    release = threading.Event()
+    started = []
+
+    async def f(completions):
+        started.append(completions[0])
+        await asyncio.sleep(0.3)
+        if completions == ["hang"] and started.count("hang") == 1:
+            release.wait(30)
+        await asyncio.sleep(0.3)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, timeout_seconds=1.0) as runner:
+        hung = runner.submit(samples("hang"), None)
+        time.sleep(0.25)
+        other = runner.submit(samples("other"), None)
+        assert reasons(hung.result(20)) == [("f", 10, "timeout")]
+        assert other.result(20).rewards == [1.0]
+        release.set()
+    assert started == ["hang", "other", "other"]
 
 
 def test_close_is_idempotent_answers_open_futures_and_refuses_new_work():

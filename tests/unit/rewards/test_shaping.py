@@ -75,14 +75,14 @@ def test_lcpo():
     assert lcpo_max(good, alpha=0.001, column="goal")(**short) == [1.0, 0.0]  # clipped on both sides
 
 
-def test_what_counts_as_correct():
+def test_success_says_what_is_correct():
     partly = cosine_reward(lambda completions: [0.6], 10, success=0.5)
     assert partly(completions=["x"], completion_ids=ids(0)) == [2.0]
     fully = cosine_reward(lambda completions: [0.6], 10)
     assert fully(completions=["x"], completion_ids=ids(0)) == [-10.0]
 
 
-def test_a_wrapper_asks_for_what_is_wrapped_and_for_its_own():
+def test_a_wrapper_takes_the_arguments_of_the_wrapped_function_and_its_own():
     def correct(prompts, answer, completion_ids, other=3):
         assert other == 3
         return [1.0 for _ in answer]
@@ -99,7 +99,7 @@ def test_a_wrapper_asks_for_what_is_wrapped_and_for_its_own():
         assert runner.score([sample], None).rewards.tolist() == [1 - 0.0003]
 
 
-def test_a_wrapper_is_async_where_the_function_is():
+def test_a_wrapper_is_async_if_the_function_is():
     async def correct(completions):
         await asyncio.sleep(0)
         return [1.0] * len(completions)
@@ -139,10 +139,10 @@ def test_form(text, is_form, share):
     assert tag_count_reward()(completions=[text]) == [share]
 
 
-def test_a_pattern_and_tags_of_ones_own():
+def test_custom_pattern_and_tags():
     assert format_reward(r"\d+")(completions=["42", "42 "]) == [1.0, 0.0]
     assert tag_count_reward(["##"])(completions=["## a", "## a ##"]) == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         format_reward("(")
     with pytest.raises(ConfigError, match="tags"):
         tag_count_reward("<think>")

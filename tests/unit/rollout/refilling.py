@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_rl.data import PromptRow
 from hybrid_rl.engines import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rewards import RewardRunner
-from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.unit.rollout.scripted import STATE, Workers, decode
 
@@ -88,9 +88,11 @@ class Rig:
         )
 
     def collect(self, num_prompts: int, num_generations: int = 2, max_refills: int = 3, state=STATE, **options: Any):
-        return self.collector.collect(
-            self.sampler, num_prompts, num_generations, PARAMS, 9, state, max_refills=max_refills, **options
+        # One collector for all plans, so that ids go on from one collection to the next.
+        self.collector._plan = StepPlan(
+            self.sampler, num_prompts, num_generations, PARAMS, max_refills=max_refills, **options
         )
+        return self.collector.collect(9, state)
 
     def rolled(self) -> list[list[int]]:
         """The row indices of each rollout, in the order of its prompts."""

@@ -67,8 +67,8 @@ class Workers:
         self.kept: list[Batch] = []
 
     def rollout(self, *args: Any) -> Any:
-        record, num_ranks = dispatch_of(HybridWorker, "rollout"), len(self.ranks)
-        parts = cut("rollout", record, Arguments(args, {}), num_ranks, lambda *_: [])
+        record, num_ranks = dispatch_of(HybridWorker.rollout), len(self.ranks)
+        parts = cut("rollout", record, Arguments(args), num_ranks, lambda *_: [])
         answers = {}
         for rank, (scored, arguments) in enumerate(zip(self.ranks, parts.arguments, strict=True)):
             batch, report = scored.run(*arguments.args)

@@ -13,7 +13,14 @@ from hybrid_rl.engines import SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout.collector import Collector, generations_of, length_metrics, replay, reward_metrics
+from hybrid_rl.rollout.collector import (
+    Collector,
+    StepPlan,
+    generations_of,
+    length_metrics,
+    replay,
+    reward_metrics,
+)
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.unit.engines.engines import decode as letters
 from tests.unit.engines.engines import inplace, prompt
@@ -22,12 +29,12 @@ from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Wor
 NAN = math.nan
 
 
-def collector_of(functions, clients, *, share=1.0, keep=False, decode=decode, **options):
+def collector_of(functions, clients, *, plan=None, share=1.0, keep=False, decode=decode, **options):
     """A collector over a rank per client, each with a reward runner of its own (functions None: without)."""
     runners = [None if functions is None else RewardRunner(functions, **options) for _ in clients]
     ranks = [ScoredRollout(c, runner, decode, seed=11) for c, runner in zip(clients, runners, strict=True)]
     names = runners[0].names if runners[0] else ()
-    return Collector(Workers(ranks, keep=keep), names, max_failure_share=share)
+    return Collector(Workers(ranks, keep=keep), names, plan, max_failure_share=share)
 
 
 RANKS = pytest.mark.parametrize(("num_ranks", "keep"), [(1, False), (2, False), (1, True), (2, True)])
@@ -74,10 +81,10 @@ class Sampler:
 
 def test_the_noise_of_a_training_step_depends_on_the_step():
     client = ScriptedClient()
-    collector = collector_of(length, [client])
+    collector = collector_of(length, [client], plan=StepPlan(Sampler(), 2, 2, SamplingParams(3)))
     seeds = []
     for step in (1, 2, 1):
-        collector.collect(Sampler(), 2, 2, SamplingParams(3), 9, TrainerState(step, 10, 0.0))
+        collector.collect(9, TrainerState(step, 10, 0.0))
         seeds.append([request.params.seed for request in client.calls[-1][0]])
     assert seeds[0] == seeds[2]
     assert not set(seeds[0]) & set(seeds[1])
@@ -85,7 +92,7 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
 
 def test_data_that_ends_before_the_step_is_full():
     with pytest.raises(DataError, match="gave 2 of 3 prompts: it has ended or is empty"):
-        collector_of(length, [ScriptedClient()]).collect(Sampler(), 3, 2, SamplingParams(3), 9, STATE)
+        collector_of(length, [ScriptedClient()], plan=StepPlan(Sampler(), 3, 2, SamplingParams(3))).collect(9, STATE)
 
 
 # ----------------------------------------------------------------------------------------------------------- batch
@@ -338,7 +345,7 @@ def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
     save_rollout(tmp_path, 3, 0, 1, rollout(length).batch)
     with pytest.raises(DataError, match=r"the rollout of step 3 has 2 prompts, but prompts_per_step=4; set it to 2"):
         replay(tmp_path, 3, 4, 2, ["length"], version=1)
-    with pytest.raises(DataError, match=r"holds no rollout of step 4; it holds steps \[3\]"):
+    with pytest.raises(DataError, match=r"has no rollout of step 4; it has steps \[3\]"):
         replay(tmp_path, 4, 2, 2, ["length"], version=1)
     with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=3"):
         replay(tmp_path, 3, 2, 3, ["length"], version=1)

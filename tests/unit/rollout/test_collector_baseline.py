@@ -10,8 +10,7 @@ from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.data import PromptRow
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.errors import DataError, RewardError
-from hybrid_rl.rollout.buffer import SampleBuffer
-from hybrid_rl.rollout.collector import Collector, baseline_metrics, replay
+from hybrid_rl.rollout.collector import Collector, StepPlan, baseline_metrics, replay
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder, Demonstrations
 from tests.tiny import EOS_ID, build_tokenizer, ids_of
 from tests.unit.rollout.refilling import PARAMS, ListSampler, Rig, row_of, worth
@@ -116,22 +115,18 @@ class Teachers:
 
 
 def test_a_batch_of_demonstrations():
-    """Dealt to two ranks, it comes back in the order of the sampler; the learner may take it at any version."""
+    """Dealt to two ranks, it comes back in the order of the sampler."""
     rows = [PromptRow(i, f"{i}+1=", tuple(ids_of(f"{i}+1=")), {"completion": str(i + 1)}) for i in range(6)]
     workers = Teachers()
-    collector = Collector(workers, ["demonstration"], max_failure_share=0.0)
-    params = SamplingParams(3, stop_token_ids=(EOS_ID,))
-    sampler = ListSampler(rows)
-    first = collector.demonstrate(sampler, 3, params, 5, STATE)
+    plan = StepPlan(ListSampler(rows), 3, 1, SamplingParams(3, stop_token_ids=(EOS_ID,)), demonstrates=True)
+    collector = Collector(workers, ["demonstration"], plan, max_failure_share=0.0)
+    first = collector.collect(5, STATE)
     assert [ids.tolist() for ids in first.batch["completion_ids"]] == [[*ids_of(str(i)), EOS_ID] for i in (1, 2, 3)]
     assert first.batch["group"].tolist() == first.batch["trajectory"].tolist() == [0, 1, 2]
     assert first.metrics["completions/mean_length"] == 2 and "reward" not in first.metrics
     assert set(first.timings.seconds) == {"rollout", "reward"}
-    second = collector.demonstrate(sampler, 3, params, 5, STATE)
+    second = collector.collect(5, STATE)
     assert second.batch["group"].tolist() == [3, 4, 5]
     assert [call.num_generations for call in workers.calls] == [1, 1]
-    buffer = SampleBuffer()
-    buffer.put(second.batch)
-    assert buffer.take(version=77) is second.batch
     with pytest.raises(DataError, match="gave 0 of 3 prompts"):
-        collector.demonstrate(sampler, 3, params, 5, STATE)
+        collector.collect(5, STATE)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hybrid_rl.batch import FIELDS
-from hybrid_rl.controller import LocalBackend, WorkerGroup, dispatch
+from hybrid_rl.controller import LocalBackend, dispatch
 from hybrid_rl.engines import SamplingParams, derive_seed
 from hybrid_rl.errors import RewardError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
+from tests.groups import OpenGroup
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]
@@ -301,7 +302,7 @@ def test_ctrl_c_really_sent_while_a_reward_takes_long(blocking):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    group = WorkerGroup(Worker, LocalBackend("policy", Worker))
+    group = OpenGroup(Worker, LocalBackend("policy", Worker))
     try:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):

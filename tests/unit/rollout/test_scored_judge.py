@@ -1,5 +1,7 @@
 """The engine as judge: its second round, over a scripted client and over the in-place engine."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -30,6 +32,9 @@ class JudgingClient(ScriptedClient):
     def __init__(self, answer, **options):
         super().__init__(**options)
         self.judge = answer
+
+    def session(self):
+        return nullcontext()
 
     def stream(self, requests, version):
         if len(self.calls) % 2 == 0:
@@ -178,6 +183,13 @@ def test_room_for_the_judge():
 # ------------------------------------------------------------------------------------------------- the real engine
 
 
+def ready_engine(module):
+    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(block_size=4, max_num_seqs=8), max_length=96)
+    engine.wake(TAGS)
+    engine.update_weights(TensorSource.of(module), 1)
+    return engine
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_policy_judges_itself(chat):
     tokenizer, module = build_tokenizer(chat=chat), build_model(max_position_embeddings=128)
@@ -185,9 +197,7 @@ def test_the_policy_judges_itself(chat):
     def text(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(block_size=4, max_num_seqs=8), max_length=96)
-    engine.wake(TAGS)
-    engine.update_weights(TensorSource.of(module), 1)
+    engine = ready_engine(module)
     prompts = [[{"role": "user", "content": t}] if chat else t for t in ("1+2=", "3+4=")]
     tokens = judge_encoder(tokenizer)
     tasks = [RolloutTask(i, PromptRow(i, p, tuple(tokens(p)), {"answer": "x"})) for i, p in enumerate(prompts)]
@@ -208,3 +218,23 @@ def test_the_policy_judges_itself(chat):
         (answer,) = generate(engine, [RolloutRequest(1000 + number, tuple(ids), params)], 1)
         expected.append(float(len(text(answer.completion_ids))))
     assert batch["rewards"].tolist() == expected
+
+
+def test_questions_find_the_prefixes_of_the_samples_that_they_are_about():
+    """Each question begins with its sample's prompt of four tokens: one block, which the first round has left."""
+    tokenizer, module = build_tokenizer(), build_model(max_position_embeddings=128)
+    client = EngineClient(ready_engine(module))
+    tokens = judge_encoder(tokenizer)
+    tasks = [RolloutTask(i, PromptRow(i, p, tuple(tokens(p)), {})) for i, p in enumerate(("1+2=", "3+4="))]
+    call = RolloutCall(1, SamplingParams(5), 1, TrainerState(1, 1, 0.0), "train/1", 0)
+
+    def text(ids):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    found = []
+    with RewardRunner(EngineJudge("{prompt}x{completion}", lambda answer: 1.0, max_tokens=2)) as rewards:
+        scored = ScoredRollout(client, rewards, text, seed=0, encode=tokens, max_length=96)
+        for _ in range(2):
+            scored.run(tasks, call)
+            found.append(client.stats().num_prefix_tokens)
+    assert found == [2 * 4, 2 * 2 * 4]

@@ -39,7 +39,7 @@ def test_an_attribute_that_would_do_nothing_is_refused(make_trainer, name: str) 
 def test_what_a_trainer_was_made_from_stays(make_trainer, name: str) -> None:
     trainer = make_trainer()
     before = getattr(trainer, name, None)
-    with pytest.raises(ConfigError, match=r"Trainer\(\.\.\., resume=trainer.save\(\)\) goes on"):
+    with pytest.raises(ConfigError, match=r"Trainer\(\.\.\., resume=trainer.save\(\)\) keeps the optimizer"):
         setattr(trainer, name, spread)
     assert getattr(trainer, name, None) is before
     for read_only in ("global_step", "num_tokens", "policy_version"):
@@ -118,7 +118,7 @@ def test_a_trainer_is_not_taken_from_below_its_own_step(make_trainer) -> None:
     def reward(completion_ids, **_):
         if not made:
             made.append(0)
-            with pytest.raises(ConfigError, match=r"has the run folder .*, and its step\(\) runs; wait"):
+            with pytest.raises(ConfigError, match=r"has the run folder .*, and its step\(\) is running; wait"):
                 make_trainer(build_model(), **keys)
             made.append(1)
         return spread(completion_ids)
@@ -165,10 +165,10 @@ def test_two_trainers_of_one_module_are_told_of(make_trainer, caplog) -> None:
         second.step()
         assert caplog.text == ""
         worker = first.policy._backend._worker
-        published, publish = [], worker.publish_weights
-        worker.publish_weights = lambda version: published.append(version) or publish(version)
+        published, publish = [], worker.update_weights
+        worker.update_weights = lambda version: published.append(version) or publish(version)
         first.step()
-        told = f"the Trainer of {second.run_folder} has trained the module of this one ({first.run_folder}) since"
+        told = f"the Trainer of {second.run_folder} has trained the module of this one ({first.run_folder})"
         assert caplog.text.count(told) == 1 and "close() this one and make another" in caplog.text
         assert published == [1, 2]  # an engine with a copy of the weights had those of before
         caplog.clear()
@@ -187,7 +187,7 @@ def test_a_module_that_was_trained_before_is_told_of_unless_its_weights_come_fro
     make_trainer(other).step()
     assert "was trained before" not in caplog.text
     make_trainer(module).close()
-    assert caplog.text.count("the module was trained before, 1 step in this process: training goes on") == 1
+    assert caplog.text.count("the module was trained before, 1 step in this process: training continues") == 1
     assert "is open and trains the same module" not in caplog.text
     make_trainer(module, resume=str(saved), max_steps=3)
     assert caplog.text.count("was trained before") == 1
@@ -241,7 +241,7 @@ def test_a_fork_cannot_use_the_trainer_of_its_parent(make_trainer) -> None:
     trainer = make_trainer(run_name="mine")
 
     def use() -> None:
-        message = f"this is process {os.getpid()}, a fork of {os.getppid()}, which the Trainer belongs to: use it there"
+        message = f"this is process {os.getpid()}, a fork of process {os.getppid()}, to which the Trainer belongs"
         for action in (trainer.step, trainer.fit, trainer.save, lambda: trainer.generate("1+2=")):
             with pytest.raises(HybridRLError, match=message):
                 action()
@@ -259,7 +259,7 @@ def test_a_fork_drops_nothing_of_what_it_inherits(make_trainer) -> None:
     trainer = make_trainer()
 
     def drop() -> None:
-        held = weakref.ref(trainer._workers.policy)
+        held = weakref.ref(trainer.policy)
         trainer.close()
         vars(trainer).clear()
         gc.collect()

@@ -134,7 +134,7 @@ SCORED = MUTE | {"reward": 0.25, "reward_std": 0.5, "frac_reward_zero_std": 0.5}
         (
             {"advantage": "rejection", "reward_threshold": 9},
             SCORED,
-            "advantage=rejection counts those from reward_threshold=9 on: set it between",
+            "advantage=rejection counts only those from reward_threshold=9 upwards: set it between",
         ),
         ({}, SCORED | {"completions/clipped_ratio": 1.0}, "advantage=grpo gave 0 for all"),
     ],
@@ -151,7 +151,7 @@ def test_why_the_rewards_teach_nothing(keys, metrics, reason, caplog) -> None:
 
 def test_a_threshold_above_every_reward_is_told(make_trainer, caplog) -> None:
     make_trainer(advantage="rejection", reward_threshold=9.0, max_steps=4).fit()
-    assert caplog.text.count("taught nothing") == 1 and "reward_threshold=9 on" in caplog.text
+    assert caplog.text.count("taught nothing") == 1 and "reward_threshold=9 upwards" in caplog.text
 
 
 def poisoned(trainer, name: str = FIRST, when=lambda: True):

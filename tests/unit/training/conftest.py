@@ -9,14 +9,14 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
-from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup
+from hybrid_rl.controller import LocalBackend, RankContext
 from hybrid_rl.data import PromptRow
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.metrics import joined, largest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
-from hybrid_rl.workers import HybridWorker, RewardSetup, WorkerSetup
+from hybrid_rl.workers import HybridWorker, PolicyGroup, RewardSetup, WorkerSetup
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
 
 PROMPTS = ("1+2=", "12+30=", "7", "3+4+5+6=")
@@ -40,7 +40,7 @@ class Bench:
             max_length=32,
             probe_ids=tuple(ids_of("1+2=")),
         )
-        self.group = WorkerGroup(HybridWorker, LocalBackend("policy", lambda context: self._make(setup, context)))
+        self.group = PolicyGroup(LocalBackend("policy", lambda context: self._make(setup, context)))
         self.version = 0
         self.handoff = self.publish(0)
 
@@ -54,7 +54,7 @@ class Bench:
 
     def publish(self, version: int) -> dict[str, float]:
         """Hand the weights to the engine; what it says."""
-        return largest(self.group.publish_weights(version))
+        return largest(self.group.update_weights(version))
 
     def memory(self) -> dict[str, float]:
         return largest(self.group.memory_metrics())

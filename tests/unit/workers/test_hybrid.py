@@ -17,7 +17,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.hybrid import causes
-from hybrid_rl.workers.rollout_side import VLLMSide
+from hybrid_rl.workers.rollout_side import ColocatedSide
 from tests.tiny import build_tokenizer, ids_of, spread
 
 
@@ -130,7 +130,7 @@ def test_cache_sleeps_while_the_actor_trains(make_bench) -> None:
     metrics = bench.memory()
     assert metrics["memory/kv_cache_bytes"] == 0
     assert metrics["memory/actor_bytes"] == 4 * sum(p.numel() for p in bench.module.parameters())
-    bench.group.publish_weights(1)
+    bench.group.update_weights(1)
     assert "kv_cache" in bench.awake
     assert bench.memory()["memory/kv_cache_bytes"] == full
 
@@ -163,7 +163,7 @@ def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> Non
         return ["handoff/probe_gap" in bench.publish(version) for version in versions]
 
     assert probed(1, 2, 3, 4) == [True, True, False, False]
-    (again,) = bench.group.publish_again(4)
+    (again,) = bench.group.update_weights_again(4)
     assert "handoff/probe_gap" in again
     assert probed(5, 6, 7) == [True, True, False]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unreadable"):
@@ -180,7 +180,7 @@ def test_engine_with_other_modules_is_refused(make_bench) -> None:
     bench = make_bench()
     bench.worker._engine._model = CausalLM(copy.deepcopy(bench.module))
     with pytest.raises(HandoffError, match="replaced"):
-        bench.group.publish_weights(1)
+        bench.group.update_weights(1)
 
 
 def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkeypatch) -> None:
@@ -198,16 +198,16 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
             return logits(hidden) - hidden @ bench.module.lm_head.weight.T + hidden @ head.T
 
     monkeypatch.setattr(runner, "_model", Stale())
-    bench.group.publish_weights(1)
+    bench.group.update_weights(1)
     with torch.no_grad():
         bench.module.lm_head.weight.normal_()
     why = "the engine computes this architecture otherwise .*; its weights are the trainer's own memory"
     with pytest.raises(HandoffError, match=rf"policy version 2.*logprobs of the probe prompt .*: {why}"):
-        bench.group.publish_weights(2)
+        bench.group.update_weights(2)
 
 
 def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
-    prove: Any = VLLMSide.proof
+    prove: Any = ColocatedSide.proof
     side = SimpleNamespace(_config=SimpleNamespace(adopt_weights=False))
     adopting = SimpleNamespace(_config=SimpleNamespace(adopt_weights=True))
     assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"
@@ -229,7 +229,7 @@ def test_weights_that_are_not_finite_stop_the_run(make_bench) -> None:
     with torch.no_grad():
         bench.module.model.norm.weight[0] = math.nan
     with pytest.raises(ModelError, match="not finite"):
-        bench.group.publish_weights(1)
+        bench.group.update_weights(1)
 
 
 def test_rebound_storage_is_followed(make_bench) -> None:

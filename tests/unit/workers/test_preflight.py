@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.controller import LocalBackend, RankContext, WorkerGroup
+from hybrid_rl.controller import LocalBackend, RankContext
 from hybrid_rl.errors import HybridRLError
+from hybrid_rl.workers import RankGroup
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.preflight import (
     ALL_REDUCE,
@@ -114,7 +115,7 @@ def test_a_rank_knows_its_versions_and_times() -> None:
 
 
 def test_a_group_passes_or_tells_everything_at_once() -> None:
-    group = WorkerGroup(WorkerBase, LocalBackend("policy", WorkerBase))
+    group = RankGroup(LocalBackend("policy", WorkerBase))
     preflight(group)
     group.close()
 

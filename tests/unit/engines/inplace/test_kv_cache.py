@@ -1,4 +1,4 @@
-"""Memory of keys and values: bytes by hand, what is read from where it was written, and seats."""
+"""Memory of keys and values: bytes by hand, what is read from where it was written, and slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from hybrid_rl.engines import SamplingParams
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder
-from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.models import AttentionOptions
 
 SHAPE = LayerShape(num_heads=2, key_dim=8, value_dim=6, dtype=torch.float64)
@@ -78,22 +78,22 @@ def test_the_recorder_learns_shapes_and_answers_with_values():
     assert torch.equal(out, value[:, [0, 0, 0, 1, 1, 1]])
 
 
-# ---------------------------------------------------------------------------------------------------------- seats
+# ---------------------------------------------------------------------------------------------------------- slots
 
 
 def test_a_seat_holds_its_sequence_until_it_is_released():
-    seats = SeatTable(3, 2)
-    taken = [seats.take(SamplingParams(9, seed=i, top_k=i), length=10 + i, generated=i, last=70 + i) for i in range(3)]
-    assert sorted(taken) == [0, 1, 2] and seats.num_free == 0
+    slots = SlotTable(3, 2)
+    taken = [slots.take(SamplingParams(9, seed=i, top_k=i), length=10 + i, generated=i, last=70 + i) for i in range(3)]
+    assert sorted(taken) == [0, 1, 2] and slots.num_free == 0
     chosen = np.array([taken[2], taken[0]])
-    seats.advance(chosen, np.array([5, 6]))
-    assert seats.length[taken].tolist() == [11, 11, 13]
-    assert seats.generated[taken].tolist() == [1, 1, 3]
-    assert seats.last[taken].tolist() == [6, 71, 5]
-    seats.release(taken[1])
-    again = seats.take(SamplingParams(9, temperature=0.5, seed=-3), length=1, generated=0, last=2)
+    slots.advance(chosen, np.array([5, 6]))
+    assert slots.length[taken].tolist() == [11, 11, 13]
+    assert slots.generated[taken].tolist() == [1, 1, 3]
+    assert slots.last[taken].tolist() == [6, 71, 5]
+    slots.release(taken[1])
+    again = slots.take(SamplingParams(9, temperature=0.5, seed=-3), length=1, generated=0, last=2)
     assert again == taken[1]
-    rows = seats.sampling(np.array([again, taken[2]]))
+    rows = slots.sampling(np.array([again, taken[2]]))
     columns = {name: rows.columns[name].tolist() for name in ("seed", "top_k", "temperature")}
     assert columns == {"seed": [-3, 2], "top_k": [0, 2], "temperature": [0.5, 1.0]}
     assert rows.generated.tolist() == [0, 3]
@@ -112,18 +112,18 @@ def test_a_seat_holds_its_sequence_until_it_is_released():
     ids=str,
 )
 def test_what_no_row_asks_for_is_switched_off(params, flags):
-    seats = SeatTable(4, 1)
-    plain = seats.take(SamplingParams(1), length=1, generated=0, last=0)
-    special = seats.take(SamplingParams(1, **params), length=1, generated=0, last=0)
+    slots = SlotTable(4, 1)
+    plain = slots.take(SamplingParams(1), length=1, generated=0, last=0)
+    special = slots.take(SamplingParams(1, **params), length=1, generated=0, last=0)
     for chosen, expected in (([plain], (False,) * 3), ([plain, special], flags)):
-        rows = seats.sampling(np.array(chosen))
+        rows = slots.sampling(np.array(chosen))
         assert (rows.truncates, rows.greedy, rows.penalises) == expected
 
 
 def test_wider_tables_keep_what_they_hold():
-    seats = SeatTable(2, 2)
-    seats.blocks[1] = [7, 8]
-    seats.widen(1)
-    assert seats.blocks.shape == (2, 2)
-    seats.widen(5)
-    assert seats.blocks.tolist() == [[0, 0, 0, 0, 0], [7, 8, 0, 0, 0]]
+    slots = SlotTable(2, 2)
+    slots.blocks[1] = [7, 8]
+    slots.widen(1)
+    assert slots.blocks.shape == (2, 2)
+    slots.widen(5)
+    assert slots.blocks.tolist() == [[0, 0, 0, 0, 0], [7, 8, 0, 0, 0]]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_rl.engines
 from hybrid_rl.engines import sampling
-from hybrid_rl.engines.inplace.seats import SeatSampling
+from hybrid_rl.engines.inplace.slots import SlotSampling
 from hybrid_rl.models import CausalLM
 from tests.unit.engines.engines import inplace, request
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
@@ -84,7 +84,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setitem(sys.modules, "hybrid_rl.engines.triton_sampling", kernels)
     monkeypatch.setattr(hybrid_rl.engines, "triton_sampling", kernels, raising=False)
     monkeypatch.setattr(sampling, "draws_in_triton", lambda device: True)
-    monkeypatch.setattr(SeatSampling, "uniform", counter.suspended(SeatSampling.uniform))
+    monkeypatch.setattr(SlotSampling, "uniform", counter.suspended(SlotSampling.uniform))
     monkeypatch.setattr(CausalLM, "hidden_states", counter.suspended(CausalLM.hidden_states))
     monkeypatch.setattr(Graph, "replay", counter.suspended(Graph.replay, as_launches=1))
     with counter, Reads(counter):

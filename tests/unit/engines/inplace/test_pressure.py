@@ -1,4 +1,4 @@
-"""An engine short of memory, seats or budget: preemption and prompts in chunks change when a token comes, not which."""
+"""An engine short of memory, slots or budget: preemption and prompts in chunks change when a token comes, not which."""
 
 from __future__ import annotations
 

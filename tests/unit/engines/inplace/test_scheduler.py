@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.engines import RolloutRequest, SamplingParams
+from hybrid_rl.engines.guards import Counters
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
-from hybrid_rl.engines.inplace.seats import SeatTable
+from hybrid_rl.engines.inplace.slots import SlotTable
 
 
 def sequence(identity, length=4, max_tokens=4, group=None, *, start=None):
@@ -28,9 +29,10 @@ def group(number, count, length=4, **settings):
 def scheduler(num_blocks=100, block_size=4, max_num_seqs=100, max_num_batched_tokens=1000, remember_prefixes=True):
     return Scheduler(
         BlockPool(num_blocks, block_size),
-        SeatTable(max_num_seqs, num_blocks),
+        SlotTable(max_num_seqs, num_blocks),
         max_num_batched_tokens=max_num_batched_tokens,
         remember_prefixes=remember_prefixes,
+        counters=Counters(),
     )
 
 
@@ -62,7 +64,7 @@ class Driver:
             self.check_content(member, member.num_cached)
             assert member.num_cached == member.num_tokens
             member.tokens.append(10**6 * (member.request.id + 1) + len(member.tokens))
-            self.made.seats.length[member.seat] += 1
+            self.made.slots.length[member.slot] += 1
             if len(member.tokens) == member.request.params.max_tokens:
                 self.made.remove(member)
                 self.finished.append(member.request.id)
@@ -79,7 +81,7 @@ class Driver:
 
     def check_content(self, member: Sequence, num_tokens: int) -> None:
         size = self.made.pool.block_size
-        table = self.made.seats.blocks[member.seat]
+        table = self.made.slots.blocks[member.slot]
         assert table[: len(member.blocks)].tolist() == member.blocks
         for place in range(num_tokens):
             assert self.memory[table[place // size]][place % size] == tuple(member.context(0, place + 1))
@@ -97,8 +99,8 @@ class Driver:
 
     def check_ownership(self) -> None:
         made = self.made
-        seats = [member.seat for member in made.running]
-        assert len(set(seats)) == len(seats) == made.seats.num_seats - made.seats.num_free
+        slots = [member.slot for member in made.running]
+        assert len(set(slots)) == len(slots) == made.slots.num_slots - made.slots.num_free
         holders = Counter(block for member in made.running for block in member.blocks)
         assert made.pool.num_free == made.pool.num_blocks - len(holders)
         for member in made.running:
@@ -107,7 +109,7 @@ class Driver:
             for block in member.blocks[member.num_cached // made.pool.block_size :]:
                 assert holders[block] == 1
         for member in made.waiting:
-            assert (member.seat, member.blocks, member.num_cached) == (-1, [], 0)
+            assert (member.slot, member.blocks, member.num_cached) == (-1, [], 0)
 
 
 # ------------------------------------------------------------------------------------------------------ admission
@@ -124,7 +126,7 @@ def test_a_group_is_one_chunk_and_shares_its_full_blocks():
     assert made.pool.num_free == 100 - 2 - 3
     for member in (first, third, second):
         made.remove(member)
-    assert (made.pool.num_free, made.seats.num_free) == (100, 100)
+    assert (made.pool.num_free, made.slots.num_free) == (100, 100)
 
 
 def test_a_prompt_that_fills_its_blocks_is_shared_whole():
@@ -199,7 +201,7 @@ def test_a_group_whose_leader_left_in_the_middle_starts_from_what_it_left():
     assert drive() == [([0], 0, 6)]
     made.remove(made.running[0])
     assert drive() == [([1, 2], 4, 6)]  # one full block was written
-    assert made.num_prefix_tokens == 4
+    assert made.counters.num_prefix_tokens == 4
 
 
 # ------------------------------------------------------------------------------------------------------- prefixes
@@ -210,7 +212,7 @@ def test_prompts_that_begin_alike_share_full_blocks_also_within_a_pass():
     made.add([sequence(1, 10, start=0), sequence(2, 14, start=0), sequence(3, 10, start=1)])
     drive = Driver(made)
     assert drive() == [([1], 0, 10), ([2], 8, 6), ([3], 0, 10)]
-    assert made.num_prefix_tokens == 8
+    assert made.counters.num_prefix_tokens == 8
     first, second, third = made.running
     assert second.blocks[:2] == first.blocks[:2] and not set(third.blocks) & set(first.blocks)
 
@@ -242,7 +244,7 @@ def test_prefixes_are_not_looked_for_where_that_is_switched_off():
     made = scheduler(remember_prefixes=False)
     made.add([sequence(1, 10, start=0), sequence(2, 10, start=0), *group(3, 2, length=9)])
     assert Driver(made)() == [([1], 0, 10), ([2], 0, 10), ([30, 31], 0, 9)]
-    assert made.num_prefix_tokens == 0
+    assert made.counters.num_prefix_tokens == 0
 
 
 def test_memory_of_prefixes_makes_room_and_comes_back_empty():
@@ -267,14 +269,14 @@ def test_the_newest_makes_room_waits_first_and_is_computed_again():
     assert drive() == [([1], 0, 4), ([2], 0, 4)]  # 2 blocks are left, but 1 and 2 need them
     for _ in range(4):
         assert [ids for ids, _, _ in drive()] == [[1], [2]]
-    assert (made.num_preemptions, made.pool.num_free) == (0, 0)
+    assert (made.counters.num_preemptions, made.pool.num_free) == (0, 0)
     assert drive() == [([1], 8, 1)]
-    assert made.num_preemptions == 1
+    assert made.counters.num_preemptions == 1
     assert [member.request.id for member in made.waiting] == [2, 3]
     while not drive.finished:
         assert [ids for ids, _, _ in drive()] == [[1]]
     assert drive() == [([2], 4, 5)]  # 4 + 5 tokens; the first block was not needed by anybody and is still known
-    assert (made.num_preemptions, made.num_prefix_tokens) == (1, 4)
+    assert (made.counters.num_preemptions, made.counters.num_prefix_tokens) == (1, 4)
 
 
 def test_nobody_is_admitted_in_a_pass_in_which_somebody_had_to_go():
@@ -287,7 +289,7 @@ def test_nobody_is_admitted_in_a_pass_in_which_somebody_had_to_go():
     drive()
     assert drive() == [([1], 4, 1), ([2], 3, 1)]
     assert drive() == [([1], 5, 1)]
-    assert (made.num_preemptions, made.pool.num_free) == (1, 2)
+    assert (made.counters.num_preemptions, made.pool.num_free) == (1, 2)
 
 
 def test_without_prefixes_a_sequence_that_had_to_go_is_computed_from_its_start():
@@ -357,5 +359,5 @@ def test_everybody_finishes_and_reads_only_its_own_text(
             break
         assert drive(), "something waits, and nothing runs"
     assert sorted(drive.finished) == sorted({m.request.id for m in members} - aborted)
-    assert (made.pool.num_free, made.seats.num_free) == (made.pool.num_blocks, max_num_seqs)
+    assert (made.pool.num_free, made.slots.num_free) == (made.pool.num_blocks, max_num_seqs)
     drive.check_ownership()

@@ -5,9 +5,11 @@ import torch
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.attention.parts import CausalBuckets, Rectangles
+from hybrid_rl.models.attention.backends import Backend
+from hybrid_rl.models.attention.varlen import FlashAttnKernel
 from tests.float64 import KeepFloat64
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
+from tests.varlen_stand_in import StandIn
 
 # prompt and completion tokens of each sample; the same letter is the same prompt. Windows of the families are 3.
 SAMPLES = [("a", 9, 3), ("b", 1, 4), ("a", 9, 1), ("c", 6, 5), ("b", 1, 2), ("a", 9, 8), ("d", 4, 0), ("a", 9, 2)]
@@ -122,18 +124,15 @@ def test_without_gradients_the_same_bits(name):
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("qwen2", 2), ("gemma3", 1), ("mistral", 0)])
-def test_layers_without_a_cutting_window_copy_no_prompt(name, num_layers, monkeypatch):
-    calls = []
-    for part in (CausalBuckets, Rectangles):
-
-        def counted(self, query, key, *arguments, forward=part.forward, part=part):
-            calls.append((part, query.shape[0], key.shape[0]))
-            return forward(self, query, key, *arguments)
-
-        monkeypatch.setattr(part, "forward", counted)
-    shared(CausalLM(build(name), "sdpa"), *samples())
-    # Prompts of 9 and 1, the single sample of 6 + 5 tokens, completions of 14 and 6.
-    assert calls == [(CausalBuckets, 41, 41), (Rectangles, 20, 10)] * num_layers
+def test_layers_without_a_cutting_window_copy_no_prompt(name, num_layers):
+    model, kernel = CausalLM(build(name)), StandIn()
+    model.attention = Backend("flash_attn", FlashAttnKernel(kernel))
+    shared(model, *samples())
+    calls = [(query[0], key[0]) for query, key, *_ in kernel.calls]
+    # Prompts of 9 and 1, the single sample of 6 + 5 tokens, completions of 14 and 6: all of them with themselves, then
+    # completions with prompts; in the other layers the first three, then completions with a copy of prompts each.
+    copied = [(21, 21), (20, 20 + 4 * 9 + 2 * 1)] * (2 - num_layers)
+    assert sorted(calls) == sorted([(41, 41), (20, 10)] * num_layers + copied)
 
 
 def test_a_row_without_completion_tokens_has_a_gradient_of_nothing():

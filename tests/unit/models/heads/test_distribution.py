@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from hybrid_rl.models.heads import distribution
+from hybrid_rl.models.heads import logprobs as heads
 from hybrid_rl.models.heads.distribution import chosen_and_entropy, sum_of_squares, token_distribution, top_tokens
 from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 
@@ -37,7 +37,7 @@ def reference(hidden, weight, bias, temperature, options):
 @pytest.mark.parametrize(("options", "temperature", "bias"), list(product(HEADS.values(), [1.0, 0.6], [True, False])))
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
 def test_values_and_gradients_equal_autograd(options, temperature, bias, rows_per_chunk, monkeypatch):
-    monkeypatch.setattr(distribution, "CHUNK_ELEMENTS", rows_per_chunk * V)
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", rows_per_chunk * V)
     tensors, _ = inputs(bias=bias)
     mine = token_distribution(*tensors, temperature, options)
     expected = reference(*tensors, temperature, options)
@@ -50,7 +50,7 @@ def test_values_and_gradients_equal_autograd(options, temperature, bias, rows_pe
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_gradcheck(options, monkeypatch):
-    monkeypatch.setattr(distribution, "CHUNK_ELEMENTS", 2 * V)
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 2 * V)
     tensors, labels = inputs()
 
     def numbers(hidden, weight, bias):
@@ -63,7 +63,7 @@ def test_gradcheck(options, monkeypatch):
 @pytest.mark.parametrize("rows_per_chunk", [2, 100])
 def test_chosen_tokens_and_entropy_are_those_of_the_fused_head(rows_per_chunk, monkeypatch):
     """The two ways to the same numbers, and to the same gradient of both together."""
-    monkeypatch.setattr(distribution, "CHUNK_ELEMENTS", rows_per_chunk * V)
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", rows_per_chunk * V)
     tensors, labels = inputs()
     options = HEADS["scale and softcap"]
     whole = chosen_and_entropy(token_distribution(*tensors, 0.7, options), labels)
@@ -122,7 +122,7 @@ def test_low_precision_heads_give_float32(dtype):
 
 def test_the_gradient_of_a_bf16_head_is_summed_in_fp32(monkeypatch):
     """300 rows that each add 2^-9 to one weight: bf16 sums stop growing near 1, fp32 sums do not."""
-    monkeypatch.setattr(distribution, "CHUNK_ELEMENTS", 2)
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 2)
     hidden = torch.full((300, 1), 2.0**-8, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     token_distribution(hidden, weight, None, 1.0, HeadOptions())[:, 0].sum().backward()

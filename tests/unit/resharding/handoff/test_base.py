@@ -76,7 +76,7 @@ def test_participants_whose_layouts_differ_are_stopped():
             pytest.fail("layouts differ")
 
     for error in run_threads(work, 2):
-        assert isinstance(error, PeerError) and "participants mean different handoffs" in str(error)
+        assert isinstance(error, PeerError) and "participants are in different handoffs" in str(error)
 
 
 def test_a_version_that_does_not_rise_is_refused():
@@ -88,7 +88,7 @@ def test_a_version_that_does_not_rise_is_refused():
             pytest.fail("version 5 twice")
 
     for error in run_threads(work, 2):
-        assert "policy version 5 was asked for, but version 5 has been handed over already" in str(error)
+        assert "policy version 5 was requested, but version 5 has already been handed over" in str(error)
 
 
 def test_a_participant_that_is_gone_is_an_error_of_the_others():
@@ -118,5 +118,5 @@ def test_one_that_leaves_early_is_not_taken_for_one_that_is_through():
     first, second = run_threads(work, 2)
     assert isinstance(second, ValueError)
     assert isinstance(first, PeerError)
-    assert "participant 1 is at 'end' of the handoff of policy version 2, here it is 'plan' of 2" in str(first)
+    assert "participant 1 is at 'end' of the handoff of policy version 2, this one at 'plan' of 2" in str(first)
     assert "no plan" in str(first)

@@ -126,9 +126,9 @@ def test_a_parameter_that_is_missing_or_another_is_refused():
     without = {name: tensor for name, tensor in shards.items() if name != "norm"}
     with pytest.raises(HandoffError, match="rank 0 has no 'norm', of which the layout gives it a part"):
         IpcExport(layout, 0, without)
-    with pytest.raises(HandoffError, match=r"rank 0 holds torch.float32 \[4, 5\] of 'q', where the layout says"):
+    with pytest.raises(HandoffError, match=r"rank 0 holds torch.float32 \[4, 5\] of 'q', but the layout says"):
         IpcExport(layout, 0, {**shards, "q": shards["q"][:, :5]})
-    with pytest.raises(HandoffError, match=r"rank 0 holds torch.bfloat16 \[4, 6\] of 'q', where the layout says"):
+    with pytest.raises(HandoffError, match=r"rank 0 holds torch.bfloat16 \[4, 6\] of 'q', but the layout says"):
         IpcExport(layout, 0, {**shards, "q": shards["q"].bfloat16()})
 
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_read_is_sent_and_the_rest_still_read(monkeypatch, sent, 
     assert dict(sent.plans) == {rank: wanted.get(rank, []) for rank in range(4)}
     for rank, (_, source, delivered, plan) in enumerate(results):
         assert isinstance(source, MixedSource)
-        by_rank = {run.source_rank: 4 * int(run.pieces.num_elements.sum()) for run in plan.runs}
+        by_rank = {share.source_rank: 4 * int(share.pieces.num_elements.sum()) for share in plan.shares}
         far = sum(by_rank[peer] for peer in wanted.get(rank, []))
         links_wanted = {"local": by_rank[rank], "peer": sum(by_rank.values()) - by_rank[rank] - far, "host": far}
         assert delivered.link_bytes == {link: size for link, size in links_wanted.items() if size}
@@ -275,7 +275,7 @@ def test_memory_files_that_cannot_be_opened_are_replaced_by_messages(monkeypatch
 
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         assert run_threads(work, 2) == [(MixedSource, ["host", "local"])] * 2
-    assert "rank 0 is sent the weights of rank 1 by messages: the shards of rank 1 cannot be opened at" in caplog.text
+    assert "rank 0 receives the weights of rank 1 by messages: the shards of rank 1 cannot be opened at" in caplog.text
 
 
 def test_ranks_of_one_host_need_no_messages(sent):

@@ -1,26 +1,14 @@
-"""Packed attention against every sequence on its own, and the refusals of the registered function."""
-
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+"""Padded attention against every sequence on its own."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2Config
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import (
-    BUCKET_FILL,
-    NAME,
-    SMALL_LENGTH,
-    AttentionOptions,
-    PackedAttention,
-    attention_forward,
-    attention_functions,
-    length_buckets,
-)
-from tests.unit.models.families import build
+from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.padded import BUCKET_FILL, SMALL_LENGTH, PaddedAttention, length_buckets
+from hybrid_rl.models.row import Layout
 
 LENGTHS = {
     "one token": [1],
@@ -68,7 +56,7 @@ def qkv(num_tokens, num_heads=4, num_key_value_heads=2, dtype=torch.float64):
 
 def check(lengths, options, tolerance, **shape):
     inputs = qkv(sum(lengths), **shape)
-    mine = PackedAttention(lengths).attend(0, *inputs, options)
+    mine = PaddedAttention(Layout(tuple(lengths))).attend(0, *inputs, options)
     reference = eager(*(tensor.double() for tensor in inputs), lengths, options)
     torch.testing.assert_close(mine.double(), reference, rtol=tolerance, atol=tolerance)
     direction = torch.randn_like(reference)
@@ -102,10 +90,10 @@ def test_query_heads_share_key_heads_in_order(num_key_value_heads, options):
 def test_a_poisoned_sequence_leaves_the_others_as_they_are(options):
     lengths = [5, 7, 1, 6]
     query, key, value = (tensor.detach() for tensor in qkv(sum(lengths)))
-    clean = PackedAttention(lengths).attend(0, query, key, value, options)
+    clean = PaddedAttention(Layout(tuple(lengths))).attend(0, query, key, value, options)
     for tensor in (query, key, value):
         tensor[5:12] = torch.nan
-    poisoned = PackedAttention(lengths).attend(0, query, key, value, options)
+    poisoned = PaddedAttention(Layout(tuple(lengths))).attend(0, query, key, value, options)
     assert poisoned[5:12].isnan().all()
     keep = [*range(5), *range(12, 19)]
     torch.testing.assert_close(poisoned[keep], clean[keep], rtol=0, atol=0)
@@ -113,7 +101,7 @@ def test_a_poisoned_sequence_leaves_the_others_as_they_are(options):
 
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(ModelError, match="planned for 5 tokens but got 6"):
-        PackedAttention([2, 3]).attend(0, *qkv(6), AttentionOptions())
+        PaddedAttention(Layout((2, 3))).attend(0, *qkv(6), AttentionOptions())
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40))
@@ -127,49 +115,3 @@ def test_buckets_hold_every_sequence_once_and_none_is_much_shorter_than_the_long
     # No two buckets could have been one.
     longest = sorted((max(lengths[i] for i in bucket) for bucket in buckets), reverse=True)
     assert all(short < BUCKET_FILL * long for long, short in zip(longest, longest[1:], strict=False))
-
-
-def layer(**attributes):
-    return SimpleNamespace(**{"layer_idx": 0, "is_causal": True, **attributes})
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "message"),
-    [
-        (layer(), {"s_aux": torch.zeros(4)}, "attention sinks"),
-        (layer(), {"position_bias": torch.zeros(4)}, "position bias"),
-        (layer(is_causal=False), {}, "not causal"),
-        (SimpleNamespace(), {}, "no layer_idx"),
-        (layer(), {"attention_mask": torch.ones(1, 1, 3, 3)}, "mask of its own"),
-    ],
-)
-def test_what_packed_attention_cannot_do_is_refused(module, arguments, message):
-    mask = arguments.pop("attention_mask", None)
-    rows = [tensor.transpose(0, 1)[None] for tensor in qkv(3)]
-    with pytest.raises(ModelError, match=message), attention_functions([], [], PackedAttention([3])):
-        attention_forward(module, *rows, mask, **arguments)
-
-
-def test_attention_names_are_put_back_after_an_error():
-    configs = [Qwen2Config(attn_implementation=name) for name in ("eager", "sdpa")]
-    with pytest.raises(KeyError), attention_functions(configs, ["a", "b"]):
-        assert [config._attn_implementation for config in configs] == ["a", "b"]
-        with attention_functions(configs[1:], ["c"]):
-            assert [config._attn_implementation for config in configs] == ["a", "c"]
-        raise KeyError
-    assert [config._attn_implementation for config in configs] == ["eager", "sdpa"]
-
-
-def test_other_threads_keep_the_attention_that_a_config_names():
-    """A reward that runs the policy, or a judge made from its config, while the engine generates in another thread."""
-    module = build("qwen2", attention="sdpa")
-    token_ids = torch.arange(2, 9)[None]
-    with torch.no_grad():
-        expected = module(input_ids=token_ids).logits
-    with attention_functions([module.config], [NAME]), ThreadPoolExecutor(1) as pool:
-        assert module.config._attn_implementation == NAME
-        assert pool.submit(lambda: module.config._attn_implementation).result() == "sdpa"
-        with torch.no_grad():
-            assert torch.equal(pool.submit(lambda: module(input_ids=token_ids).logits.detach()).result(), expected)
-    assert module.config._attn_implementation == "sdpa"
-    assert module.config.to_dict() == type(module.config)(**module.config.to_dict()).to_dict()

@@ -15,11 +15,10 @@ def share(rank, num_ranks):
     from hybrid_rl.controller.ranks import BlockGather
     from hybrid_rl.engines.base import KV_CACHE, TAGS
     from hybrid_rl.engines.client import EngineClient
-    from hybrid_rl.engines.lockstep import SharedEngine
-    from hybrid_rl.engines.threaded import ThreadedEngine
+    from hybrid_rl.engines.coordinator import Coordinator
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from tests.unit.engines.engines import finish, forward_logprobs, request
+    from tests.unit.engines.engines import forward_logprobs, request
     from tests.vllm.rigs import CONFIG, make_engine, tiny
 
     module = tiny()
@@ -29,10 +28,10 @@ def share(rank, num_ranks):
     live = make_engine(module, config, seed=7)
     gather = BlockGather(num_ranks)
     own = {"gather": gather, "gather_numbers": gather.numbers, "fingerprint": lambda: live.fingerprint}
-    engine = ThreadedEngine(SharedEngine(live, rank=rank, num_ranks=num_ranks, **own))
-    client = EngineClient(engine)
-    engine.wake(TAGS)
-    engine.update_weights(TensorSource.of(module), 1)
+    coordinator = Coordinator(rank=rank, num_ranks=num_ranks, **own)
+    client = EngineClient(live, in_thread=True, coordinator=coordinator)
+    client.at_rest().wake(TAGS)
+    client.at_rest().update_weights(TensorSource.of(module), 1)
 
     def gap(requests, samples):
         sent = {one.id: one for one in requests}
@@ -58,26 +57,27 @@ def share(rank, num_ranks):
         for _ in client.stream([request(0, 4, 2 if rank == 1 else 40)], 1):
             raise ValueError("the reward failed")
     except (ValueError, EngineStateError) as error:
-        seen["broken off"] = type(error).__name__, str(error), engine.num_unfinished
+        seen["ended early"] = type(error).__name__, str(error), live.num_unfinished
 
-    engine.submit([request(5, 4, 6)], 1)
-    engine.step()
-    if rank == 1:
-        engine.pause("keep")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.05)
-    engine.update_weights(TensorSource.of(module), 2)
-    engine.sleep({KV_CACHE})
-    engine.wake({KV_CACHE})
-    if rank == 1:
-        engine.resume()
-    sample = finish(engine)[0]
+    with client.session():
+        handle = client.submit([request(5, 4, 6)], 1)
+        client.poll(handle)
+        if rank == 1:
+            client.pause("keep")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.05)
+        client.at_rest().update_weights(TensorSource.of(module), 2)
+        client.at_rest().sleep({KV_CACHE})
+        client.at_rest().wake({KV_CACHE})
+        if rank == 1:
+            client.resume()
+        sample = client.wait(handle)[0]
     seen["kept"] = (
         sample.versions,
         abs((forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()),
     )
-    engine.close()
+    client.close()
     alive = torch.ones(1)
     dist.all_reduce(alive)
     seen["alive"] = alive.item()
@@ -106,11 +106,11 @@ def test_both_sampled_the_same_tokens(ranks):
     assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"] != 0
 
 
-def test_a_rank_that_breaks_off_frees_the_other(ranks):
-    assert ranks[1]["broken off"] == ("ValueError", "the reward failed", 0)
-    name, message, left = ranks[0]["broken off"]
-    assert (name, left) == ("PeerBrokeOffError", 0)
-    assert "rank 1 of those that share this engine broke off" in message
+def test_a_rank_that_ends_early_frees_the_other(ranks):
+    assert ranks[1]["ended early"] == ("ValueError", "the reward failed", 0)
+    name, message, left = ranks[0]["ended early"]
+    assert (name, left) == ("PeerAbortedError", 0)
+    assert "rank 1 of those that share this engine ended its rollout early" in message
 
 
 def test_a_pause_of_one_rank_holds_the_replica_over_a_handoff(ranks):

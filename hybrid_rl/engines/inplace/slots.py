@@ -1,5 +1,5 @@
-"""What the engine knows of each running sequence, as columns: a pass is put together by a few gathers, however many
-sequences run and whichever came or went."""
+"""Running sequences as columns, one slot each: a pass is put together by a few gathers, however many sequences run and
+whichever came or went."""
 
 from __future__ import annotations
 
@@ -24,58 +24,59 @@ _SAMPLING = {
 }
 
 
-class SeatTable:
+class SlotTable:
     """One row per sequence that may run at a time.
 
     blocks: int32 [S, M], the blocks of its cache in order; last: int64 [S], its newest token, not in the cache yet;
     length: int64 [S], tokens of prompt and completion; generated: int64 [S], tokens of the completion.
     """
 
-    def __init__(self, num_seats: int, max_blocks: int) -> None:
-        self.num_seats = num_seats
-        self.blocks = np.zeros((num_seats, max_blocks), dtype=np.int32)
-        self.last = np.zeros(num_seats, dtype=np.int64)
-        self.length = np.zeros(num_seats, dtype=np.int64)
-        self.generated = np.zeros(num_seats, dtype=np.int64)
-        self._sampling = {name: np.zeros(num_seats, dtype=dtype) for name, dtype in _SAMPLING.items()}
-        self._free = list(range(num_seats - 1, -1, -1))
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.num_slots = num_slots
+        self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.last = np.zeros(num_slots, dtype=np.int64)
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        self.generated = np.zeros(num_slots, dtype=np.int64)
+        self._sampling = {name: np.zeros(num_slots, dtype=dtype) for name, dtype in _SAMPLING.items()}
+        self._free = list(range(num_slots - 1, -1, -1))
 
-    def widen(self, max_blocks: int) -> None:
-        """Make room for sequences of this many blocks."""
+    def widen(self, max_blocks: int) -> bool:
+        """Make room for sequences of this many blocks; whether the columns had to move."""
         missing = max_blocks - self.blocks.shape[1]
         if missing > 0:
             self.blocks = np.pad(self.blocks, ((0, 0), (0, missing)))
+        return missing > 0
 
     @property
     def num_free(self) -> int:
-        """Seats that nobody has."""
+        """Slots that are free."""
         return len(self._free)
 
     def take(self, params: SamplingParams, *, length: int, generated: int, last: int) -> int:
-        """A seat for a sequence of `length` tokens, `generated` of them its own, the newest of them `last`."""
-        seat = self._free.pop()
-        self.length[seat], self.generated[seat], self.last[seat] = length, generated, last
+        """Assign a slot. length: tokens so far; generated: tokens of the completion; last: id of the newest token."""
+        slot = self._free.pop()
+        self.length[slot], self.generated[slot], self.last[slot] = length, generated, last
         for name, column in self._sampling.items():
-            column[seat] = getattr(params, name)
-        return seat
+            column[slot] = getattr(params, name)
+        return slot
 
-    def release(self, seat: int) -> None:
-        """The seat is free again."""
-        self._free.append(seat)
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self._free.append(slot)
 
-    def advance(self, seats: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
-        """Each of these sequences has one more token."""
-        self.last[seats] = tokens
-        self.length[seats] += 1
-        self.generated[seats] += 1
+    def advance(self, slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
+        """Append one token to each of these sequences."""
+        self.last[slots] = tokens
+        self.length[slots] += 1
+        self.generated[slots] += 1
 
-    def sampling(self, seats: npt.NDArray[np.int64]) -> SeatSampling:
-        """How the next tokens of these sequences are chosen."""
-        columns = {name: column[seats] for name, column in self._sampling.items()}
+    def sampling(self, slots: npt.NDArray[np.int64]) -> SlotSampling:
+        """Sampling parameters of the next tokens of these sequences."""
+        columns = {name: column[slots] for name, column in self._sampling.items()}
         truncates = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
-        return SeatSampling(
+        return SlotSampling(
             columns,
-            self.generated[seats],
+            self.generated[slots],
             truncates=bool(truncates.any()),
             greedy=bool((columns["temperature"] == 0).any()),
             penalises=bool((columns["repetition_penalty"] != 1).any()),
@@ -83,7 +84,7 @@ class SeatTable:
 
 
 @dataclass(frozen=True)
-class SeatSampling:
+class SlotSampling:
     """The columns of SamplingTensors on the host, by name, and the place of each token within its completion."""
 
     columns: dict[str, npt.NDArray[Any]]

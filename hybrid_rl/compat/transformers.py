@@ -1,0 +1,203 @@
+"""transformers' names outside its public interface. Tried with transformers 5.19.0."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
+from transformers.utils.output_capturing import OutputRecorder
+
+__all__ = [
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "MODEL_MAPPING",
+    "GenericForTokenClassification",
+    "OutputRecorder",
+    "PrefixChange",
+    "WeightConverter",
+    "WeightRenaming",
+    "WeightTransform",
+    "custom_object_save",
+    "dot_natural_key",
+    "get_model_conversion_mapping",
+    "no_init_weights",
+    "rename_source_key",
+    "str_to_torch_dtype",
+]
+
+# Each name that is private, or in a module that transformers does not document, and why there is no public way.
+NAMES = {
+    "transformers.PreTrainedConfig._attn_implementation": "what layers look up their attention function by",
+    "transformers.PreTrainedModel._no_split_modules": "the only list of a family's transformer blocks",
+    "transformers.PreTrainedModel._can_record_outputs": "where the routers of a family are",
+    "transformers.PreTrainedModel._from_config": "builds a given class; the public from_config chooses the class",
+    "transformers.PreTrainedModel._get_dtype_plan": "which parameters a class keeps in float32",
+    "transformers.PreTrainedModel._keep_in_fp32_modules": "the same, in parts of names",
+    "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "the same, for bfloat16 too",
+    "transformers.PreTrainedModel._keys_to_ignore_on_save": "which tensors a checkpoint does not hold",
+    "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": "which tensors a checkpoint may lack",
+    "transformers.conversion_mapping.get_model_conversion_mapping": "how a checkpoint's names become a module's",
+    "transformers.core_model_loading.PrefixChange": "a kind of conversion of names",
+    "transformers.core_model_loading.WeightConverter": "a conversion of tensors",
+    "transformers.core_model_loading.WeightRenaming": "a conversion of names",
+    "transformers.core_model_loading.WeightTransform": "what conversions have in common",
+    "transformers.core_model_loading.build_glob_alternation": "reads the plan of dtypes",
+    "transformers.core_model_loading.dot_natural_key": "the order in which tensors are converted",
+    "transformers.core_model_loading.rename_source_key": "applies conversions to one name",
+    "transformers.dynamic_module_utils.custom_object_save": "writes the code of a model that brings its own",
+    "transformers.initialization.no_init_weights": "builds a model without drawing random weights",
+    "transformers.modeling_layers.GenericForTokenClassification": "a head of one number per token for any family",
+    "transformers.modeling_utils.str_to_torch_dtype": "the dtypes of safetensors by name",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING": "which class a config belongs to",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": "the same, with images",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "the same, of reward models",
+    "transformers.models.auto.modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": "the same, of critics",
+    "transformers.models.auto.modeling_auto.MODEL_MAPPING": "the same, of backbones",
+    "transformers.utils.output_capturing.OutputRecorder": "tells a router's logits from its other outputs",
+}
+# Attributes that transformers gives to instances, so that no class shows them.
+INSTANCE_NAMES = {"_weight_conversions": "the conversions that a model was loaded with, which saving reverts"}
+
+_Config = TypeVar("_Config", bound=PreTrainedConfig)
+
+
+def config_view(config: _Config, chosen: Callable[[PreTrainedConfig], str | None]) -> _Config:
+    """Another object with the attributes of a config, shared and not copied, that answers differently when asked for
+    the name of its attention function: with what `chosen` gives for the view; if that is None, with the config's own.
+
+    transformers reads that name from a config wherever it is needed. A name that holds in one thread only can neither
+    be written into the config, which other threads read, nor be given to a call. The view is of a subclass with the
+    name of the config's class, equals the config, and is copied and pickled as the config itself.
+    """
+    kind: Any = type(config)
+    view: Any = object.__new__(_view_class(kind, chosen))
+    object.__setattr__(view, "_viewed", config)
+    object.__setattr__(view, "__dict__", vars(config))
+    seen: _Config = view
+    return seen
+
+
+def viewed_config(config: _Config) -> _Config:
+    """The config that a view shows; a config that is not a view, as it is."""
+    own: _Config = config._viewed if isinstance(config, _View) else config
+    return own
+
+
+class _View:
+    """What the views of all classes of configs have in common."""
+
+    __slots__ = ()
+    _viewed: Any
+
+    def __copy__(self) -> PreTrainedConfig:
+        return copy.copy(self._viewed)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _itself, (self._viewed,)
+
+
+def _itself(config: PreTrainedConfig) -> PreTrainedConfig:
+    return config
+
+
+@functools.cache
+def _view_class(cls: Any, chosen: Callable[[PreTrainedConfig], str | None]) -> type[Any]:
+    named: Any = PreTrainedConfig._attn_implementation
+    members = {
+        "__slots__": ("_viewed",),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__init__": cls.__init__,  # what is not here transformers makes of the fields of the class
+        "__eq__": lambda view, other: view._viewed == viewed_config(other),
+        "_attn_implementation": property(lambda view: chosen(view) or named.fget(view), named.fset),
+    }
+    return type(cls.__name__, (_View, cls), members)
+
+
+def attention_name(config: PreTrainedConfig) -> str | None:
+    """The attention function that a config names."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def block_class_names(model: PreTrainedModel) -> set[str]:
+    """Names of the classes whose modules transformers will not split over devices: a family's transformer blocks."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def router_recorders(model: PreTrainedModel) -> list[OutputRecorder]:
+    """What transformers says about where the router logits of this model, submodels apart, come from."""
+    recorders = (model._can_record_outputs or {}).get("router_logits")
+    listed = recorders if isinstance(recorders, list) else [recorders]
+    return [recorder for recorder in listed if isinstance(recorder, OutputRecorder)]
+
+
+def model_from_config(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of this very class, with the weights that its code gives it."""
+    model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+    return model
+
+
+def fp32_pattern(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """What is found in the names of the tensors that stay float32 in a model of this dtype; None if none do."""
+    plan = model._get_dtype_plan(dtype)
+    return build_glob_alternation([*plan])[0] if plan else None
+
+
+def fp32_name_parts(model: PreTrainedModel) -> list[str]:
+    """Parts of the names of parameters that transformers keeps in float32, in any dtype that asks for it."""
+    return [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+
+
+def keys_not_saved(model: PreTrainedModel) -> set[str]:
+    """Names of tensors that a checkpoint of this class does not hold."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Of the names that a checkpoint lacks and of those that it has too many, the ones that matter to this class."""
+    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
+    return report.missing_keys, report.unexpected_keys
+
+
+def loaded_conversions(model: PreTrainedModel) -> list[Any] | None:
+    """The conversions that a model was loaded with; None if it was not loaded from a checkpoint."""
+    found = getattr(model, "_weight_conversions", None)
+    return None if found is None else list(found)
+
+
+def remember_conversions(model: PreTrainedModel, conversions: Sequence[Any]) -> None:
+    """Note the conversions that a model was loaded with, for transformers' saving and for ours."""
+    model._weight_conversions = list(conversions)  # type: ignore[assignment]

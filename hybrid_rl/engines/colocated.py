@@ -1,0 +1,44 @@
+"""Base of the engines in the trainer's process that hold weights of their own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+from torch import Tensor
+
+from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.resharding.trace import Trace
+
+
+class TracedWeights(Protocol):
+    """An engine's live tensors, in the order of the trace that says where each of their elements comes from."""
+
+    @property
+    def trace(self) -> Trace:
+        """Where each element comes from."""
+
+    @property
+    def destinations(self) -> list[Tensor]:
+        """The live tensors."""
+
+
+class ColocatedEngine(GuardedEngine):
+    """A RolloutEngine whose own weights are written by plan from the trainer's shards.
+
+    can_sleep: whether memory is given back. fingerprint: of all tokens so far, equal on the ranks that share an engine
+    as long as they sample alike.
+    """
+
+    can_sleep: bool
+    fingerprint: int = 0
+
+    @property
+    @abstractmethod
+    def weights(self) -> TracedWeights:
+        """The engine's own tensors, and where each of their elements comes from."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights while they are awake."""
+        return sum(tensor.nbytes for tensor in self.weights.destinations)

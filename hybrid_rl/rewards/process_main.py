@@ -1,0 +1,181 @@
+"""The main program of a reward process.
+
+`pool.py` runs this file by its path, so that a process starts in milliseconds, needs no `__main__` guard in the user's
+script and imports neither torch nor the rest of this package by itself. Therefore it imports nothing of this package
+but `calling.py`, by its path too, and outcomes travel as plain tuples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.util
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from hybrid_rl.rewards import calling
+else:
+    spec = importlib.util.spec_from_file_location("_reward_calling", Path(__file__).with_name("calling.py"))
+    calling = sys.modules["_reward_calling"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(calling)
+
+PARENT_CHECK_SECONDS = 0.5
+READ_BYTES = 2**20
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Write one message with its length before it."""
+    connection.sendall(len(message).to_bytes(calling.LENGTH_BYTES, "big") + message)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Read one message. Raises EOFError if the other side is gone."""
+    return read(connection, int.from_bytes(read(connection, calling.LENGTH_BYTES), "big"))
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    """Read so many bytes. Raises EOFError if the other side is gone."""
+    found = bytearray()
+    while len(found) < count:
+        if not (chunk := connection.recv(min(count - len(found), READ_BYTES))):
+            raise EOFError
+        found += chunk
+    return bytes(found)
+
+
+def kill_own_group(*_: object) -> None:
+    """End this process and every process that reward functions started from it and that is still in its group."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def end_with(parent_pid: int) -> None:
+    """Arrange for this process to get a SIGTERM when its parent ends, even if the parent is killed.
+
+    The kernel's signal also interrupts functions that hold the GIL for long but check for signals (a runaway regular
+    expression); the watching thread serves systems without that signal.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def keep(worker: int, parent_pid: int, connection: socket.socket) -> NoReturn:
+    """Wait until the worker, a child of this process, has ended, or until this process is told to end (SIGTERM) or has
+    lost its parent; then end everything that the worker started, and end as the worker did. SIGTERM and SIGCHLD are
+    blocked.
+
+    On Linux, processes below this one become its children when their own parents end, whatever group or session they
+    are in, so none is lost. Elsewhere only those that stay in the worker's group are found.
+    """
+    import psutil  # here, so that the worker does not wait for it
+
+    end_with(parent_pid)
+    status: int | None = None
+    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == worker else status
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    spared: set[int] = set()  # processes of other users, by sudo
+    while left := {child.pid for child in psutil.Process().children()} - spared:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                spared.add(pid)
+        if left - spared:
+            ended = os.waitpid(-1, 0)
+            status = ended[1] if ended[0] == worker else status
+    with contextlib.suppress(OSError):  # the trainer may be gone
+        connection.shutdown(socket.SHUT_RDWR)  # for the trainer to notice, even if a process that is left holds it open
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1] if status is None else status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL cannot be given a handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def answer(
+    functions: dict[str, tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner
+) -> calling.CallOutcome:
+    """Serve one request: (name of the function, arguments, number of samples, log functions to pass)."""
+    try:
+        name, *rest = pickle.loads(request)
+    except BaseException as error:
+        detail = f"the samples cannot be loaded in a reward process:\n{calling.user_traceback(error)}"
+        return calling.failed_call("raised", detail)
+    is_async, function = functions[name]
+    return runner.run(calling.call_async(function, *rest)) if is_async else calling.call_sync(function, *rest)
+
+
+def serve(connection: socket.socket) -> None:
+    """Load the functions, report that, then answer one request at a time until the other side is gone.
+
+    A process that a function forked and that came back from it is ended here, as it would answer the call a second time
+    and take the next ones. The trainer is told (`FORKED`), unless the child asked to end.
+    """
+    search_path, blobs = pickle.loads(receive(connection))
+    sys.path[:] = search_path
+    try:
+        functions = {name: (is_async, pickle.loads(blob)) for name, is_async, blob in blobs}
+    except BaseException as error:
+        return send(connection, pickle.dumps(calling.user_traceback(error) or repr(error)))
+    send(connection, pickle.dumps(None))
+    server, (told, tell) = os.getpid(), os.pipe()
+    os.set_blocking(told, False)
+    with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
+        while True:
+            outcome = answer(functions, receive(connection), runner)
+            if os.getpid() != server:
+                if outcome.failure is None or outcome.failure[0] != "ended":
+                    os.write(tell, b"!")
+                os._exit(0)
+            with contextlib.suppress(BlockingIOError):
+                os.read(told, 1)
+                outcome = calling.failed_call(calling.FORKED, "")
+            send(connection, cloudpickle.dumps(tuple(outcome)))
+
+
+def main(connection: socket.socket, parent_pid: int) -> None:
+    """Serve the trainer (process parent_pid) from a child of this process, which ends all that functions start."""
+    keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if worker := os.fork():
+        keep(worker, parent_pid, connection)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, kill_own_group)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    end_with(keeper)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

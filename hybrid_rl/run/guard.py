@@ -1,0 +1,52 @@
+"""Guard of a training step: it is whole, or it did not happen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from hybrid_rl.data import PromptSampler
+from hybrid_rl.process.interrupts import deferred_interrupt
+
+
+class StepGuard:
+    """Owns what must hold if a training step is broken off by an error or by Ctrl-C.
+
+    Before `commit` the step is taken back: its prompts come again in the next one. From `commit` to the end of the step
+    Ctrl-C waits (a second one does not). Between `commit` and `complete` the weights belong to no step: if the step
+    breaks off there, they are torn.
+
+    data_position: state of the sampler after the last complete step.
+    is_stepping: whether a step is under way that is not complete.
+    is_torn: whether the weights lie between two training steps.
+    """
+
+    def __init__(self, sampler: PromptSampler) -> None:
+        self._sampler = sampler
+        self._hold = contextlib.ExitStack()
+        self.data_position = sampler.state_dict()
+        self.is_stepping = self.is_torn = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A training step, and what is due after it."""
+        with self._hold:
+            self.is_stepping = True
+            try:
+                yield
+            except BaseException:
+                if self.is_stepping:
+                    self._sampler.load_state_dict(self.data_position)
+                raise
+            finally:
+                self.is_stepping = False
+
+    def commit(self) -> None:
+        """The weights are changed from here on."""
+        self._hold.enter_context(deferred_interrupt())
+        self.is_torn = True
+
+    def complete(self) -> None:
+        """The step is done: what fails from here on does not take it back."""
+        self.data_position = self._sampler.state_dict()
+        self.is_stepping = self.is_torn = False

@@ -1,0 +1,128 @@
+"""The worker groups of a run, with the calls that the driver makes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.batch import AnyBatch, BatchRef
+from hybrid_rl.controller import Backend, WorkerGroup, result_of
+from hybrid_rl.errors import StorageError, WorkerError
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.training.skipped import SkippedUpdate
+from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.preflight import RankProbe
+from hybrid_rl.workers.reference import ReferenceWorker
+
+logger = logging.getLogger("hybrid_rl")
+
+
+class RankGroup(WorkerGroup):
+    """Calls that ranks of every role answer (`WorkerBase`)."""
+
+    def memory_metrics(self) -> list[dict[str, float]]:
+        """Bytes by resident and seconds of sleeps and wakes, of each rank."""
+        return self._ranks.call(WorkerBase.memory_metrics)
+
+    def probe_rank(self) -> list[RankProbe]:
+        """Versions and speed of each rank."""
+        return self._ranks.call(WorkerBase.probe_rank)
+
+
+class ReferenceGroup(RankGroup):
+    """Ranks that hold the reference model only (`ReferenceWorker`)."""
+
+    def score(self, batch: AnyBatch, step: int) -> AnyBatch:
+        """The batch with ref_logprobs."""
+        return self._ranks.call(ReferenceWorker.score, batch, step)
+
+
+class PolicyGroup(RankGroup):
+    """Ranks that train and generate (`HybridWorker`). reference: ranks that hold the reference model, None if these do,
+    or there is none. has_scores: whether these ranks compute anything before advantages."""
+
+    def __init__(self, backend: Backend, reference: ReferenceGroup | None = None, *, has_scores: bool = True) -> None:
+        super().__init__(backend)
+        self._reference, self._has_scores = reference, has_scores
+
+    # ---------------------------------------------------------------------------------------------- a training step
+
+    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Scored samples of these prompts, in any order, and a report of each rank that had some."""
+        return self._ranks.call(HybridWorker.rollout, tasks, call)
+
+    def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """The data set's own completions of these prompts."""
+        return self._ranks.call(HybridWorker.demonstrations, tasks, call)
+
+    def score(self, batch: AnyBatch, step: int) -> AnyBatch:
+        """The batch with what the algorithm needs before advantages: logprobs of policy, reference and teacher, values.
+        Reference ranks compute at the same time."""
+        if self._reference is None or not self._has_scores or not isinstance(batch, BatchRef):
+            scored: AnyBatch = self._ranks.call(HybridWorker.score, batch, step) if self._has_scores else batch
+            return scored if self._reference is None else self._reference.score(scored, step)
+        referring = self._reference.submit(ReferenceGroup.score, batch, step)
+        try:
+            made: BatchRef = self._ranks.call(HybridWorker.score, batch, step)
+        finally:
+            referred = result_of(referring)
+        assert isinstance(referred, BatchRef)
+        return made.joined(referred)
+
+    def advantages(self, batch: AnyBatch) -> AnyBatch:
+        """The batch with advantages, and returns if there is a critic."""
+        return self._ranks.call(HybridWorker.advantages, batch)
+
+    def update(self, batch: AnyBatch, step: int) -> list[MetricSums]:
+        """All optimizer steps of a training step; each rank's part of their metrics."""
+        return self._ranks.call(HybridWorker.update, batch, step)
+
+    def update_weights(self, version: int) -> list[dict[str, float]]:
+        """Give the engines the weights as this policy version, and prove that they have them; metrics of each rank."""
+        return self._ranks.call(HybridWorker.update_weights, version)
+
+    def update_weights_again(self, version: int) -> list[dict[str, float]]:
+        """The same for a version that the engines hold already: somebody else changed their weights."""
+        return self._ranks.call(HybridWorker.update_weights_again, version)
+
+    def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
+        """Of policy and critic the last update that was skipped."""
+        return self._ranks.call(HybridWorker.skipped_updates)
+
+    # ------------------------------------------------------------------------------------------ samples and checkpoints
+
+    def log_samples(self, batch: AnyBatch, step: int, folder: Path) -> None:
+        """Append each rank's samples to a file of its own in the run folder; what cannot be written now waits."""
+        self._ranks.call(HybridWorker.log_samples, batch, step, folder)
+
+    def lost_samples(self) -> list[Path]:
+        """Write what waits; the files that cannot be written. Ranks that are gone are told of by what ended them."""
+        try:
+            files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
+        except WorkerError:
+            return []
+        return [path for path in files if path is not None]
+
+    def texts(self, batch: AnyBatch) -> list[list[tuple[int, str, str, float]]]:
+        """Of each rank's samples id, prompt, completion and reward."""
+        return self._ranks.call(HybridWorker.texts, batch)
+
+    def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:
+        """Save the samples of a step for replay. A full disk is an error only if it `must` be done."""
+        try:
+            self._ranks.call(HybridWorker.save_rollout, batch, step, folder)
+        except StorageError as error:
+            if must or self.has_ended:
+                raise
+            logger.warning("the rollout of step %d is not saved: %s", step, error)
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint. state: of the driver. Raises CheckpointError."""
+        self._ranks.call(HybridWorker.save, folder, state)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self._ranks.call(HybridWorker.load, folder)

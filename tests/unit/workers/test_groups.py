@@ -1,0 +1,115 @@
+"""The typed groups against the workers that they call, and a reference that scores beside the policy."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.batch import AnyBatch, Batch, BatchRef, store
+from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
+from hybrid_rl.workers import HybridWorker, PolicyGroup, ReferenceGroup, ReferenceWorker
+from hybrid_rl.workers.base import WorkerBase
+
+PAIRS = [
+    pytest.param(group, worker, name, id=f"{group.__name__}.{name}")
+    for group, worker in ((PolicyGroup, HybridWorker), (ReferenceGroup, ReferenceWorker))
+    for name in dispatched_methods(worker)
+]
+# Of these the group's method does more than to pass on a call.
+RENAMED = {"flush_samples": "lost_samples"}
+
+
+@pytest.mark.parametrize(("group", "worker", "name"), PAIRS)
+def test_every_call_has_a_method_of_the_same_form(group: type, worker: type, name: str) -> None:
+    """Its parameters with a batch or a reference to one, and its answer as the declaration collects it."""
+    remote = getattr(worker, name)
+    local = getattr(group, RENAMED.get(name, name))
+    theirs, ours = (list(inspect.signature(method).parameters) for method in (remote, local))
+    assert [parameter for parameter in ours if parameter != "must"] == theirs
+    if name in RENAMED:
+        return
+    types, answers = typing.get_type_hints(remote), typing.get_type_hints(local)
+    assert all(answers[key] == (AnyBatch if types[key] is Batch else types[key]) for key in theirs if key != "self")
+    answer = types["return"]
+    if dispatch_of(remote).collect == "all":
+        assert answers["return"] == list[answer]
+    elif dispatch_of(remote).collect == "concat" and typing.get_origin(answer) is tuple:
+        assert answers["return"] == tuple[AnyBatch, list[typing.get_args(answer)[1]]]
+    else:
+        assert answers["return"] == (AnyBatch if answer is Batch else answer)
+
+
+class Ranks:
+    """A backend that answers `score` with one more column, after it has met the other one."""
+
+    num_ranks, label, has_ended = 1, "", False
+
+    def __init__(self, role: str, column: str, blocks: list[Batch], meet: Callable[[], Any] = lambda: None) -> None:
+        self.role, self._column, self._blocks, self._meet = role, column, blocks, meet
+        self.scored: list[frozenset[str]] = []
+
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        batch = args[0]
+        self.scored.append(frozenset(batch.columns if isinstance(batch, BatchRef) else batch))
+        self._meet()
+        values = torch.arange(batch.num_samples, dtype=torch.float64)
+        if isinstance(batch, Batch):
+            return batch.with_columns(**{self._column: values})
+        return batch.merge(self._stored(Batch({self._column: values})))
+
+    def _stored(self, batch: Batch) -> BatchRef:
+        def put(block: Batch) -> int:
+            self._blocks.append(block)
+            return len(self._blocks) - 1
+
+        return store(batch, put).with_get(self._blocks.__getitem__)
+
+    def close(self) -> None: ...
+
+
+def test_the_reference_scores_while_the_policy_does() -> None:
+    """Neither could end without the other being under way."""
+    blocks: list[Batch] = []
+    barrier = threading.Barrier(2, timeout=20)
+    reference = Ranks("reference", "rewards", blocks, barrier.wait)
+    policy = Ranks("policy", "baseline_rewards", blocks, barrier.wait)
+    batch = policy._stored(Batch({"group": torch.tensor([0, 0, 1]), "completion": ["a", "b", "c"]}))
+    scored = PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)
+    assert scored.columns == {"group", "completion", "rewards", "baseline_rewards"}
+    loaded = scored.load()
+    assert loaded["completion"] == ["a", "b", "c"] and loaded["rewards"].tolist() == [0.0, 1.0, 2.0]
+    assert policy.scored == reference.scored == [frozenset({"group", "completion"})]
+
+
+def test_a_batch_of_the_driver_is_scored_by_one_after_the_other() -> None:
+    policy, reference = Ranks("policy", "baseline_rewards", []), Ranks("reference", "rewards", [])
+    batch = Batch({"group": torch.tensor([0, 0, 1])})
+    assert set(PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)) == {
+        *("group", "baseline_rewards", "rewards")
+    }
+    assert reference.scored == [frozenset({"group", "baseline_rewards"})]
+    assert PolicyGroup(policy, has_scores=False).score(batch, 1) is batch and len(policy.scored) == 1
+
+
+def test_an_error_of_the_policy_comes_when_the_reference_has_ended() -> None:
+    blocks: list[Batch] = []
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("policy")
+
+    policy, reference = Ranks("policy", "rewards", blocks, fail), Ranks("reference", "rewards", blocks, ended.set)
+    batch = policy._stored(Batch({"group": torch.tensor([0]), "completion": ["a"]}))
+    with pytest.raises(ValueError, match="policy"):
+        PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)
+    assert ended.is_set()
+
+
+def test_ranks_of_every_role_answer_what_the_base_declares() -> None:
+    assert set(dispatched_methods(WorkerBase)) <= {*vars(PolicyGroup.__mro__[1])}
