@@ -177,7 +177,7 @@ def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
 
 
 def _newest_intact(damaged: Path) -> str:
-    """What to resume instead of a damaged checkpoint, in words."""
+    """A sentence that says what to resume instead of a damaged checkpoint."""
     for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
         if path == damaged or not (path / MANIFEST_FILE).is_file():
             continue

@@ -1,4 +1,4 @@
-"""What every file of a checkpoint holds: written with it, compared before it is used."""
+"""Comparison of a checkpoint with its manifest, before anything in it is used."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, with the name of the file, where a checkpoint is not what was written. One without a
-    manifest is told of, and so are texts of the model that somebody seems to have edited."""
+    """Raise CheckpointError, naming the file, if a checkpoint is not what was written.
+
+    Warns if there is no manifest, and of texts of the model that somebody seems to have edited.
+    """
     files = _read(folder)
     if files is None:
         logger.warning(
-            "%s has no %s, so nothing in it can be checked: it was written by an earlier version, or the copy is not "
-            "complete",
+            "%s has no %s, so nothing in it can be checked: it was written by an earlier version, or the copy is "
+            "incomplete",
             *(folder, MANIFEST_FILE),
         )
         return
@@ -31,16 +33,16 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def check_model_texts(folder: Path) -> None:
-    """The same for what is damaged of the config and tokenizer of a model: cheap, before they are read. `check_model`
-    tells of the rest."""
+    """Raise CheckpointError if the config or tokenizer of a model is damaged. This is cheap, and done before they are
+    read; `check_model` checks the rest."""
     for name, content in (_read(folder) or {}).items():
         if _is_text_of_the_model(name) and not _is_readable(folder / name):
             _check(folder, {name: content}, [name])
 
 
 def check_model(folder: Path) -> None:
-    """The same for the model in a folder (its weights, config and tokenizer, no optimizer), where that is a checkpoint,
-    or the critic of one; other models have no manifest."""
+    """Check the model in a folder (its weights, config and tokenizer, no optimizer) as `check_checkpoint` does, if the
+    folder is a checkpoint or the critic of one; other models have no manifest."""
     files = _read(folder)
     if files is None and (above := _read(folder.parent)) is not None:
         prefix = f"{folder.name}/"
@@ -54,12 +56,12 @@ def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> 
         problem = files[name].problem_of(folder / name)
         if problem and _is_text_of_the_model(name) and _is_readable(folder / name):
             logger.warning(
-                "%s is not as it was written: %s. If nobody edited it, it is damaged", folder / name, problem
+                "%s differs from what was written: %s. If nobody edited it, it is damaged", folder / name, problem
             )
         elif problem:
             raise CheckpointError(
                 f"{folder / name} is damaged: {problem}. Use another checkpoint; if it was changed on purpose, delete "
-                f"{MANIFEST_FILE} beside it, and nothing is compared any more"
+                f"{MANIFEST_FILE} beside it, and nothing is compared"
             )
 
 
@@ -69,8 +71,8 @@ def _is_text_of_the_model(name: str) -> bool:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether a file that is not as it was written is one that somebody may have edited: JSON that can be parsed, or a
-    text. What is missing, empty, cut or no text is damaged."""
+    """Whether a changed file is one that somebody may have edited: JSON that can be parsed, or a text. A file that is
+    missing, empty, cut or not a text is damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: by all ranks, whole or not at all."""
+"""Writing of a checkpoint by all ranks, whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def write_checkpoint(
     trainer's, written by rank 0. parts: optimizers of further models, each under the name of the folder that save_model
     makes for it. gather: the values of all ranks, by rank; ranks agree through it, so that all succeed or none.
 
-    Raises CheckpointError on every rank (disk full, no permission ...), and PeerFailedError where another rank is gone;
-    nothing half-written stays behind.
+    Raises CheckpointError on every rank (disk full, no permission ...), and PeerFailedError if another rank is gone;
+    nothing half-written is left.
     """
     temporary, replaced = hidden_name(folder, "tmp"), hidden_name(folder, "old")
     is_leader = rank == 0

@@ -1,4 +1,4 @@
-"""Failures of ranks: what a rank tells of one, which of several is the cause, and the one error that the user sees."""
+"""Failures of ranks: what a rank reports, which of several is the cause, and the one error that the user sees."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "br
 class Failure:
     """Why a call did not end well on one rank.
 
-    kind: name of the exception's type; error: the exception itself, pickled, where that is possible. is_echo: it most
-    often only says that another rank failed. is_disconnected: a connection or collective broke, an echo too; ranks
+    kind: name of the exception's type; error: the exception itself, pickled if possible. is_echo: it usually says only
+    that another rank failed. is_disconnected: a connection or collective broke, an echo too; ranks
     cannot talk to each other any more. is_interrupt: a KeyboardInterrupt. is_end: the process is gone, or does not
     answer.
     """
@@ -45,7 +45,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What to tell of an exception that was caught on a rank."""
+    """The failure to report for an exception that was caught on a rank."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
@@ -73,7 +73,7 @@ def is_disconnect(error: BaseException) -> bool:
 
 
 def process_ended(pid: int, host: str, reason: str) -> Failure:
-    """The process of a rank is gone. reason: what the transport says of it."""
+    """The failure of a rank whose process is gone. reason: what the transport says about it."""
     known = " ".join(reason.split())
     if "memory monitor" not in known and "running low on memory" not in known:
         # Without the causes that the transport guesses at.
@@ -81,18 +81,18 @@ def process_ended(pid: int, host: str, reason: str) -> Failure:
         known = detail.split(" Some common causes")[0]
     return Failure(
         "process ended",
-        f"pid {pid} on {host} is gone: it was killed (by hand, or by the kernel for want of memory), crashed, or "
+        f"pid {pid} on {host} is gone: it was killed (by hand, or by the kernel when memory ran out), crashed, or "
         f"called exit. {known}".rstrip(),
         is_end=True,
     )
 
 
 def cluster_ended(lost: str) -> Failure:
-    """Without these processes of a cluster that was started here nothing works any more."""
+    """The failure of a cluster started here that lost these processes, without which nothing works."""
     return Failure(
         "cluster ended",
-        f"{lost} of the Ray cluster on this machine is gone: it was killed (by hand, or by the kernel for want of "
-        f"memory), or crashed",
+        f"{lost} of the Ray cluster on this machine is gone: it was killed (by hand, or by the kernel when memory "
+        f"ran out), or crashed",
         is_end=True,
     )
 
@@ -139,13 +139,13 @@ def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseExc
 
 
 def summary_of(error: BaseException) -> str:
-    """What ended a call in one line, for errors of later calls. error: what `error_of` gave, or a Ctrl-C."""
+    """One line about what ended a call, for errors of later calls. error: from `error_of`, or a Ctrl-C."""
     told = str(error) if isinstance(error, WorkerError) else "\n".join(getattr(error, "__notes__", ()))
     return textwrap.shorten((told or type(error).__name__).split("\n")[0], 160, placeholder=" ...")
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a rank's log, or where it crashed; empty where the log lies on another machine."""
+    """The last lines of a rank's log, or where it crashed; empty if the log is on another machine."""
     try:
         with path.open(errors="replace") as file:
             lines = deque(file, LOG_READ_LINES)

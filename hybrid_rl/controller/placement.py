@@ -1,4 +1,4 @@
-"""Where ranks run: their share of nodes, their order, their environment."""
+"""Placement of ranks: their share of nodes, their order, their environment."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Place:
 
 
 def bundle_of(options: RayOptions) -> dict[str, float]:
-    """What one rank takes of its node."""
+    """The resources that one rank takes of its node."""
     gpus = options.gpus_per_rank
     return {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
 
 
 def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> None:
-    """Raises ConfigError where the nodes, empty, do not hold so many bundles."""
+    """Raise ConfigError if the nodes, with nothing running on them, have no room for so many bundles."""
     room = sum(_bundles_that_fit(bundle, node.resources) for node in nodes)
     if room < num_ranks:
         has = "; ".join(f"{node.address}: {_amounts(node.resources, bundle)}" for node in nodes) or "no node"
@@ -93,7 +93,7 @@ def rank_order(places: Sequence[Place]) -> list[Place]:
 
 
 def ranks_per_node(nodes: Sequence[str]) -> Mapping[str, int]:
-    """How many bundles lie on each node; nodes: of each bundle."""
+    """The number of bundles on each node. nodes: the node of each bundle."""
     return Counter(nodes)
 
 

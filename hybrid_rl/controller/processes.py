@@ -13,12 +13,12 @@ from hybrid_rl.controller.placement import Place
 
 
 def own_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_process(place: Place) -> str:
-    """What can be seen of a rank's process from outside."""
+    """Describe a rank's process as seen from outside."""
     process = _process(place)
     if process is None:
         return f"pid {place.pid} on {place.host}"
@@ -59,7 +59,7 @@ def end_family(processes: Sequence[psutil.Process], seconds: float) -> None:
 
 
 def _process(place: Place) -> psutil.Process | None:
-    """The process, where it runs on this machine and is still one of Ray's: ids are used again."""
+    """The process, if it runs on this machine and is still one of Ray's: ids are reused."""
     if place.host != socket.gethostname():
         return None
     with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What a rank prints and logs: into a file of its own, and warnings of the library to the driver as well."""
+"""The log of a rank: its output in a file of its own; warnings of the library go to the driver as well."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def take_device(gpu_ids: Sequence[str]) -> torch.device:
     that a rank does: whatever touches CUDA before does so on the first GPU of the machine, as all other ranks.
 
     All GPUs of the machine stay visible, so that ranks can reach each other's memory. Only of MIG instances a process
-    can use no more than one (NVIDIA's MIG guide, CUDA device enumeration): it then sees its own alone.
+    can use no more than one (NVIDIA's MIG guide, CUDA device enumeration): it then sees only its own.
 
     Raises ConfigError for a GPU that PyTorch does not find.
     """
@@ -87,13 +87,13 @@ def take_device(gpu_ids: Sequence[str]) -> torch.device:
 
 def enter_device() -> None:
     """Make the rank's GPU the current device of the calling thread: PyTorch's threads begin with the first one of the
-    machine. Does nothing on CPUs, and in a process that is no rank."""
+    machine. Does nothing on CPUs, and in a process that is not a rank's."""
     if _taken[0].type == "cuda":
         torch.cuda.set_device(_taken[0])
 
 
 def child_environment() -> dict[str, str]:
-    """What a process that this rank starts has to know: the rank's GPU is the only one that it sees."""
+    """Environment variables for a process that this rank starts: it sees only the rank's GPU."""
     return {VISIBLE: _taken[1]} if _taken[0].type == "cuda" else {}
 
 
@@ -102,7 +102,7 @@ class RankContext:
     """What a rank gets to build its worker from; by default the only rank, on the CPU.
 
     gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. put, get: leave an object
-    where other processes find it, by the handle that `put` returns; in one process the object is its own handle.
+    where other processes find it by the handle that `put` returns; in one process the object is its own handle.
     """
 
     role: str = "policy"
@@ -122,7 +122,7 @@ class RankContext:
 def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
     """The store through which ranks find each other, and its port: a free one that nobody else can take in between.
 
-    It listens on `host` only, where PyTorch's own would listen on every interface.
+    It listens on `host` only; the one that PyTorch makes would listen on every interface.
     """
     listener = socket.create_server((host, 0), backlog=1024)
     port = listener.getsockname()[1]
@@ -153,10 +153,10 @@ def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[An
 
 
 class BlockGather:
-    """As `RankContext.gather`, among each `size` consecutive ranks (a tensor-parallel replica, say): the objects of the
-    block that this rank is in. Making it is collective over all ranks.
+    """Gathers like `RankContext.gather`, but among each `size` consecutive ranks (a tensor-parallel replica, say): the
+    objects of the block that this rank is in. Making it is collective over all ranks.
 
-    Raises ConfigError where the ranks cannot be cut into such blocks.
+    Raises ConfigError if the ranks cannot be cut into such blocks.
     """
 
     def __init__(self, size: int) -> None:
@@ -175,7 +175,7 @@ class BlockGather:
         return found
 
     def numbers(self, values: Sequence[int]) -> list[list[int]]:
-        """As for objects, for as many integers of 64 bits on every rank: one message, and nothing pickled."""
+        """Gather equally many 64-bit integers of each rank: one message, and nothing is pickled."""
         if self._group is None:
             return [list(values)]
         found = torch.empty(self._size * len(values), dtype=torch.int64)

@@ -49,10 +49,10 @@ class RayCluster:
     """A hold on the cluster that this process is connected to: Ray allows one at a time. `close` lets go; the last one
     ends what was started here.
 
-    address: of a running cluster ("auto" finds one on this machine; the variable RAY_ADDRESS stands in). None starts
+    address: of a running cluster ("auto" finds one on this machine; by default the variable RAY_ADDRESS). None starts
     one on this machine, without dashboard, that listens on the loopback interface only, unless the process is
     connected already: then that connection is used, and left as it is. object_store_memory_bytes: of a cluster that is
-    started here; None leaves it to Ray. Raises ConfigError where the process is connected elsewhere, or the cluster
+    started here; None leaves it to Ray. Raises ConfigError if the process is connected elsewhere, or the cluster
     cannot be reached.
     """
 
@@ -87,11 +87,11 @@ class RayCluster:
         return ray.put(self._if_open(value))
 
     def get(self, handle: Any) -> Any:
-        """The object behind a handle. Raises HybridRLError where the hold is closed."""
+        """The object behind a handle. Raises HybridRLError if the hold is closed."""
         return ray.get(self._if_open(handle))
 
     def is_open(self) -> bool:
-        """Whether Ray may be asked; where it is not connected, it would start or join another cluster by itself."""
+        """Whether Ray may be asked; if it is not connected, it would start or join another cluster by itself."""
         return self._end.alive and not self._connection.is_closed and ray.is_initialized()
 
     def _if_open(self, value: Any) -> Any:
@@ -100,7 +100,7 @@ class RayCluster:
         return value
 
     def lost(self) -> str:
-        """Which process of a cluster that was started here is gone; empty where all run."""
+        """The names of the processes of a cluster started here that are gone; empty if all run."""
         return self._connection.lost()
 
     def abandon(self) -> None:
@@ -191,7 +191,7 @@ class _Connection:
             )
 
     def lost(self) -> str:
-        """Same as RayCluster.lost."""
+        """The vital processes that are gone, by name and pid."""
         if self.is_closed or not ray.is_initialized():
             return ""
         return ", ".join(f"{name} (pid {one.pid})" for one, name in self.vital.items() if not is_running(one))
@@ -214,8 +214,8 @@ class _Connection:
 
 
 class RayBackend(RemoteBackend):
-    """Runs the calls of a group on one Ray actor per rank; see RemoteBackend. cluster: where to run; the backend keeps
-    its own hold on it."""
+    """Runs the calls of a group on one Ray actor per rank. Same arguments as RemoteBackend; cluster: where to run, of
+    which the backend keeps its own hold."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class RayBackend(RemoteBackend):
 
 
 class _Ranks:
-    """The actors of a group, by rank, and how they are reached and ended; see Ranks and Transport."""
+    """The actors of a group, by rank: the `Ranks` of a RayBackend."""
 
     def __init__(self, cluster: RayCluster, role: str, num_ranks: int, options: RayOptions) -> None:
         self.is_dead = False
@@ -258,8 +258,8 @@ class _Ranks:
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
             raise ConfigError(
-                f"the cluster did not give room for {num_ranks} {role} ranks within {options.start_seconds:g} s: it is "
-                f"used by others; free {ray.available_resources()} is left"
+                f"the cluster did not give room for {num_ranks} {role} ranks within {options.start_seconds:g} s: "
+                f"others use it; {ray.available_resources()} is free"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         counts, by_id = placement.ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
@@ -350,7 +350,7 @@ class _Ranks:
         self._cluster.close()
 
     def kill(self) -> None:
-        """See Transport. Those on this machine are gone when it returns, also stopped ones."""
+        """End all ranks at once. Those on this machine are gone when it returns, also stopped ones."""
         self.is_dead = True
         actors, self._actors = self._actors, []
         group, self._group = self._group, None
@@ -373,11 +373,11 @@ def _is_handle(value: Any) -> bool:
 
 
 def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
-    """Raises WorkerError where not all have come after so many seconds."""
+    """The values of all references. Raises WorkerError if they have not all come after so many seconds."""
     try:
         return ray.get(list(references), timeout=seconds)
     except (GetTimeoutError, RayActorError) as error:
         raise WorkerError(
-            f"{what} did not start within {seconds:g} s: {error}; where machines are slow, raise "
+            f"{what} did not start within {seconds:g} s: {error}; on slow machines raise "
             f"controller.start_timeout_seconds"
         ) from error

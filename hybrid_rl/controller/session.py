@@ -1,4 +1,4 @@
-"""What starting a cluster needs for a while: a folder, a thread, other settings. Nothing of it is left behind."""
+"""Resources of a started cluster: its folder, its thread, its signal handler. Nothing of them is left behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from types import FrameType
 from typing import Any
 
 LOCK = "lock"
-# A socket's path may have 107 characters, of which those of a cluster have 83 behind the parent, with the longest pid.
+# A socket's path may have 107 characters, of which a cluster's take 83 after the parent folder, with the longest pid.
 MAX_PARENT_LENGTH = 24
 CONNECT_SECONDS = 10.0
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder that is removed when the block ends, or, where the process was killed, by the next call."""
+    """Make a folder that is removed when the block ends, or, if the process was killed, by the next call."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_PARENT_LENGTH:
         parent = Path("/tmp")
@@ -44,8 +44,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def private_token() -> Iterator[None]:
-    """Ray may write a token inside, with which whoever reads it may run code on clusters of this user: it, and one of
-    before, is for this user's eyes alone."""
+    """Keep Ray's token readable by this user only, whether Ray writes it inside the block or wrote it before: whoever
+    reads it may run code on this user's clusters."""
     token = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):
         token.parent.mkdir(mode=0o700)
@@ -67,7 +67,7 @@ def _remove_if_left(folder: Path) -> None:
 
 @contextlib.contextmanager
 def alive_thread(start: Callable[[], None]) -> Iterator[None]:
-    """Run `start` in a thread that lives as long as the block: the main thread itself where this is it.
+    """Run `start` in a thread that lives as long as the block: in the main thread itself if this is the main thread.
 
     Raises what `start` raised.
     """
@@ -99,10 +99,12 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_exits(before: Any) -> Iterator[None]:
-    """Inside the block a SIGTERM ends the program by SystemExit, so that all is closed. before: the handler from before
-    a library took the signal, whose own would abort the program while it closes; one of the user stays in charge.
+    """Let a SIGTERM inside the block end the program by SystemExit, so that all is closed.
 
-    Only the main thread may set handlers; elsewhere the block simply runs.
+    before: the handler from before a library took the signal, whose own would abort the program while it closes; a
+    handler of the user stays.
+
+    Only the main thread may set handlers; in other threads the block simply runs.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -137,7 +139,7 @@ def _end_in(pid: int, end: Callable[..., Any], *args: Any) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises OSError where nobody listens at "host:port"; other ways to name a cluster are not looked at."""
+    """Raise OSError if nobody listens at "host:port"; other forms of address are not checked."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in address:
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

@@ -1,4 +1,4 @@
-"""Waits for the ranks of one call, and ends it when one fails, dies or hangs, or the user presses Ctrl-C."""
+"""Supervision of one call: it ends when a rank fails, dies or hangs, or the user presses Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Transport(Protocol):
     """How the driver reaches ranks."""
 
     def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
-        """Outcomes that have come, after all have or `timeout` seconds; each is handed out once."""
+        """Wait for all of these ranks, at most `timeout` seconds; the outcomes that have come, each returned once."""
         ...
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
-        """Ask these ranks, without waiting, how they are; what was answered since the last time."""
+        """Ask these ranks for their health without waiting; the answers since the last call."""
         ...
 
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:
@@ -36,7 +36,7 @@ class Transport(Protocol):
         ...
 
     def describe(self, rank: int) -> str:
-        """What can be seen from outside of the process of a rank that does not answer."""
+        """Describe the process of a rank that does not answer, as seen from outside."""
         ...
 
     def kill(self) -> None:
@@ -47,8 +47,8 @@ class Transport(Protocol):
 def supervise(transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions) -> dict[int, Any]:
     """The answers of all ranks to a call that was sent to them.
 
-    Where it fails: one error, with the ranks killed unless all came back and can still talk to each other. A Ctrl-C is
-    passed on to the ranks, and raised here when they are back; a second one kills them.
+    Raises one error if it fails, after killing the ranks, unless all came back and can still talk to each other. A
+    Ctrl-C is passed on to the ranks and raised here when they are back; a second one kills them.
     """
     watch = _Watch(transport, site, call_id, options)
     try:
@@ -79,7 +79,7 @@ class _Watch:
         self.failures: dict[int, Failure] = {}
         self._transport, self._site, self._call_id, self._options = transport, site, call_id, options
         start = time.monotonic()
-        # Of each rank: when it last got on, as far as the driver knows, and where it was then.
+        # Of each rank: when it last made progress, as far as the driver knows, and where it was then.
         self._moved = dict.fromkeys(self.pending, start)
         self._stacks: dict[int, str] = {}
         self._answered = dict.fromkeys(self.pending, start)
@@ -125,7 +125,7 @@ class _Watch:
             for warning in health.warnings:
                 said.setdefault(warning, []).append(rank)
         forward_warnings(self._site.role, said)
-        # A rank may wait for another one as long as it takes: only when none gets on, the call hangs.
+        # A rank may wait for another one as long as it takes: the call hangs only if none makes progress.
         if now - max(self._moved[rank] for rank in self.pending) > self._options.watchdog_seconds:
             self._hang(now)
 
@@ -142,8 +142,8 @@ class _Watch:
             stacks.append(f"rank {rank}, without progress for {now - self._moved[rank]:.0f} s:\n{where}")
         self.failures[first] = Failure(
             "hang",
-            f"no rank got on for {self._options.watchdog_seconds:g} s, and this one holds up the others; where a step "
-            f"may take longer, raise controller.watchdog_seconds",
+            f"no rank made progress for {self._options.watchdog_seconds:g} s; this rank is blocking the others. If a "
+            f"step may take longer, raise controller.watchdog_seconds",
             "\n".join(stacks),
             is_end=True,
         )
@@ -151,7 +151,7 @@ class _Watch:
 
 
 def forward_warnings(role: str, said: Mapping[tuple[int, str], Sequence[int]]) -> None:
-    """Log what ranks warned of: once where several said the same."""
+    """Log the warnings of ranks; what several ranks say is logged once."""
     for (level, message), ranks in said.items():
         logger.log(level, "[%s %s] %s", role, name_ranks(ranks), message)
 

@@ -1,4 +1,4 @@
-"""Objects on their way to other processes: functions and closures by cloudpickle, handles beside them."""
+"""Packing of objects for other processes: functions and closures by cloudpickle, handles beside them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NUMPY_TYPES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool, torc
 
 
 def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes, list[Any]]:
-    """`value` as bytes, and the handles that lie anywhere in it, which the transport must carry itself to know that
-    they are in use. what: names the value in errors. Raises ConfigError naming the part that cannot be pickled.
+    """`value` as bytes, and the handles anywhere in it, which the transport must carry itself to know that they
+    are in use. what: names the value in errors. Raises ConfigError naming the part that cannot be pickled.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream, is_handle)
@@ -48,7 +48,7 @@ def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes
 
 
 def unpack(data: bytes, handles: Sequence[Any]) -> Any:
-    """What `pack` packed. Raises ConfigError where a module of it cannot be imported in this process."""
+    """Restore what `pack` packed. Raises ConfigError if one of its modules cannot be imported in this process."""
     try:
         return _Unpickler(io.BytesIO(data), handles).load()
     except ModuleNotFoundError as error:
@@ -116,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
 def _offender(
     value: Any, is_handle: Callable[[Any], bool], path: str, depth: int = 0
 ) -> tuple[str, Any, Exception] | None:
-    """The deepest part that cannot be pickled by itself: its path, itself, and why; None where the value can be."""
+    """The deepest part that cannot be pickled by itself: its path, itself, and why; None if the value can be."""
     if is_handle(value):
         return None
     try:

@@ -153,7 +153,7 @@ def test_a_rank_that_hangs(make_group: Callable[..., OpenGroup], pids: list[int]
     with pytest.raises(WorkerError) as caught:
         group.collective(1, fault)
     text = str(caught.value)
-    assert "policy rank 1 of 2 failed in collective(): hang: no rank got on for 3 s" in text
+    assert "policy rank 1 of 2 failed in collective(): hang: no rank made progress for 3 s" in text
     assert told in text.partition("rank 1, without progress for")[2], "what the rank does"
     assert "dist.all_reduce(value)" in text.partition("rank 0, without progress for")[2], "what the others do"
     assert not any(is_running(pid) for pid in pids)

@@ -130,7 +130,7 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.global_step == step
-    stats = trainer.policy._backend._worker._engine.stats()
+    stats = trainer.policy._backend._worker._client.stats()
     assert stats.num_running == stats.num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for

@@ -112,8 +112,8 @@ def test_the_original_is_the_cause_where_it_travels() -> None:
 
 def test_an_ended_process_says_what_is_known() -> None:
     assert ENDED.is_end and ENDED.message == (
-        "pid 12 on here is gone: it was killed (by hand, or by the kernel for want of memory), crashed, or called exit."
-        " End of file."
+        "pid 12 on here is gone: it was killed (by hand, or by the kernel when memory ran out), crashed, or called "
+        "exit. End of file."
     )
     told = "Task was killed due to the node running low on memory. Worker exit detail: x"
     assert told in process_ended(1, "h", told).message

@@ -118,7 +118,7 @@ def test_a_call_hangs_where_no_rank_gets_on(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(WorkerError) as caught:
         run(ranks, 2)
     text = str(caught.value)
-    assert "policy rank 1 of 2 failed in update() at training step 3: hang: no rank got on for 60 s" in text
+    assert "policy rank 1 of 2 failed in update() at training step 3: hang: no rank made progress for 60 s" in text
     assert "rank 0, without progress for" in text and "stack of 0" in text and "stack of 1" in text
     assert ranks.killed_at is not None and 80 < ranks.killed_at < 95, "the last one got on until 20"
 
