@@ -58,8 +58,8 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
-# Unit tests take one core each: two at a time, by files. The others start processes of their own, and wait for them much
-# of the time: those of many ranks beside those of vLLM, of recipes and on the pins.
+# Quick unit tests take one core each: two at a time, by files. The others start processes of their own, and wait for them
+# much of the time: those of vLLM, of recipes and on the pins beside those of many ranks, then the slow unit tests.
 PARALLEL := -n 2 --dist loadfile
 BESIDE := -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
 
