@@ -38,7 +38,7 @@ class Leaf:
 
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """All keys that exist under these tags (section -> chosen member; default members where left out), by path."""
+    """All keys that exist under these tags (section -> chosen member; default members if left out), by path."""
     chosen = _members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
@@ -86,7 +86,7 @@ def load_config(
     preset = dict(PRESETS[_tag("algorithm", CHOICES["algorithm"], layers)[0] or CHOICES["algorithm"].default].settings)
     tags, of_preset = _tags([preset, *layers]), _tags([preset])
     leaves = visible_leaves(tags)
-    # A preset speaks for the members that it chose; whoever chooses another one leaves its values behind.
+    # A preset speaks for the members that it chose; a choice of another one leaves its values behind.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
     flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
     explicit: set[str] = set()
@@ -177,7 +177,7 @@ def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, st
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """The member that the last layer to name one names, and the place of that layer; None where none does. Raises
+    """The member that the last layer to name one names, and the place of that layer; None if none does. Raises
     ConfigError for one that is unknown."""
     value: Any = None
     place = -1

@@ -1,4 +1,4 @@
-"""What a configuration does that its user may not expect, though it is no error."""
+"""What a configuration does that its user may not expect, though it is not an error."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from hybrid_rl.options import key
 class ModelConfig:
     """What is trained."""
 
-    path: str | None = key(None, "Hugging Face name or local folder; None where a module is passed to Trainer")
+    path: str | None = key(None, "Hugging Face name or local folder; None if a module is passed to Trainer")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
         "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays where "
@@ -68,7 +68,7 @@ class BFloat16ModelConfig(ModelConfig):
 class DataConfig:
     """Where prompts come from."""
 
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None where train_dataset is passed to Trainer")
+    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
     eval_path: str | None = key(None, "the same for evaluation")
     prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
     shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
@@ -121,7 +121,7 @@ class OptimizerConfig:
     tokens_per_micro_batch: int | None = key(
         None,
         "hard cap on the tokens of one forward pass on one rank; None = 4096 on a CPU, 16384 elsewhere, or the longest "
-        "sample where that is more",
+        "sample if that is more",
         minimum=1,
     )
 
@@ -142,7 +142,7 @@ class InPlaceConfig:
     cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
     kv_cache_memory_bytes: int | None = key(
         None,
-        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; where "
+        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; if "
         "sequences outgrow it the newest wait and are computed again",
         minimum=1,
     )
@@ -166,7 +166,7 @@ class VLLMConfig:
         False, "a sample's noise follows from its own seed, wherever it is made; vLLM then samples slower"
     )
     plain_weights: bool = key(
-        True, "keep weights as they were loaded where the platform would pack them, so that they are written directly"
+        True, "keep weights as they were loaded if the platform would pack them, so that they are written directly"
     )
     kv_cache_memory_bytes: int | None = key(
         None,
@@ -269,7 +269,7 @@ class EvalConfig:
     )
     success_reward: float | None = key(
         None,
-        "eval/accuracy is the share of samples to which the first reward function gives so much; None = 1, where it "
+        "eval/accuracy is the share of samples to which the first reward function gives so much; None = 1, if it "
         "gives nothing but 0 and 1, else there is no accuracy",
     )
 
