@@ -1,5 +1,4 @@
-"""What every loss, estimator and correction does with its columns first: shapes and dtypes, the ratio where the mask is
-off, and the bound under which exp neither overflows nor makes NaN of a gradient."""
+"""Checks of shapes and dtypes, and ratios of probabilities that neither overflow nor make NaN of a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # ln of the largest ratio that is told apart from a larger one. e^20 = 5e8, verl's bound: a token that is so much more
-# likely under one policy was sampled from the other by an error, and e^89 is no float32.
+# likely under one policy was sampled from the other by an error, and e^89 is not a float32.
 MAX_LOG_RATIO = 20.0
 
 BOOLEAN = frozenset({"mask", "which", "forking", "selected"})
@@ -45,7 +44,7 @@ def check_ascending(rows: Tensor, num_rows: int) -> None:
 
 
 def check_rewards(**rewards: Tensor) -> None:
-    """Raise ValueError unless all are [N], one number per sample, and finite, or NaN where a sample has none."""
+    """Raise ValueError unless all are [N], one number per sample, and finite, or NaN if a sample has none."""
     shapes = {name: tuple(values.shape) for name, values in rewards.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise ValueError(f"{', '.join(shapes)} must be [N], one number per sample, not {shapes}")

@@ -29,7 +29,7 @@ _VETO = "also leave out a completion that has a token with a ratio below this (v
 class CorrectionInputs:
     """T completion tokens of whole samples. logprobs: float [T], of the learner at the start of the training step,
     detached; rollout_logprobs: float [T], of the engine; mask: bool [T]; rows: int64 [T], in 0..num_rows-1; ages: int64
-    [T], policy versions between the token and the learner, 0 where it is fresh."""
+    [T], policy versions between the token and the learner, 0 if it is fresh."""
 
     logprobs: Tensor
     rollout_logprobs: Tensor
@@ -39,13 +39,12 @@ class CorrectionInputs:
     ages: Tensor
 
     def __post_init__(self) -> None:
-        check_columns(
-            logprobs=self.logprobs,
-            rollout_logprobs=self.rollout_logprobs,
-            mask=self.mask,
-            rows=self.rows,
-            ages=self.ages,
-        )
+        check_columns(**{name: column for name, column in vars(self).items() if name != "num_rows"})
+
+    @property
+    def of_policies(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """The arguments that ratios and divergences of the two policies begin with."""
+        return self.logprobs, self.rollout_logprobs, self.mask, self.rows, self.num_rows
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def importance_ratio(
     - "geometric": its n-th root over these n tokens, exp of the mean of the logs
 
     The product is the only unbiased one for whole completions; its spread grows with their length. At most e^20
-    (`ratio_of`); NaN where both say that the token cannot be.
+    (`ratio_of`); NaN if both say that the token cannot be.
     logprobs, rollout_logprobs: float [T]; mask: bool [T]; rows: int64 [T], in 0..num_rows-1, every sample whole.
     """
     check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
@@ -85,7 +84,7 @@ def importance_ratio(
 
 
 def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float = 0.0) -> Corrected:
-    """Truncated importance sampling: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is no number,
+    """Truncated importance sampling: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is not a number,
     which counts as rejected. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & ~ratio.isnan()
@@ -94,8 +93,8 @@ def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float =
 
 
 def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
-    """Masked importance sampling: the ratio itself where low <= ratio <= high, 0 elsewhere. A ratio that is no number
-    counts as outside. ratio: float [T]; mask: bool [T]."""
+    """Masked importance sampling: the ratio itself where low <= ratio <= high, 0 elsewhere. A ratio that is not a
+    number counts as outside. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & (ratio >= low) & (ratio <= high)
     return Corrected(torch.where(kept, ratio, torch.zeros_like(ratio)), mask & ~kept, torch.zeros_like(mask))
@@ -168,15 +167,12 @@ class _Weighing(Correction):
         """The weights before they decay, float64."""
         raise NotImplementedError
 
-    def _ratio(self, inputs: CorrectionInputs, level: str) -> Tensor:
-        return importance_ratio(
-            inputs.logprobs, inputs.rollout_logprobs, inputs.mask, inputs.rows, inputs.num_rows, level=level
-        )
-
     def _veto(self, found: Corrected, inputs: CorrectionInputs, veto: float | None) -> Corrected:
         if veto is None:
             return found
-        bad = vetoed(self._ratio(inputs, "token"), inputs.mask, inputs.rows, inputs.num_rows, veto=veto)
+        bad = vetoed(
+            importance_ratio(*inputs.of_policies, level="token"), inputs.mask, inputs.rows, inputs.num_rows, veto=veto
+        )
         return leave_out(found, bad, inputs.mask)
 
 
@@ -196,7 +192,7 @@ class TruncatedImportanceSampling(_Weighing):
     correction_floor: float = key(0.0, "ratios below this count as this; 0 = no lower bound", minimum=0, maximum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = self._ratio(inputs, self.correction_level)
+        ratio = importance_ratio(*inputs.of_policies, level=self.correction_level)
         return truncated_weights(ratio, inputs.mask, cap=self.correction_cap, floor=self.correction_floor)
 
 
@@ -216,7 +212,7 @@ class MaskedImportanceSampling(_Weighing):
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = self._ratio(inputs, self.correction_level)
+        ratio = importance_ratio(*inputs.of_policies, level=self.correction_level)
         found = masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
         return self._veto(found, inputs, self.correction_veto)
 
@@ -231,7 +227,7 @@ class IcePop(_Weighing):
     correction_high: float = key(5.0, "ratios above this have weight 0 (beta)", minimum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = self._ratio(inputs, "token")
+        ratio = importance_ratio(*inputs.of_policies, level="token")
         return masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
 
 
@@ -255,19 +251,14 @@ class KLRejection(_Weighing):
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        divergence = mean_divergence(
-            inputs.logprobs,
-            inputs.rollout_logprobs,
-            inputs.mask,
-            inputs.rows,
-            inputs.num_rows,
-            estimator=self.correction_estimator,
-        )
+        divergence = mean_divergence(*inputs.of_policies, estimator=self.correction_estimator)
         if self.correction_cap is None:
             none = torch.zeros_like(inputs.mask)
             found = Corrected(inputs.mask.double(), none, none)
         else:
-            found = truncated_weights(self._ratio(inputs, "token"), inputs.mask, cap=self.correction_cap)
-        # Not `>`: a divergence that is no number is left out.
+            found = truncated_weights(
+                importance_ratio(*inputs.of_policies, level="token"), inputs.mask, cap=self.correction_cap
+            )
+        # Not `>`: a divergence that is not a number is left out.
         found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
         return self._veto(found, inputs, self.correction_veto)

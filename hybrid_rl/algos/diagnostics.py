@@ -19,10 +19,10 @@ from hybrid_rl.algos.masked import row_sum
 def gap_diagnostics(
     trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, ages: Tensor, num_rows: int
 ) -> dict[str, float]:
-    """All numbers about the gap, empty where no token is in the mask; see `mismatch` and `staleness`.
+    """All numbers about the gap, empty if no token is in the mask; see `mismatch` and `staleness`.
 
     trainer, engine: float [T], logprobs of the sampled tokens, before any update; mask: bool [T]; rows: int64 [T], in
-    0..num_rows-1; ages: int64 [T], policy versions between token and learner, 0 where unknown.
+    0..num_rows-1; ages: int64 [T], policy versions between token and learner, 0 if unknown.
     """
     check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows, ages=ages)
     return {**mismatch(trainer, engine, mask, rows, num_rows), **staleness(ages, mask)}
@@ -32,7 +32,7 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
     """With w = trainer / engine for tokens that the engine sampled:
 
     - mismatch/ess_tokens, mismatch/ess_samples: effective sample size of w over tokens, and of its product over samples
-      (those with tokens), as a share: (sum w)^2 / (n sum w^2); 1 where all are equal
+      (those with tokens), as a share: (sum w)^2 / (n sum w^2); 1 if all are equal
     - mismatch/ratio_{p01,p50,p99}: quantiles of w over tokens
     - mismatch/kl_{k1,k3}: KL(engine || trainer) per token; mismatch/reverse_kl_{k1,k3}: KL(trainer || engine), from the
       same tokens with weight w. k3 is never negative; k1 is its noisier twin
@@ -62,7 +62,7 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
 
 def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
     """staleness/mean_age in policy versions, and staleness/share_age_{0,1,2,3_or_more}, shares of tokens. ages: int64
-    [T]; mask: bool [T]. Empty where no token is in the mask."""
+    [T]; mask: bool [T]. Empty if no token is in the mask."""
     check_columns(ages=ages, mask=mask)
     if not bool(mask.any()):
         return {}
@@ -74,11 +74,11 @@ def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:
-    """What a correction does to these tokens. Empty where no token is in the mask.
+    """What a correction does to these tokens. Empty if no token is in the mask.
 
     mismatch/truncated_tokens, mismatch/rejected_tokens: shares of tokens; mismatch/rejected_samples: share of samples
     (those with tokens) of which nothing is left; mismatch/ess_corrected: effective sample size of the weights over
-    tokens, as a share, 0 where all are 0.
+    tokens, as a share, 0 if all are 0.
     """
     check_columns(weights=found.weights, mask=mask, rows=rows)
     if not bool(mask.any()):
@@ -95,7 +95,7 @@ def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_row
 
 
 def effective_sample_share(log_weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2), between 1/n and 1; 0 where all weights are 0. log_weights: float [n], ln w: a product
+    """(sum w)^2 / (n sum w^2), between 1/n and 1; 0 if all weights are 0. log_weights: float [n], ln w: a product
     over a long completion may not fit in w itself."""
     if log_weights.dim() != 1 or not len(log_weights):
         raise ValueError(f"log_weights must be [n] with n > 0, not {tuple(log_weights.shape)}")

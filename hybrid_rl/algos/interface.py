@@ -82,7 +82,7 @@ class AdvantageInputs(_Columns):
     The others are there if an estimator's `needs` asks for them. logprobs (of the learner, at the start of the training
     step), rollout_logprobs, ref_logprobs, teacher_logprobs, values, sum_pi_squared (sum over the vocabulary of p^2):
     float64 [T]. baseline_rewards: float64 [N], NaN if it could not be scored. function_rewards: float64 [N, K], of each
-    of K reward functions before they are weighed, NaN where one says nothing. reward_weights: float64 [K].
+    of K reward functions before they are weighed, NaN if one says nothing. reward_weights: float64 [K].
 
     gather: the same call on every rank gives the values of all ranks, in order; rank: this one's place there.
 

@@ -51,12 +51,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def exact_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """KL(policy || reference) at each place, sum over the vocabulary of p (ln p - ln p_ref): float [T].
 
-    Its gradient is that of KL(policy || reference) at this place, whoever sampled the tokens: no importance weight
-    belongs on it. What a token changes about the places after it is left out, as with every penalty in the loss.
+    Its gradient is that of KL(policy || reference) at this place, by whatever policy the tokens were sampled: no
+    importance weight belongs on it. What a token changes about the places after it is left out, as with every penalty
+    in the loss.
 
     log_probs: float [T, V] with gradient, natural logs, normalised; ref_log_probs: [T, V], taken as constant. Tokens
-    that the policy cannot make (ln p = -inf) count 0; where the reference alone excludes a token the KL is inf. mask:
-    bool [T]; where it is False the KL is 0 without gradient, whatever stands there.
+    that the policy cannot make (ln p = -inf) count 0; if only the reference excludes a token the KL is inf. mask:
+    bool [T]; if it is False the KL is 0 without gradient, whatever stands there.
     """
     if log_probs.dim() != 2 or log_probs.shape != ref_log_probs.shape:
         raise ValueError(

@@ -51,7 +51,7 @@ def token_weights(
     - "sequence_sum": 1 / num_samples, the mean over samples of the sum over their tokens (with a sequence-level loss
       LUSPO's, arXiv:2602.05261)
 
-    Raises ValueError for an unknown loss_type, negative counts, and a max_completion_length below 1 where it counts.
+    Raises ValueError for an unknown loss_type, negative counts, and a max_completion_length below 1 if it counts.
     """
     check_columns(mask=mask, rows=rows)
     if num_tokens < 0 or num_samples < 0:

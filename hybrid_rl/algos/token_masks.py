@@ -25,7 +25,7 @@ def off_policy_mask(
     """Tokens that off-policy sequence masking keeps, bool [T] (DeepSeek-V3.2, arXiv:2512.02556; TRL's
     `get_off_policy_mask`).
 
-    A token is left out where its advantage is negative and the mean over its completion of ln p_rollout - ln p, an
+    A token is left out if its advantage is negative and the mean over its completion of ln p_rollout - ln p, an
     estimate of KL(engine, policy) per token, is above `threshold` (or not a number). p is the policy as it is now, so
     that both the engine's numerics and the updates since count. logprobs, rollout_logprobs, advantages: float [T];
     mask: bool [T]; rows: int64 [T].

@@ -92,5 +92,5 @@ class ValueFit:
     @property
     def explained_variance(self) -> float:
         """1 - Var(R - V) / Var(R): 1 for a perfect critic up to a constant, 0 for a constant one, below 0 for one that
-        is worse than that. NaN where the returns are all equal."""
+        is worse than that. NaN if the returns are all equal."""
         return 1 - self.error_square / self.return_square if self.return_square > 0 else float("nan")

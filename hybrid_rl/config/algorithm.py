@@ -43,7 +43,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
     old = algorithm.old_logprobs
     if old == "detach" and updates > 1 and config.policy_loss.uses_old_logprobs:
         raise ConfigError(
-            f"old_logprobs=detach is right only where one optimizer step uses a batch, but "
+            f"old_logprobs=detach is right only if one optimizer step uses a batch, but "
             f"prompts_per_mini_batch={config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step} and "
             f"num_iterations={algorithm.num_iterations} make {updates}; use recompute or rollout"
         )
@@ -105,7 +105,7 @@ def _check_credit(config: TrainerConfig) -> None:
     if advantage.tells_tokens_apart:
         why = "tells the tokens of a completion apart"
     elif advantage.uses_step_rewards and config.kl.in_reward:
-        why = "tells the tokens of a completion apart where kl=reward gives each a reward"
+        why = "tells the tokens of a completion apart if kl=reward gives each a reward"
     if why:
         raise ConfigError(
             f"advantage={advantage.estimator} {why}, but policy_loss={_loss_name(config)} has one ratio "
@@ -115,7 +115,7 @@ def _check_credit(config: TrainerConfig) -> None:
 
 
 def one_advantage_remedy(config: TrainerConfig) -> str:
-    """What to do where a loss with one ratio per completion meets advantages of single tokens."""
+    """What to do if a loss with one ratio per completion meets advantages of single tokens."""
     if hasattr(config.policy_loss, "importance_sampling_level"):
         return "use importance_sampling_level=sequence_token, or an estimator with one advantage per completion"
     return "use another loss (policy_loss=clip), or an estimator with one advantage per completion"
@@ -228,5 +228,5 @@ def _check_kl(config: TrainerConfig) -> None:
 
 
 def reference_ranks(config: TrainerConfig) -> int:
-    """Ranks of their own for the reference; 0 where it shares the policy's, or there is no choice."""
+    """Ranks of their own for the reference; 0 if it shares the policy's, or the backend has no such choice."""
     return getattr(config.controller, "reference_ranks", 0)

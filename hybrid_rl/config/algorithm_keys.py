@@ -24,8 +24,8 @@ class AlgorithmConfig:
     num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
     old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
         "auto",
-        "denominator of the ratio: the learner's own logprobs (detach: free, right where one optimizer step uses a "
-        "batch), recomputed before the first update, or the engine's; auto = detach where it is right, else recompute",
+        "denominator of the ratio: the learner's own logprobs (detach: free, right if one optimizer step uses a "
+        "batch), recomputed before the first update, or the engine's; auto = detach if it is right, else recompute",
     )
     max_refills: int = key(
         0,

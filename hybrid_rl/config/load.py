@@ -177,7 +177,7 @@ def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, st
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """The member that the last layer to name one names, and the place of that layer; None where none does. Raises
+    """The member that the last layer to name one names, and the place of that layer; None if none does. Raises
     ConfigError for one that is unknown."""
     value: Any = None
     place = -1

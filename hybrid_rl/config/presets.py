@@ -1,7 +1,7 @@
-"""Algorithms by the names of their papers: which records they choose, and the papers' values where they differ from
+"""Algorithms by the names of their papers: which records they choose, and the papers' values if they differ from
 the defaults.
 
-What a paper says of data, lengths, learning rates and numbers of mini-batches is no part of an algorithm and not here.
+What a paper says of data, lengths, learning rates and numbers of mini-batches is not part of an algorithm and not here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def resolve(
     there is to compute on. module_device: "cpu" or "cuda", where a module that was passed lies.
 
     Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing;
-    CheckpointError where `resume` names no checkpoint.
+    CheckpointError if `resume` names no checkpoint.
     """
     config = settled(config, given, hardware, module_device)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer

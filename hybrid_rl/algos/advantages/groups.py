@@ -83,7 +83,7 @@ class Groups:
         return unit * (squares / (self.counts - 1).clamp(min=1)).sqrt()
 
     def ranking(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The scored samples, group after group, ascending in `values` [N] and in their order where values are equal:
+        """The scored samples, group after group, ascending in `values` [N] and in their order if values are equal:
         int64 [S], and where each group begins among them: int64 [G]."""
         order = torch.nonzero(self.scored)[:, 0]
         order = order[values[order].argsort(stable=True)]
@@ -92,7 +92,7 @@ class Groups:
         return order, counts.cumsum(0) - counts
 
     def median(self, values: Tensor) -> Tensor:
-        """Median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle two where
+        """Median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle two if
         their number is even; 0 if there are none."""
         order, starts = self.ranking(values)
         if not len(order):

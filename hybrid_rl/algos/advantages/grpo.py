@@ -16,7 +16,8 @@ from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
-ROUNDING = 1e-5  # of the dense rewards of a sample, which are float32: what is left of the total below it is no outcome
+# Of the dense rewards of a sample, which are float32: what is left of the total below it is not an outcome.
+ROUNDING = 1e-5
 
 
 @register
@@ -152,7 +153,7 @@ def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: 
     A function that gives a whole group the same adds exactly 0.
 
     rewards: float [N], the totals, NaN if a sample could not be scored, which says no more than that; of_functions:
-    float [N, K], NaN where one says nothing; weights: float [K]; groups: int64 [N]. Returns float64 [N].
+    float [N, K], NaN if one says nothing; weights: float [K]; groups: int64 [N]. Returns float64 [N].
     """
     if of_functions.shape != (len(rewards), len(weights)):
         raise ValueError(

@@ -88,11 +88,11 @@ class Steps:
 def step_rewards(rewards: Tensor, token_rewards: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     """The reward of each step, float64 [T], 0 where masked.
 
-    rewards: float [N], the total of a sample, NaN where it could not be scored; token_rewards: float [T], the part of
+    rewards: float [N], the total of a sample, NaN if it could not be scored; token_rewards: float [T], the part of
     it that belongs to single tokens; mask: bool [T]; rows: int64 [T], ascending. What is left of the total belongs to
     the last step. A reward at a token that the policy did not make belongs to the step before it, which led there;
     before the first step, to none. Samples that were not scored have no rewards. Raises ValueError for infinite
-    rewards, and for rewards of tokens of a scored sample that are no numbers.
+    rewards, and for rewards of tokens of a scored sample that are not numbers.
     """
     check_rewards(rewards=rewards)
     check_columns(rows=rows, mask=mask, token_rewards=token_rewards)

@@ -29,7 +29,7 @@ def whitened(values: Tensor, keep: Tensor, gather: Callable[[Any], list[Any]]) -
     counts, sums, lows, highs = zip(*gather((len(kept), float(kept.sum()), low, high)), strict=True)
     count = sum(counts)
     mean = math.fsum(sums) / max(count, 1)
-    # What is squared is of the order of 1 (`power_of_two`): squares of 1e154 and more are no float64.
+    # What is squared is of the order of 1 (`power_of_two`): squares of 1e154 and more are not float64.
     unit = float(power_of_two(torch.tensor(max(highs) - min(lows) if count else 1.0, dtype=torch.float64)))
     squares = math.fsum(gather(float((((kept - mean) / unit) ** 2).sum())))
     if count < 2 or min(lows) == max(highs):

@@ -54,13 +54,13 @@ def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, l
     """h = 1 + length_scale * z of each token's completion, and of all completions of its group.
 
     arXiv:2510.06870: z is the completion's number of tokens in the loss, standardised within its group. The standard
-    deviation is that of the population; z is 0 where all lengths of a group are equal and in a group of one.
-    Completions without a token in the loss are no part of their group. The exponent of an optimizer step is known only
+    deviation is that of the population; z is 0 if all lengths of a group are equal and in a group of one.
+    Completions without a token in the loss do not count in their group. The exponent of an optimizer step is known only
     when the loss is computed, hence the whole group at every token.
 
     mask: bool [T]; rows: int64 [T], in 0..num_rows-1; groups: int64 [num_rows]. Result: float64 [T, 1 + G], the token's
     own h, then the ascending h of its group, NaN after the last; G is the size of the largest group, its completions
-    without a token counted too: the mini-batches of a step share one column. Raises ValueError where some h is not
+    without a token counted too: the mini-batches of a step share one column. Raises ValueError if some h is not
     above 0, as a power of it needs; in groups of at most 1 / length_scale^2 that cannot be.
     """
     if mask.dim() != 1 or mask.shape != rows.shape or groups.shape != (num_rows,):

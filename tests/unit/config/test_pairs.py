@@ -125,7 +125,7 @@ def test_advantages_of_single_tokens_want_ratios_of_single_tokens(
 @pytest.mark.parametrize("estimator", IN_REWARD, ids=str)
 def test_so_do_rewards_of_single_tokens(loss: dict[str, Any], estimator: dict[str, Any]) -> None:
     resolved(**loss, **estimator)
-    refused("apart where kl=reward gives each a reward, but policy_loss", kl="reward", beta=0.1, **loss, **estimator)
+    refused("apart if kl=reward gives each a reward, but policy_loss", kl="reward", beta=0.1, **loss, **estimator)
     config = resolved(**loss, **estimator)
     with pytest.raises(ConfigError, match="a reward function returns a number per token, which advantage=.*one ratio"):
         check_rewards(per_token, config, (), has_eval=False)
