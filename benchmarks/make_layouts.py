@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
-from hybrid_rl.engines.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.vllm_on_meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"
 SIZES = (1, 2, 4, 8)

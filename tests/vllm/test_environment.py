@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from vllm.distributed import parallel_state
 
+from benchmarks.vllm_on_meta import stand_in_model
 from hybrid_rl.engines.vllm.build import own_group, release_groups, variables
 from hybrid_rl.engines.vllm.environment import (
     EngineRandom,
@@ -24,7 +25,6 @@ from hybrid_rl.engines.vllm.environment import (
     environment_kept,
     process_kept,
 )
-from hybrid_rl.engines.vllm.meta import stand_in_model
 from hybrid_rl.engines.vllm.switches import INDUCTOR, compile_alone
 from tests.unit.engines.test_step_thread import Streams
 from tests.unit.models.families import BASE

@@ -19,9 +19,9 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from hybrid_rl.engines.vllm import meta
+from benchmarks import vllm_on_meta as meta
+from benchmarks.vllm_on_meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.engines.vllm.loader import check_reloadable, trace_model
-from hybrid_rl.engines.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.weights.views import checkpoint_views
 from tests.vllm.live import write_by
@@ -112,7 +112,7 @@ def test_a_parameter_that_vllm_makes_as_it_loads_is_refused() -> None:
     """A model that vLLM runs through transformers gets a bias of its head when its loader meets one."""
     with (
         stand_in_model(PHI, "TransformersForCausalLM", 0, 1, torch.float32, "cpu") as model,
-        pytest.raises(ConfigError, match="makes lm_head.bias anew whenever it loads.*set rollout.engine=inplace"),
+        pytest.raises(ConfigError, match="makes lm_head.bias again whenever it loads.*set rollout.engine=inplace"),
     ):
         trace_model(model, views_on_meta(PHI))
 

@@ -14,6 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+import hybrid_rl.engines.vllm  # noqa: F401  first: it puts back what importing vLLM changes in the process
+
+# isort: split
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -64,7 +68,7 @@ def stand_in_model(
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """PyTorch's default inside. vLLM has such a context manager too, but in 0.25.1 it does not put the old dtype back
-    where a model cannot be built."""
+    if a model cannot be built."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
