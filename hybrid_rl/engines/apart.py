@@ -1,4 +1,4 @@
-"""Imports that leave nothing of whoever asks for them behind."""
+"""Imports that leave nothing of their caller behind."""
 
 from __future__ import annotations
 

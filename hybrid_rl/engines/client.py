@@ -189,11 +189,12 @@ class EngineClient:
 
     def abort_all(self) -> None:
         """End every request at once, those of all ranks that share the engine; their events are lost."""
-        if self._thread:
-            self._thread.settle(forgets=True)
-            self._thread.run(self._abort_all)
-        else:
-            self._abort_all()
+        with self._driver:
+            if self._thread:
+                self._thread.settle(forgets=True)
+                self._thread.run(self._abort_all)
+            else:
+                self._abort_all()
 
     def pause(self, mode: PauseMode) -> None:
         """Stop generating from the next step boundary on, for all ranks that share the engine."""
@@ -297,9 +298,10 @@ class EngineClient:
     def at_rest(self) -> RolloutEngine:
         """The engine between two steps, after everything that was asked for (a pause, above all) has been carried out:
         for `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
-        if self._thread:
-            self._thread.settle()
-        self._boundary(generates=False)
+        with self._driver:
+            if self._thread:
+                self._thread.settle()
+            self._boundary(generates=False)
         return self.engine
 
     def close(self) -> None:

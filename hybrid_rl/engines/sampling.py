@@ -65,7 +65,7 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
     float32 [B] ln p of each under the distribution that it was drawn from: tempered and truncated; for temperature 0
     under the model's own distribution. A repetition penalty is applied before (`penalise`).
 
-    Nothing waits for the device. Where a row is no distribution (a logit is NaN or +inf, or none is above -inf) its
+    Nothing waits for the device. If a row is not a distribution (a logit is NaN or +inf, or none is above -inf) its
     logprob is NaN: hand the logprobs to `check_finite` once they are on the host.
     """
     plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not params.truncates
@@ -158,7 +158,7 @@ def _draw(logits: Tensor, relative: Tensor, temperature: Tensor | None, uniform:
 
 
 def check_finite(logprobs: Sequence[float]) -> None:
-    """Raise BrokenModelError where `sample` marked a row: its logits were no distribution.
+    """Raise BrokenModelError if `sample` marked a row: its logits were not a distribution.
 
     logprobs: those of one step, on the host.
     """

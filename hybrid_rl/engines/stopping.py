@@ -22,7 +22,7 @@ _MARGIN = 2
 class StopStrings:
     """Tells after every token whether the completion's text now contains one of these strings.
 
-    Assumes that a token adds the same text wherever it stands, except at the start of a text and where it holds a part
+    Assumes that a token adds the same text wherever it is, except at the start of a text and if it holds a part
     of a character only; this holds for byte-level, sentencepiece, word-piece and word-level tokenizers. What was learnt
     about each token id is kept, so one object should serve all requests with the same strings.
     """
@@ -62,7 +62,7 @@ class StopStrings:
         return token_ids[start:]
 
     def _learn(self, token_id: int) -> None:
-        """Find out what a token adds to a text: from its own text, and from a second copy of it behind the first."""
+        """Find out what a token adds to a text: from its own text, and from a second copy of it after the first."""
         once, twice = self._decode([token_id]), self._decode([token_id, token_id])
         added = twice[len(once) :]
         self._adds_text[token_id] = bool(once) and bool(added)
@@ -71,7 +71,7 @@ class StopStrings:
         )
 
     def _may_end_in(self, piece: str) -> bool:
-        """Whether one of the strings ends inside of `piece`, if the right text stands before it."""
+        """Whether one of the strings ends inside of `piece`, if the right text is before it."""
         return any(
             string in piece or any(piece.startswith(string[start:]) for start in range(1, len(string)))
             for string in self._strings

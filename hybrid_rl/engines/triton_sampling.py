@@ -59,7 +59,7 @@ def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | N
 
     Returns:
         int32 [B, 2]: the token, and the bits of its float32 ln p under the tempered distribution; for temperature 0
-        under the model's own. NaN where a row is no distribution: a logit is NaN or +inf, or none is above -inf.
+        under the model's own. NaN if a row is not a distribution: a logit is NaN or +inf, or none is above -inf.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.

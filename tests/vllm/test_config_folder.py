@@ -48,12 +48,12 @@ def test_a_folder_of_somebody_else_is_refused(cache, monkeypatch, tmp_path):
     elsewhere.mkdir()
     cache.parent.mkdir()
     cache.symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="vllm is no folder of this user's own; remove it, or set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match="vllm is not a folder of this user's own; remove it, or change"):
         config_folder(tiny())
     cache.unlink()
     cache.mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="is no folder of this user's own"):
+    with pytest.raises(ConfigError, match="is not a folder of this user's own"):
         config_folder(tiny())
 
 

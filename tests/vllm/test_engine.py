@@ -225,7 +225,7 @@ def test_arguments_of_vllm_pass_through_beside_ours():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blok_size", r"rollout.vllm.blok_size is no argument of the vLLM that is installed; did you mean .block_"),
+        ("blok_size", r"rollout.vllm.blok_size is not an argument of the vLLM that is installed; did you mean .block_"),
         ("gpu_memory_utilization", r"rollout.vllm.gpu_memory_utilization cannot be set: set kv_cache_memory_bytes"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The tests of tests/unit/rollout/test_contract*.py on vLLM, one engine for all of them.
+"""The tests of tests/unit/engines/test_contract*.py on vLLM, one engine for all of them.
 
 vLLM decides about blocks and passes itself, so what a test says of them (`block_size`, `max_num_batched_tokens`) is not
 followed; and it refuses to start with a cache that cannot hold the longest sequence, so no test gets a smaller one.

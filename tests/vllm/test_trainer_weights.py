@@ -98,6 +98,6 @@ def test_memory_that_cannot_be_shared_is_refused(train, caplog):
     # A cell that is run again: the Trainer of its first run is still there, and vLLM can live once in a process.
     again = train(max_steps=1)
     assert f"closing the Trainer of {trainer.run_folder}: a new one of this process needs the vllm" in caplog.text
-    with pytest.raises(HybridRLError, match="is closed: a later one of this process needed vLLM"):
+    with pytest.raises(HybridRLError, match="is closed: a later one of this process needed the vllm engine"):
         trainer.generate("1+2=")
     assert again.generate("1+2=")

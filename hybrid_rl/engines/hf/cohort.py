@@ -43,7 +43,7 @@ class Prompts:
         return [sequence for some in self.sequences for sequence in some]
 
     def num_new_tokens(self, sequence: Sequence) -> int:
-        """Tokens to compute for one more sequence: none where another sample of its prompt is here."""
+        """Tokens to compute for one more sequence: none if another sample of its prompt is here."""
         return 0 if self._siblings(sequence) else self.length
 
     def add(self, sequence: Sequence) -> None:
@@ -61,7 +61,7 @@ class Prompts:
 
 class Cohort:
     """B sequences of one length with one cache. No architecture needs padding or a mask for that, and none can tell
-    them from sequences alone; who is done leaves, and nobody joins."""
+    them from single sequences; who is done leaves, and nobody joins."""
 
     def __init__(self, model: CausalLM, sequences: list[Sequence], cached: ModelCache) -> None:
         self.sequences = sequences
@@ -71,7 +71,7 @@ class Cohort:
 
     @classmethod
     def start(cls, model: CausalLM, prompts: Prompts) -> tuple[Cohort, Sampled]:
-        """Compute prompts, each once, and choose the next token of every sequence. Raises ModelError where logits are
+        """Compute prompts, each once, and choose the next token of every sequence. Raises ModelError if logits are
         not finite."""
         token_ids = torch.tensor(prompts.rows, device=model.device)
         hidden, cached = next_states(model, token_ids, None)
@@ -83,7 +83,7 @@ class Cohort:
         return cohort, cohort._choose(hidden)
 
     def decode(self) -> Sampled:
-        """One more token of every sequence. Raises ModelError where logits are not finite."""
+        """One more token of every sequence. Raises ModelError if logits are not finite."""
         last = torch.tensor([[sequence.tokens[-1]] for sequence in self.sequences], device=self._model.device)
         hidden, self._cached = next_states(self._model, last, self._cached)
         return self._choose(hidden)

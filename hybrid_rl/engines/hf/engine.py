@@ -119,7 +119,7 @@ class HFEngine(EmbeddedEngine):
         return sampled
 
     def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:
-        """The first that waits with all that wait and are as long, as far as places, memory and budget go; None where
+        """The first that waits with all that wait and are as long, as far as places, memory and budget go; None if
         it must go on waiting itself. is_first: it need not fit the budget."""
         places = self._config.max_num_seqs - self.num_running
         free = self._capacity - self._held_bytes()

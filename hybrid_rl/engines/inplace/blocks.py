@@ -33,7 +33,7 @@ class BlockPool:
         return len(self._free) + len(self._unused)
 
     def take(self, count: int) -> list[int]:
-        """`count` fresh blocks, each with one reference. Raises ValueError where fewer are free."""
+        """`count` fresh blocks, each with one reference. Raises ValueError if fewer are free."""
         if count > self.num_free:
             raise ValueError(f"{count} blocks asked for, {self.num_free} free")
         blocks = []
@@ -74,8 +74,8 @@ class BlockPool:
         return blocks, node
 
     def remember(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
-        """A full block holds these tokens behind the prefix of node `parent`; returns the node of the longer prefix.
-        Where another block holds the same, that one stays the one to be found."""
+        """A full block holds these tokens after the prefix of node `parent`; returns the node of the longer prefix.
+        If another block holds the same, that one stays the one to be found."""
         key = (parent, tokens)
         known = self._found.get(key)
         if known is not None:

@@ -98,7 +98,7 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What all graphs read and write, and where everything lay when they were captured."""
+    """Memory that all graphs read and write, and the addresses at which they were captured."""
 
     tables: Tensor  # uint8
     chosen: Tensor  # int32 [most sequences, 2]
@@ -159,7 +159,7 @@ class DecodeGraphs:
         return graph.hidden[:count], graph.chosen[:count]
 
     def _addresses(self) -> dict[str, int]:
-        """Where everything lies that a graph reads and that is not its own."""
+        """Addresses of everything that a graph reads and that is not its own."""
         module = self._model.module
         found = {name: tensor.data_ptr() for name, tensor in module.named_parameters(remove_duplicate=False)}
         found |= {name: tensor.data_ptr() for name, tensor in module.named_buffers(remove_duplicate=False)}

@@ -128,7 +128,7 @@ def attend(
             mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             best = new_best
 
-        # A part is never empty. Where the model has diverged the total is NaN and stays so.
+        # A part is never empty. If the model has diverged the total is NaN and stays so.
         mixed = mixed / total[:, None]
         inside = (row[:, None] < GROUP) & (value_dim[None, :] < VALUE_DIM)
         if tl.load(first + sequence + 1) - tl.load(first + sequence) == 1:

@@ -40,7 +40,7 @@ class ShapeRecorder:
         self.layers: dict[int, LayerShape] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
+        """Record the shape; the values stand in for the output."""
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 

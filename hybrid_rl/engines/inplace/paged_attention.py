@@ -98,7 +98,7 @@ class _CompiledForm:
         self._where = (batch.block_table, torch.from_numpy(starts), torch.tensor(batch.context_lengths))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
+        """Store the new keys and values in the cache, and attend over it."""
         return self._operator(
             query.contiguous(),
             key.contiguous(),
@@ -126,7 +126,7 @@ class TritonDecode:
         self._plans: dict[tuple[int, int | None], Any] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
+        """Store the new keys and values in the cache, and attend over it."""
         lengths = self._tables["context_length"]
         place = (*self._cache.views(layer), self._tables["block_table"], lengths)
         self._kernels.paged_store(key, value, *place)
@@ -184,7 +184,7 @@ class _PagedForm:
         tables.add("context_length", batch.context_lengths, np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
+        """Store the new keys and values in the cache, and attend over it."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         table, queries, offsets, lengths = (
@@ -213,7 +213,7 @@ class _VarlenForm:
             tables.add(name, np.concatenate(([0], np.cumsum(counts))), np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
+        """Store the new keys and values in the cache, and attend over it."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         block, offset = self._tables["read_block"], self._tables["read_offset"]
@@ -235,7 +235,7 @@ class _TorchForm:
         self._visible: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Same arguments as AttentionContext.attend. The new keys and values are stored in the cache."""
+        """Store the new keys and values in the cache, and attend over it."""
         keys, values = self._cache.views(layer)
         self._writer.write(keys, values, key, value)
         if self._batch.is_decode:

@@ -60,7 +60,7 @@ class VLLMPages:
     version: int
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
-        """See PagedKernel."""
+        """Same arguments as PagedKernel."""
         out: Tensor = self.functions.flash_attn_varlen_func(
             q=query,
             k=keys,
@@ -83,7 +83,7 @@ class FlashAttnPages:
     functions: Any
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
-        """See PagedKernel."""
+        """Same arguments as PagedKernel."""
         out: Tensor = self.functions.flash_attn_varlen_func(
             q=query,
             k=keys,

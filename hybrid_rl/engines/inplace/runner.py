@@ -50,7 +50,7 @@ class Runner:
         self._graphs = DecodeGraphs(model, cache, slots.num_slots) if captures else None
         self._is_prepared = False
         self._pages = paged_kernel(cache, model.attention.name)
-        # The head runs on few rows only, and the embedding is no product.
+        # The head runs on few rows only, and the embedding is not a product.
         module = model.module
         ends = {id(end.weight) for end in (module.get_input_embeddings(), module.get_output_embeddings())}
         matrices = [p.numel() for p in module.parameters() if p.dim() == 2 and id(p) not in ends]
@@ -212,7 +212,7 @@ def _slots_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
 
 
 def _histories(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
-    """Tokens of prompt and completion, [B, longest], -1 behind the end."""
+    """Tokens of prompt and completion, [B, longest], -1 after the end."""
     rows = np.full((len(sequences), max(sequence.num_tokens for sequence in sequences)), -1)
     for row, sequence in zip(rows, sequences, strict=True):
         row[: sequence.num_tokens] = sequence.context(0, sequence.num_tokens)

@@ -49,7 +49,7 @@ class Sequence(Generation):
 
 @dataclass
 class Chunk:
-    """Tokens start .. start + count of a sequence, to be computed in a pass. Where they are its last ones, the sequence
+    """Tokens start .. start + count of a sequence, to be computed in a pass. If they are its last ones, the sequence
     and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
     not in the pass before; what it found in the cache may be written by this very pass."""
 
@@ -112,7 +112,7 @@ class Scheduler:
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """The next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens up to
-        max_num_batched_tokens. Empty where nothing can run. admit: whether anybody new may start."""
+        max_num_batched_tokens. Empty if nothing can run. admit: whether anybody new may start."""
         preemptions = self.counters.num_preemptions
         chunks, budget = self._continue_running(self.max_num_batched_tokens)
         if preemptions == self.counters.num_preemptions:
@@ -154,7 +154,7 @@ class Scheduler:
         return chunks, budget
 
     def _extend(self, sequence: Sequence, count: int) -> bool:
-        """Blocks for `count` more tokens, if need be from those who came later; False where it had to go itself."""
+        """Blocks for `count` more tokens, if need be from those who came later; False if it had to go itself."""
         needed = self.blocks_for(sequence.num_cached + count) - len(sequence.blocks)
         while needed > self.pool.num_free:
             victim = self.running[-1]
@@ -175,7 +175,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
 
     def _admit(self, budget: int) -> Chunk | None:
-        """The first that waits, as far as budget and blocks allow; None where it must go on waiting."""
+        """The first that waits, as far as budget and blocks allow; None if it must go on waiting."""
         sequence = self.waiting[0]
         length = sequence.num_tokens
         shared: list[int] = []
@@ -201,7 +201,7 @@ class Scheduler:
         return Chunk(sequence, num_cached, count, is_new=True)
 
     def _fork(self, chunk: Chunk) -> None:
-        """Let those that wait for the same prompt share its blocks. The last one, where it is not full, is written by
+        """Let those that wait for the same prompt share its blocks. The last one, if it is not full, is written by
         each of them: the engine copies it after the pass."""
         leader = chunk.sequence
         full, rest = divmod(leader.num_cached, self.pool.block_size)

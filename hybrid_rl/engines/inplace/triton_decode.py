@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """How the contexts of a batch are cut, for one number of key heads and one window.
 
     parts: int32 [most parts, 3], the sequence of each part and its first and last token + 1; first: int32 [B + 1], the
-    parts of sequence b are first[b] .. first[b + 1], none where it has no context.
+    parts of sequence b are first[b] .. first[b + 1], none if it has no context.
     """
 
     parts: Tensor
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 
 class Specialisation(NamedTuple):
-    """One compiled form of a kernel. signature: type of each argument that is no constant, as Triton names it;
+    """One compiled form of a kernel. signature: type of each argument that is not a constant, as Triton names it;
     constants: the values of the others; num_warps, num_stages: how it is launched."""
 
     name: str
@@ -108,7 +108,7 @@ def paged_decode(
         key_cache, value_cache: [blocks, block_size, H_kv, D] and [blocks, block_size, H_kv, D_v] of the query's dtype;
             any strides but the last, which is 1. H is a multiple of H_kv: query head h reads key head h // (H / H_kv).
         block_table: int32 [B, M] of any strides; token t of sequence b lies in block block_table[b, t // block_size].
-            Entries behind the context are not read.
+            Entries after the context are not read.
         context_length: int32 [B], at most M * block_size, tokens in the cache, the query's own included. Rows of length
             0 (padding of a batch of fixed size) give zeros.
         scale: factor of q k; None = 1 / sqrt(D).
@@ -172,7 +172,7 @@ def paged_store(
     """Write the key [B, H_kv, D] and value [B, H_kv, D_v] of the newest token of each sequence into the caches.
 
     That is token context_length - 1; rows of length 0 write nothing. The other arguments are those of `paged_decode`.
-    Raises ValueError where shapes, dtypes or devices do not go together.
+    Raises ValueError if shapes, dtypes or devices do not go together.
     """
     _check(key, key_cache, value_cache, block_table, context_length, None, None)
     batch, num_key_heads, dim = key.shape

@@ -16,7 +16,7 @@ from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.errors import ConfigError
 
 WORKER = "hybrid_rl.engines.vllm.cpu_worker.RunWorker"
-FREE_MEMORY_SHARE = 0.4  # of what the machine has free, where the size of the cache is not set
+FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
 # Arguments that are not the user's to give: why, or what to set instead.
 RESERVED: Mapping[str, str] = {
@@ -68,7 +68,7 @@ def engine_arguments(
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"rollout.vllm.{name} is no argument of the vLLM that is installed{hint}")
+            raise ConfigError(f"rollout.vllm.{name} is not an argument of the vLLM that is installed{hint}")
     # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
     defaults = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
     ours = {
@@ -78,7 +78,7 @@ def engine_arguments(
         "seed": seed,
         "trust_remote_code": trust_remote_code,
         "max_model_len": max_length,
-        # Nothing is sized by it where the cache has its size; vLLM merely wants so much to be free.
+        # Nothing is sized by it if the cache has its size; vLLM only requires so much to be free.
         "gpu_memory_utilization": 0.01,
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -102,7 +102,7 @@ def kv_cache_bytes(
     config: VLLMConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
 ) -> int:
     """What the cache is given: as configured, or room for max_num_seqs full sequences, at most a share of what is free
-    now, and for one sequence in any case. Raises ConfigError where what is configured does not hold one."""
+    now, and for one sequence in any case. Raises ConfigError if what is configured does not hold one."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     parts = 1 if model.use_mla else 2  # one latent, or keys and values
     heads = model.get_num_kv_heads(parallel)

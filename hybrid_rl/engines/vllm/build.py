@@ -141,7 +141,7 @@ def refusal(error: Exception) -> ConfigError | ModelError:
         package = f"pip install {error.name}, " if error.name else ""
         return ModelError(f"vLLM lacks a package for this model: {error}; {package}{others}")
     words = reason(error)
-    if "failed to be inspected" in words:  # in a process of its own, whose error is in vLLM's log alone
+    if "failed to be inspected" in words:  # in a process of its own, whose error is only in vLLM's log
         missing = [name for name in INSPECTED if importlib.util.find_spec(name) is None]
         lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
         what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
@@ -175,11 +175,11 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
 
 
 class SizedCache(CacheConfig):
-    """A CacheConfig whose bytes are no part of the hash by which vLLM finds what it has compiled: they depend on what
+    """A CacheConfig whose bytes are not part of the hash by which vLLM finds what it has compiled: they depend on what
     is free at the start, and what is compiled does not depend on them. vLLM 0.25.1 has them in."""
 
     def compute_hash(self) -> str:
-        """See CacheConfig."""
+        """The hash without the bytes."""
         own: Any = self  # a dataclass by a decorator that type checkers do not see through
         num_bytes, own.kv_cache_memory_bytes = own.kv_cache_memory_bytes, None
         try:
@@ -216,7 +216,7 @@ def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
 
 
 def release_groups(*, with_all: bool) -> None:
-    """Take vLLM's process groups down. with_all: and torch.distributed, which is the trainer's where it has ranks."""
+    """Take vLLM's process groups down. with_all: torch.distributed too, which is the trainer's if it has ranks."""
     try:
         parallel_state.destroy_model_parallel()
         # vLLM would take its group of all ranks for the next engine too, whatever became of torch.distributed.

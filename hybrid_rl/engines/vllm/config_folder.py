@@ -27,7 +27,7 @@ def config_folder(module: PreTrainedModel) -> Path:
     """The folder of this model's configuration, written if it is not there yet. Nothing of the module but its class and
     config is looked at.
 
-    Raises ConfigError where the cache is not this user's own, or cannot be written.
+    Raises ConfigError if the cache is not this user's own, or cannot be written.
     """
     root = _cache()
     _forget_unfinished(root)
@@ -82,7 +82,7 @@ def _cache() -> Path:
         raise ConfigError(f"neither {home} nor {root} can be written; set XDG_CACHE_HOME to a folder that can")
     found = root.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{root} is no folder of this user's own; remove it, or set XDG_CACHE_HOME to another place")
+        raise ConfigError(f"{root} is not a folder of this user's own; remove it, or change XDG_CACHE_HOME")
     if found.st_mode & 0o077:
         root.chmod(0o700)
     return root

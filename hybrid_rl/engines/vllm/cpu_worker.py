@@ -30,7 +30,7 @@ def check_head_size(size: int) -> None:
 
 
 def keep_seeds(sampler: TopKTopPSampler) -> None:
-    """Have requests draw from their own seeds whatever shares their batch. Where not all of a batch have seeds, the
+    """Have requests draw from their own seeds whatever shares their batch. If not all of a batch have seeds, the
     sampler for CPUs of vLLM 0.25.1 takes the process's generator for all of them; the one for any platform does not."""
     if has("seeds_hold_in_any_batch", sampler):
         return
@@ -59,19 +59,20 @@ class RunWorker(CPUWorker):
     ) -> None:
         check_head_size(vllm_config.model_config.get_head_size())
         self._run = os.environ[RUN]
-        # What stands behind the last colon is the name; ranks have found each other already.
+        # What follows the last colon is the name; ranks have found each other already.
         address = f"{distributed_init_method}:{self._run}"
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)
 
     def load_model(self, **arguments: Any) -> None:
-        """See CPUWorker. Layers may have heads of their own sizes, which vLLM would only notice as it attends."""
+        """Load the model and check its heads: layers may have heads of their own sizes, which vLLM would only notice
+        when it attends."""
         super().load_model(**arguments)
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         for size in sorted({layer.head_size for layer in layers if hasattr(layer, "head_size")}):
             check_head_size(size)
 
     def init_device(self) -> None:
-        """See CPUWorker. All ranks have opened each other's files behind it."""
+        """Set the device up, and remove shared files, which all ranks have opened by then."""
         super().init_device()
         keep_seeds(self.model_runner.sampler.topk_topp_sampler)
         for path in SHARED_MEMORY.glob(f"{self._run}-*"):

@@ -1,4 +1,4 @@
-"""Weights that vLLM rearranged after loading, loaded anew by vLLM's own path for this, layer by layer."""
+"""Weights that vLLM rearranged after loading, loaded again by vLLM's own path for this, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 def reload_derived(
     weights: LoadedWeights, views: CheckpointViews, full: Callable[[str], Tensor], model_config: ModelConfig
 ) -> int:
-    """Load the derived layers of an engine from whole tensors; the bytes given to vLLM, 0 where nothing is derived.
+    """Load the derived layers of an engine from whole tensors; the bytes given to vLLM, 0 if nothing is derived.
 
     full: gives a whole global tensor by the trainer's name; called once per tensor, in the same order on all ranks. To
-    be called after the plan has been carried out. Raises HandoffError where vLLM did not take a weight.
+    be called after the plan has been carried out. Raises HandoffError if vLLM did not take a weight.
     """
     derived = weights.derived
     if not derived.reasons:

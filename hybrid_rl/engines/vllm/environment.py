@@ -66,7 +66,7 @@ class EngineRandom:
         self.restart(seed)
 
     def restart(self, seed: int) -> None:
-        """Begin the sequence anew. seed: of any size; NumPy's has 32 bits."""
+        """Begin the sequence again. seed: of any size; NumPy's has 32 bits."""
         seed %= 2**32
         before = RandomState.now()
         random.seed(seed)
@@ -77,7 +77,7 @@ class EngineRandom:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The engine's generators inside, everybody else's again behind."""
+        """The engine's generators inside, everybody else's again after it."""
         before = RandomState.now()
         self._state.apply()
         try:
@@ -111,7 +111,7 @@ class EngineRandom:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """The calling thread is on this CUDA stream inside, and on its own again behind the block, wherever it was moved to
+    """The calling thread is on this CUDA stream inside, and on its own again after the block, wherever it was moved to
     inside; None: wherever it is."""
     if stream is None:
         yield
@@ -134,7 +134,7 @@ class Guest:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The engine's inside, everybody else's again behind."""
+        """The engine's inside, everybody else's again after it."""
         with environment_kept(), on_stream(self.stream), self.random.active():
             yield
 
@@ -190,7 +190,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def classes_kept(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The classes of a transformers model, and of its parts, are the same behind the block.
+    """The classes of a transformers model, and of its parts, are the same after the block.
 
     Models that vLLM has no code for it runs through the classes of transformers, and gives these another base,
     constructor and call, by which it compiles: every module of such a class would then need to be vLLM's. What is put

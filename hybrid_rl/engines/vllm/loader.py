@@ -76,14 +76,14 @@ class LoadedWeights:
     constants: list[Tensor] = field(default_factory=list)
 
     def check_places(self) -> None:
-        """Raise HandoffError where vLLM has moved or replaced a tensor since it was traced: what a handoff wrote there
+        """Raise HandoffError if vLLM has moved or replaced a tensor since it was traced: what a handoff wrote there
         would not be what vLLM computes with."""
         live = _engine_tensors(self.model)
         for spec, tensor in zip(self.trace.destinations, self.destinations, strict=True):
             if spec.name not in self.trace.untraced and (
                 spec.name not in live or not _Place(tensor).is_of(live[spec.name])
             ):
-                raise HandoffError(f"vLLM replaced {spec.name} after it was traced; start the engine anew")
+                raise HandoffError(f"vLLM replaced {spec.name} after it was traced; start the engine again")
 
 
 class Loading:
@@ -204,7 +204,7 @@ class TracingLoader(BaseModelLoader):
 def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) -> Trace:
     """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
 
-    with_tied: offer tied tensors under all of their names. Raises HandoffError where vLLM has a parameter for which the
+    with_tied: offer tied tensors under all of their names. Raises HandoffError if vLLM has a parameter for which the
     trainer has no weight, ConfigError where it makes one only as it loads (a bias of the head, in models that it runs
     through transformers): there is nothing yet that a handoff could write.
     """
@@ -224,7 +224,7 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     made = sorted(_engine_tensors(model).keys() - live.keys())
     if made:
         raise ConfigError(
-            f"vLLM's {type(model).__name__} makes {made[0]} anew whenever it loads weights, so that no handoff can "
+            f"vLLM's {type(model).__name__} makes {made[0]} again whenever it loads weights, so that no handoff can "
             f"write it; set rollout.engine=inplace"
         )
     unwritten = [name for name, reason in trace.untraced.items() if reason == UNWRITTEN]

@@ -26,7 +26,7 @@ class EngineMemory:
 
     Sleeping weights are lost, and nothing of them is copied; vLLM keeps the model's buffers in host memory meanwhile.
     constants: tensors among the weights that are neither parameters nor buffers, and that a handoff does not write;
-    they are kept here. can_sleep: whether its platform can give memory back; where it cannot, nothing is moved and the
+    they are kept here. can_sleep: whether its platform can give memory back; if it cannot, nothing is moved and the
     log says so once.
     """
 

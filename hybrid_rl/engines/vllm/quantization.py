@@ -30,7 +30,7 @@ PLAIN = "hybrid_plain"
 
 
 def quantization_of_platform() -> str | None:
-    """What vLLM's `quantization` should be so that weights stay plain: PLAIN where the platform packs them."""
+    """What vLLM's `quantization` should be so that weights stay plain: PLAIN if the platform packs them."""
     return PLAIN if current_platform.is_cpu() else None
 
 
@@ -61,7 +61,7 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
     """Experts one after the other, from weights as they were loaded; for checks and small models, not for speed."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing. Raises ConfigError where the experts are not those that `apply` computes."""
+        """Nothing. Raises ConfigError if the experts are not those that `apply` computes."""
         unlike = [
             what
             for what, found in (

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 INDUCTOR = "torch._inductor.config"
-COMPILER_VARIABLES = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # vLLM compiles in this process alone
+COMPILER_VARIABLES = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # vLLM compiles in this process only
 
 
 @contextmanager
 def switches_kept() -> Iterator[None]:
     """The precision of float32 products, the processes of PyTorch's compiler, and what Triton tells of compiling are
-    the same behind the block as before it. The environment must have been put back by then."""
+    the same after the block as before it. The environment must have been put back by then."""
     put_back = [_precision(), _compile_threads(), _triton()]
     try:
         yield
@@ -48,7 +48,7 @@ def _precision() -> Callable[[], None]:
 
 
 def _named_precision() -> str | None:
-    """As torch.set_float32_matmul_precision has it; None where the user has set backends apart, which it refuses to
+    """As torch.set_float32_matmul_precision has it; None if the user has set backends apart, which it refuses to
     sum up."""
     try:
         return torch.get_float32_matmul_precision()
@@ -83,7 +83,7 @@ def _triton() -> Callable[[], None]:
 
 
 def _triton_settings() -> dict[tuple[str, str], dict[str, Any]]:
-    """What has been set of Triton's knobs that vLLM turns, by group and name; nothing where Triton is not imported."""
+    """What has been set of Triton's knobs that vLLM turns, by group and name; nothing if Triton is not imported."""
     knobs = sys.modules.get("triton.knobs")
     if knobs is None:
         return {}

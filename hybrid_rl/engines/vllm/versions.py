@@ -21,7 +21,7 @@ INSTALL = (
 
 
 def installed_version() -> str | None:
-    """The version of vLLM in this environment, read without importing it; None where there is none."""
+    """The version of vLLM in this environment, read without importing it; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""How weights get into vLLM: written where its own loader would put them, element by element."""
+"""Handoff into vLLM: weights are written where its own loader would put them, element by element."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightWriter:
     """Writes the trainer's weights into a live vLLM model.
 
     views: of the trainer's checkpoint. rank: of this process among those that hold the weights. is_plain: keep weights
-    as they were loaded where the platform would pack them; what it packs is loaded anew by vLLM at every handoff.
+    as they were loaded if the platform would pack them; what it packs is loaded again by vLLM at every handoff.
     """
 
     def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -56,7 +56,7 @@ class WeightWriter:
     def adopt(self, module: PreTrainedModel) -> None:
         """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff writes no byte.
 
-        Raises HandoffError, before anything moves, where the two store weights differently.
+        Raises HandoffError, before anything moves, if the two store weights differently.
         """
         tensors = named_weights(module)
         views = adopted_views(self.weights.trace, self.weights.destinations)
@@ -69,7 +69,7 @@ class WeightWriter:
     def write(self, source: Source, version: int, model_config: Any) -> Delivered:
         """Write all weights of a policy version. Collective over the participants of the source.
 
-        Raises HandoffError on all of them where one fails; what has been written by then is undefined.
+        Raises HandoffError on all of them if one fails; what has been written by then is undefined.
         """
         with source.opened(version):  # a rank that cannot even plan tells the others in here
             self.weights.check_places()
@@ -89,7 +89,7 @@ class WeightWriter:
         digest = layout.digest()
         if digest not in self._plans:
             # One source has one layout; another one's plan is of no more use.
-            rank = self._rank if len(layout.hosts) > 1 else 0  # a source of this process alone knows of no ranks
+            rank = self._rank if len(layout.hosts) > 1 else 0  # a source of this process only knows of no ranks
             plan = make_plan(self.weights.trace, layout, rank, bucket_bytes=self.bucket_bytes)
             self._plans = {digest: plan}
         return self._plans[digest]

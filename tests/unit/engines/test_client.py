@@ -255,7 +255,7 @@ def test_one_bad_request_and_nothing_is_queued(engine, client):
 def test_what_nobody_waited_for_is_cancelled_at_the_end_of_a_session(engine, client):
     with client.session():
         client.poll(client.submit(REQUESTS, 1))
-    assert (engine.num_unfinished, engine.num_aborts) == (0, 0)
+    assert (engine.num_unfinished, engine.num_aborts, engine.num_steps) == (0, 0, 2)
     same_samples(flat(client.stream(REQUESTS, 1)), undisturbed())
 
 

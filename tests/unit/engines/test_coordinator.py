@@ -303,6 +303,8 @@ def test_ranks_with_very_unequal_numbers_of_requests_end_together(numbers, round
             for number in range(rounds if numbers[rank] == 40 else 1):
                 some = [request(40 * number + i, 3 + i % 3, 1 + i % 5) for i in range(numbers[rank])]
                 samples += stream(client, some)
+                if number == 0:  # a round ends for nobody before it has ended for all
+                    assert client.stats().num_finished == sum(numbers)
         return [sample.id for sample in samples], client.stats().num_steps, client.engine.num_unfinished
 
     results = on_ranks(len(numbers), unequal, max_num_seqs=8, max_num_waiting=16)

@@ -123,9 +123,10 @@ def test_the_error_of_a_step_that_its_caller_left_is_raised_later(client, gate, 
     def fails():
         raise KeyError("in the thread")
 
-    gate.step = fails
+    step, gate.step = gate.step, fails
     gate.open.set()
     client.at_rest()
+    gate.step = step
     with pytest.raises(KeyError, match="in the thread"):
         client.poll(handle)
 
