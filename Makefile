@@ -1,8 +1,9 @@
-# make run | test | sweep | check | e2e | pins | vllm | gpu | clean | help
+# make run | check | test | sweep | durations | e2e | pins | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
 #   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
+#   ROOM=algos                                 one room of the package for `make check`: its files and its tests
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
 # locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
@@ -19,6 +20,7 @@ SHELL := /bin/bash
 PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
+ROOM ?=
 GPU_PYTHON ?= python3
 
 VENV := .venv
@@ -35,6 +37,9 @@ PINS_NATIVE := $(PINS)/native/hybrid_rl/_native.so
 NATIVE := hybrid_rl/_native.so
 NATIVE_SOURCES := $(wildcard csrc/*)
 TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
+# What `make check ROOM=...` looks at: a folder or a file of the package, or recipes or benchmarks; and its tests.
+ROOM_FILES := $(wildcard $(ROOM:%=hybrid_rl/%) $(ROOM:%=hybrid_rl/%.py)) $(filter recipes benchmarks,$(ROOM))
+ROOM_TESTS := $(wildcard $(ROOM:%=tests/unit/%) $(ROOM:%=tests/unit/test_%.py) $(ROOM:%=tests/unit/test_%_*.py))
 VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 # What reasoning-gym requires, less pycosat: the one package here that must be compiled.
@@ -58,11 +63,13 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
 PARALLEL := -n 2 --dist loadfile
 BESIDE := -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
 
+DURATIONS := $(VENV)/durations.txt
 SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-ranks test-engines sweep check e2e pins pins-part vllm gpu lint install clean
+.PHONY: help run test test-rest test-slow test-ranks test-engines sweep check check-all check-room durations e2e pins \
+    pins-part vllm gpu lint install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -70,11 +77,14 @@ help: ## show this list
 run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
-test: lint vllm ## lint, types, architecture tests and every test that this machine can run, but for the sweep
-	@$(BIN)/python -m pytest -ra tests/architecture
-	@$(BIN)/python -m pytest -ra $(PARALLEL) -m "not sweep" tests/unit
-	@echo "tests of many ranks and tests of engines, side by side: each shows what it did at its end, some eight minutes on two cores"
-	@$(MAKE) --no-print-directory $(BESIDE) test-ranks test-engines
+test: check test-rest ## `make check`, then every other test that this machine can run, but for the sweep
+
+test-rest: vllm
+	@echo "slow unit tests, tests of many ranks and tests of engines, two at a time: each shows what it did at its end"
+	@$(MAKE) --no-print-directory $(BESIDE) test-engines test-ranks test-slow
+
+test-slow:
+	@$(BIN)/python -m pytest -ra -m "slow and not sweep" tests/unit
 
 test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
@@ -88,8 +98,24 @@ sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a represent
 	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep -p tests.sweep_results --sweep-results $(SWEEP) tests/unit
 	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" -p tests.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
 
-check: lint ## the quick part: lint, types, architecture tests, fast unit tests
-	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" $(wildcard tests/architecture tests/unit)
+check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
+
+check-all: lint
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" tests/architecture tests/unit
+
+check-room: $(STAMP)
+	@if [ -z "$(strip $(ROOM_FILES))" ]; then \
+	    echo "ROOM=$(ROOM): there is no hybrid_rl/$(ROOM) and no hybrid_rl/$(ROOM).py; name a room such as algos, or recipes" >&2; exit 1; \
+	fi
+	@$(BIN)/ruff check $(ROOM_FILES) $(ROOM_TESTS)
+	@$(BIN)/ruff format --check -q $(ROOM_FILES) $(ROOM_TESTS)
+	@$(BIN)/mypy $(filter-out benchmarks,$(ROOM_FILES))
+	@if [ -n "$(ROOM_TESTS)" ]; then $(BIN)/python -m pytest -q -ra -m "not slow and not sweep" $(ROOM_TESTS); fi
+
+durations: $(STAMP) ## measure the unit tests on an idle machine and write tests/slow_tests.txt, which `make check` leaves out
+	@rm -f $(DURATIONS)
+	@$(BIN)/python -m pytest -q -m "not sweep" -p tests.cpu_seconds --cpu-seconds $(DURATIONS) tests/unit
+	@$(BIN)/python -m tests.cpu_seconds $(DURATIONS) > tests/slow_tests.txt
 
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
@@ -105,6 +131,7 @@ gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks
 
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy $(TYPED)
 
 install: $(STAMP) ## only install

@@ -24,8 +24,8 @@ from rich.table import Table
 
 import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
+from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.presets import PRESETS
-from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.controller import Backend, LocalBackend
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def print_keys(word: str = "") -> int:
     """Print the configuration keys whose path or description contains `word`."""
     leaves = visible_leaves()
-    for section, union in UNIONS.items():
-        for member in union.members:
+    for section, choice in CHOICES.items():
+        for member in choice.members:
             for path, leaf in visible_leaves({section: member}).items():
-                where = f"{section}.{union.tag}={member}" if union.tag else f"{section}, {member}"
+                where = f"{section}.{choice.tag}={member}" if choice.tag else f"{section}, {member}"
                 leaves.setdefault(path, replace(leaf, doc=f"{where}: {leaf.doc}"))
     found = [leaf for leaf in leaves.values() if word in leaf.path or word in leaf.doc]
     if not found:
@@ -96,7 +96,7 @@ def print_algorithms() -> int:
     console = _wide_console()
     _show(console, table)
     for section in ("advantage", "policy_loss", "kl", "correction"):
-        console.print(f"{section}: {', '.join(UNIONS[section].members)}", soft_wrap=True)
+        console.print(f"{section}: {', '.join(CHOICES[section].members)}", soft_wrap=True)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
@@ -408,9 +409,9 @@ def _collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collect
         config.algorithm.num_generations,
         run.train_params,
         max_refills=config.algorithm.max_refills,
-        greedy_baseline="baseline_rewards" in needs,
+        greedy_baseline=Needs.BASELINE_REWARDS in needs,
         rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
-        demonstrates="demonstrations" in needs,
+        demonstrates=Needs.DEMONSTRATIONS in needs,
     )
     return Collector(
         policy,

@@ -22,7 +22,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 VLLM = Path(__file__).parent / "vllm"
+# Functions that take long by measurement (`make durations`); others are marked `slow` by hand.
+SLOW = frozenset((Path(__file__).parent / "slow_tests.txt").read_text().split())
 
+# Tests make many objects and keep few: going through them as often as Python does by itself is a tenth of their time.
+gc.set_threshold(100_000, 20, 50)
 # Models of a few thousand parameters: more threads only wait for each other, on a busy machine many times longer.
 torch.set_num_threads(1)
 if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may do without
@@ -56,14 +60,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by these marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run; `-ra` prints why."""
+    """Marks what is slow, and skips what this machine cannot run; `-ra` prints why."""
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device"
     if reason := without_vllm():
         missing["vllm"] = reason
     for item in items:
+        if item.nodeid.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.path.parent == VLLM:
             item.add_marker(pytest.mark.vllm)
         for marker, reason in missing.items():

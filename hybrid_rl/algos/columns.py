@@ -85,12 +85,6 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return bounded(log_ratio).exp()
 
 
-def masked_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Detached, 0 where masked: in a loss that is one number per completion a NaN there would reach the gradient of all
-    its tokens. advantages: float [T]; mask: bool [T]."""
-    return torch.where(mask, advantages.detach(), torch.zeros_like(advantages))
-
-
 class _Bounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log_ratio: Tensor) -> Tensor:

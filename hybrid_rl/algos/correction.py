@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, ratio_of
+from hybrid_rl.algos.interface import Record, register
 from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.records import Record
 from hybrid_rl.options import key
 
 _MODE = "how the gap between engine and trainer is corrected"
@@ -130,8 +130,9 @@ def vetoed(ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, veto: fl
 
 @dataclass(frozen=True)
 class Correction(Record):
-    """Base of the records. is_active: False where nothing is done."""
+    """Base of the corrections. is_active: False if nothing is done."""
 
+    correction_mode: str = key("", _MODE)
     is_active: ClassVar[bool] = True
 
     def weigh(self, inputs: CorrectionInputs) -> Corrected:
@@ -139,6 +140,7 @@ class Correction(Record):
         raise NotImplementedError
 
 
+@register
 @dataclass(frozen=True)
 class NoCorrection(Correction):
     """The engine's samples are taken for the trainer's own."""
@@ -152,7 +154,6 @@ class _Weighing(Correction):
     """What all corrections have: older tokens may count less, by a factor per policy version (a plain discount, from no
     paper)."""
 
-    correction_mode: str = key("", _MODE)
     staleness_decay: float = key(
         1.0, "a token's weight times this for every policy version that it is old; 1 = off", above=0, maximum=1
     )
@@ -179,13 +180,14 @@ class _Weighing(Correction):
         return leave_out(found, bad, inputs.mask)
 
 
+@register
 @dataclass(frozen=True)
 class TruncatedImportanceSampling(_Weighing):
-    """min(pi_old / pi_rollout, C), detached, with TRL's lower bound where one is given (F. Yao et al., "Your efficient
-    RL framework secretly brings you off-policy RL training", 2025: per token, C = 2).
+    """Truncated importance sampling: `min(max(q, floor), cap)`, detached, q = p_old / p_roll.
 
-    For the ratio of a completion verl says C = 2 to 10 and TRL has 3; for the geometric mean C must be near 1 to do
-    anything.
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025: per token, cap = 2.
+    The floor is TRL's (`vllm_importance_sampling_clip_min`). For the ratio of a completion verl says 2 to 10 and TRL
+    has 3; for the geometric mean the cap must be near 1 to do anything.
     """
 
     correction_mode: Literal["tis"] = key("tis", _MODE)
@@ -198,13 +200,13 @@ class TruncatedImportanceSampling(_Weighing):
         return truncated_weights(ratio, inputs.mask, cap=self.correction_cap, floor=self.correction_floor)
 
 
+@register
 @dataclass(frozen=True)
 class MaskedImportanceSampling(_Weighing):
-    """pi_old / pi_rollout where it lies within bounds, 0 elsewhere (J. Liu, Y. Li et al., "When speed kills stability",
-    2025).
+    """Masked importance sampling: q if low <= q <= high, else 0.
 
-    They bound the product over a completion from above only (correction_low=0 here; so does TRL); verl's preset has 0.5
-    and 2.
+    J. Liu, Y. Li et al., "When speed kills stability", 2025. They bound the product over a completion from above only
+    (correction_low=0 here; so does TRL); verl's preset has 0.5 and 2.
     """
 
     correction_mode: Literal["mis"] = key("mis", _MODE)
@@ -219,10 +221,10 @@ class MaskedImportanceSampling(_Weighing):
         return self._veto(found, inputs, self.correction_veto)
 
 
+@register
 @dataclass(frozen=True)
 class IcePop(_Weighing):
-    """pi_old / pi_rollout of each token where it lies within [0.5, 5], 0 elsewhere: M(k) of IcePop (Ring-1T,
-    arXiv:2510.18855)."""
+    """As `mis`, token by token, within [0.5, 5]: M(k) of IcePop (Ring-1T, arXiv:2510.18855)."""
 
     correction_mode: Literal["icepop"] = key("icepop", _MODE)
     correction_low: float = key(0.5, "ratios below this have weight 0 (alpha)", minimum=0, maximum=1)
@@ -233,9 +235,11 @@ class IcePop(_Weighing):
         return masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
 
 
+@register
 @dataclass(frozen=True)
 class KLRejection(_Weighing):
-    """Whole completions are left out where engine and trainer lie too far apart per token; the others have weight 1.
+    """0 for completions whose KL(engine, trainer) per token is above a threshold; the others have weight 1, or `min(q,
+    cap)`.
 
     verl's rollout correction (Y. Li et al.): its preset of k3 has 0.01, that of k1, the geometric mean, 0.001.
     """
@@ -267,6 +271,3 @@ class KLRejection(_Weighing):
         # Not `>`: a divergence that is no number is left out.
         found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
         return self._veto(found, inputs, self.correction_veto)
-
-
-CORRECTIONS = (NoCorrection, TruncatedImportanceSampling, MaskedImportanceSampling, IcePop, KLRejection)

@@ -1,7 +1,9 @@
-"""The KL divergence between policy and reference: estimates from one sampled token each, exact over the vocabulary, and
-as a reward."""
+"""The KL divergence between policy and reference: estimates from one sampled token each, exact over the vocabulary, as
+a reward, and the weight that follows it."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from hybrid_rl.algos.columns import at_least_float32, bounded, check_columns
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
+MAX_ERROR = 0.2  # of the measured KL against its target, in one step
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -81,3 +84,28 @@ def kl_reward(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float,
     check_columns(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     penalty = -beta * kl_estimate(logprobs.detach().double(), ref_logprobs.detach().double(), estimator)
     return torch.where(mask, penalty, torch.zeros_like(penalty))
+
+
+def next_beta(beta: float, measured: float, *, target: float | None, horizon: int, num_samples: int) -> float:
+    """The weight of a KL penalty after a training step (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    error = clip(measured / target - 1, -0.2, 0.2); beta <- beta * (1 + error * num_samples / horizon). The paper writes
+    K_beta = 0.1 per batch for num_samples / horizon; its code has a horizon of 10000 samples. target: in the unit of
+    `measured` (the paper: nats per completion); None = fixed, beta stays. measured: the KL of this step, by k1 perhaps
+    negative. num_samples: completions of the step, over all ranks.
+    """
+    if target is None:
+        return beta
+    if not target > 0 or not horizon > 0 or num_samples < 0:
+        raise ValueError(
+            f"target={target} and horizon={horizon} must be above 0, num_samples={num_samples} must be 0 or more"
+        )
+    if math.isnan(measured):
+        raise ValueError("the measured KL is not a number, so beta cannot follow it; look for NaN in the logprobs")
+    if num_samples * MAX_ERROR >= horizon:
+        raise ValueError(
+            f"horizon={horizon} samples is so short that one step of {num_samples} samples could turn beta negative; "
+            f"use more than {num_samples * MAX_ERROR:g}"
+        )
+    error = min(max(measured / target - 1, -MAX_ERROR), MAX_ERROR)
+    return beta * (1 + error * num_samples / horizon)

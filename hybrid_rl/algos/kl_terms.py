@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from hybrid_rl.algos.records import Record
+from hybrid_rl.algos.interface import KLTerm, register
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 _WHERE = "where a KL penalty against the reference stands: none, loss or reward"
 
 
-@dataclass(frozen=True)
-class KLTerm(Record):
-    """Base of the records. in_loss, in_reward: where the penalty stands."""
-
-    in_loss: ClassVar[bool] = False
-    in_reward: ClassVar[bool] = False
-
-
+@register
 @dataclass(frozen=True)
 class NoKL(KLTerm):
     """No reference model."""
@@ -37,9 +30,8 @@ class NoKL(KLTerm):
 
 @dataclass(frozen=True)
 class _Weighted(KLTerm):
-    """What both penalties have."""
+    """Base of both penalties."""
 
-    kl_in: str = key("", _WHERE)
     beta: float = key(0.04, "weight of the KL penalty; with kl_target what it starts from", above=0)
     kl_target: float | None = key(
         None, "adaptive weight: beta follows the measured KL per completion to this; None = fixed", above=0
@@ -67,7 +59,7 @@ class _Weighted(KLTerm):
 
     @property
     def inert_options(self) -> Mapping[str, str]:
-        """See Record."""
+        """kl_horizon without a target, ref_model_mixup_alpha without steps."""
         found = {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
         if self.ref_model_sync_steps is None:
             found["ref_model_mixup_alpha"] = "the reference does not move; set ref_model_sync_steps"
@@ -82,6 +74,7 @@ class _Weighted(KLTerm):
         return ""
 
 
+@register
 @dataclass(frozen=True)
 class KLInLoss(_Weighted):
     """beta * KL(policy || reference) beside the policy loss (GRPO, arXiv:2402.03300, eq. 3 and 4: k3, beta = 0.04)."""
@@ -96,6 +89,7 @@ class KLInLoss(_Weighted):
     in_loss = True
 
 
+@register
 @dataclass(frozen=True)
 class KLInReward(_Weighted):
     """-beta * KL at every token, as part of its reward (PPO for language models, arXiv:1909.08593, eq. 2)."""
@@ -105,6 +99,3 @@ class KLInReward(_Weighted):
         "k1", "KL estimate in the reward; only k1 has the gradient of KL(policy || reference)"
     )
     in_reward = True
-
-
-KL_TERMS = (NoKL, KLInLoss, KLInReward)

@@ -1,4 +1,4 @@
-"""Which tokens of a mini-batch the policy loss is made of, beside those that are in the loss at all. What is left out
+"""Tokens of a mini-batch that are left out of the policy loss, and the weight of the entropy bonus. What is left out
 here still counts in the denominators, as in TRL, and still pays a KL penalty in the loss."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def off_policy_mask(
     `get_off_policy_mask`).
 
     A token is left out where its advantage is negative and the mean over its completion of ln p_rollout - ln p, an
-    estimate of KL(engine, policy) per token, is above `threshold` (or no number). p is the policy as it is now, so that
-    both the engine's numerics and the updates since count. logprobs, rollout_logprobs, advantages: float [T]; mask:
-    bool [T]; rows: int64 [T].
+    estimate of KL(engine, policy) per token, is above `threshold` (or not a number). p is the policy as it is now, so
+    that both the engine's numerics and the updates since count. logprobs, rollout_logprobs, advantages: float [T];
+    mask: bool [T]; rows: int64 [T].
     """
     check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask, rows=rows)
     gap = at_least_float32(rollout_logprobs.detach()) - logprobs.detach()
@@ -45,7 +45,7 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, share: float, *, num_tokens:
     """
     check_columns(entropy=entropy, mask=mask)
     if not 0 <= share <= 1:
-        raise ValueError(f"share={share} is no share of tokens; use 0 to 1")
+        raise ValueError(f"share={share} is not a share of tokens; use 0 to 1")
     values = entropy.detach().double()
     if not num_tokens:
         return values.new_tensor(-math.inf)
@@ -54,3 +54,10 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, share: float, *, num_tokens:
     low = math.floor(place)
     below, above = ordered[low], ordered[min(low + 1, num_tokens - 1)]
     return below + (above - below) * (place - low)
+
+
+def next_entropy_coef(coef: float, measured: float, *, target: float, low: float, high: float, delta: float) -> float:
+    """The weight of an entropy bonus after an optimizer step: up by `delta` to at most `high` if the mean entropy of
+    a token is at most `target`, else down by it to at least `low` (Skywork-OR1, arXiv:2505.22312; the bounds are those
+    of TRL's use_adaptive_entropy). An entropy that is not a number counts as above it."""
+    return min(coef + delta, high) if measured <= target else max(coef - delta, low)

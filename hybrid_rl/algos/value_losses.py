@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.columns import check_columns
+
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), per token.
@@ -29,9 +31,7 @@ def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 
 
 def _squares(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    shapes = {tuple(t.shape) for t in (values, old_values, returns)}
-    if len(shapes) != 1 or values.dim() != 1:
-        raise ValueError(f"values, old_values and returns must all be [T], not {sorted(shapes)}")
+    check_columns(values=values, old_values=old_values, returns=returns)
     if clip is not None and clip <= 0:
         raise ValueError(f"clip={clip} would stop the critic; use a number above 0, or None for no clip")
     old_values, returns = old_values.detach(), returns.detach()
@@ -59,9 +59,7 @@ class ValueFit:
     @classmethod
     def of(cls, values: Tensor, returns: Tensor, mask: Tensor) -> ValueFit:
         """Of the unmasked tokens. values, returns: float [T]; mask: bool [T]."""
-        shapes = {tuple(t.shape) for t in (values, returns, mask)}
-        if len(shapes) != 1 or values.dim() != 1:
-            raise ValueError(f"values, returns and mask must all be [T], not {sorted(shapes)}")
+        check_columns(values=values, returns=returns, mask=mask)
         count = int(mask.sum())
         if not count:
             return cls()

@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
+from transformers.utils import cached_file
 from transformers.utils.output_capturing import OutputRecorder
 
 __all__ = [
@@ -147,6 +148,12 @@ def attention_name(config: PreTrainedConfig) -> str | None:
     """The attention function that a config names."""
     name: str | None = config._attn_implementation
     return name
+
+
+def cached_file_or_none(path: str, name: str) -> str | None:
+    """Where a file of a model on the hub lies on this machine, None if the model has no such file. Public arguments
+    make no difference between that and a hub that cannot be reached."""
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
 
 def block_class_names(model: PreTrainedModel) -> set[str]:

@@ -6,19 +6,18 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
-from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.algos import KLInLoss, KLInReward, Needs, PolicyObjective
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 # Columns that come from the learner's distribution before the update.
-_LOGPROBS = frozenset({"logprobs", "sum_pi_squared", "old_logprobs", "old_top", "router_scores"})
+_LOGPROBS = frozenset({Needs.LOGPROBS, Needs.SUM_PI_SQUARED, Needs.OLD_LOGPROBS, Needs.OLD_TOP, Needs.ROUTER_SCORES})
 
 
 def needs_reference(config: TrainerConfig) -> bool:
     """Whether somebody must compute the reference's logprobs."""
-    return config.kl.in_loss or config.kl.in_reward or "ref_logprobs" in config.advantage.needs
+    return config.kl.in_loss or config.kl.in_reward or Needs.REF_LOGPROBS in config.advantage.needs
 
 
 def needs_logprobs(config: TrainerConfig) -> bool:
@@ -58,12 +57,12 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
         old = "recompute" if wants or needs_logprobs(config) else "detach"
     if old == "rollout" and config.policy_loss.uses_proximal and not learns_from_demonstrations(config):
         raise ConfigError(
-            f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "  # type: ignore[attr-defined]
+            f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "
             f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
         )
-    if config.model.torch_compile and "router_scores" in config.policy_loss.needs:
+    if config.model.torch_compile and Needs.ROUTER_SCORES in config.policy_loss.needs:
         raise ConfigError(
-            f"policy_loss={config.policy_loss.objective} reads the routers of the model as it runs, "  # type: ignore[attr-defined]
+            f"policy_loss={config.policy_loss.objective} reads the routers of the model as it runs, "
             f"which compiled blocks hide; set torch_compile=false"
         )
     _check_engine(config, old)
@@ -72,7 +71,7 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
 
 def learns_from_demonstrations(config: TrainerConfig) -> bool:
     """Whether samples are the dataset's own completions, so that no engine samples and no reward tells them apart."""
-    return "demonstrations" in config.advantage.needs
+    return Needs.DEMONSTRATIONS in config.advantage.needs
 
 
 def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool, str, str]]:
@@ -81,7 +80,7 @@ def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool,
     for section in ("advantage", "policy_loss", "kl", "correction"):
         for option, reason in getattr(config, section).inert_options.items():
             yield True, f"{section}.{option}", reason
-    estimator = config.advantage.estimator  # type: ignore[attr-defined]
+    estimator = config.advantage.estimator
     shown = learns_from_demonstrations(config)
     without = f"advantage={estimator} learns from the dataset's completions"
     yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
@@ -109,7 +108,7 @@ def _check_credit(config: TrainerConfig) -> None:
         why = "tells the tokens of a completion apart where kl=reward gives each a reward"
     if why:
         raise ConfigError(
-            f"advantage={advantage.estimator} {why}, but policy_loss={_loss_name(config)} has one ratio "  # type: ignore[attr-defined]
+            f"advantage={advantage.estimator} {why}, but policy_loss={_loss_name(config)} has one ratio "
             f"per completion, through which each token would get the mean of their advantages; "
             f"{one_advantage_remedy(config)}"
         )
@@ -123,16 +122,16 @@ def one_advantage_remedy(config: TrainerConfig) -> str:
 
 
 def _loss_name(config: TrainerConfig) -> str:
-    name: str = config.policy_loss.objective  # type: ignore[attr-defined]
+    name: str = config.policy_loss.objective
     level = getattr(config.policy_loss, "importance_sampling_level", None)
     return name if level in (None, "token") else f"{name} with importance_sampling_level={level}"
 
 
 def _check_engine(config: TrainerConfig, old: str) -> None:
     """What the engine sampled is weighed once, and by what did sample. old: old_logprobs, once `auto` is settled."""
-    estimator, objective = config.advantage.estimator, config.policy_loss.objective  # type: ignore[attr-defined]
+    estimator, objective = config.advantage.estimator, config.policy_loss.objective
     takers = {
-        f"advantage={estimator}": "rollout_logprobs" in config.advantage.needs,
+        f"advantage={estimator}": Needs.ROLLOUT_LOGPROBS in config.advantage.needs,
         f"policy_loss={objective}": config.policy_loss.corrects_rollout,
         "old_logprobs=rollout": old == "rollout" and config.policy_loss.uses_old_logprobs,
         "correction": config.correction.is_active,
@@ -160,15 +159,15 @@ def _who_needs_logprobs(config: TrainerConfig) -> str:
     if config.kl.in_reward:
         return "kl=reward"
     if _LOGPROBS & config.advantage.needs:
-        return f"advantage={config.advantage.estimator}"  # type: ignore[attr-defined]
-    return f"policy_loss={config.policy_loss.objective}"  # type: ignore[attr-defined]
+        return f"advantage={config.advantage.estimator}"
+    return f"policy_loss={config.policy_loss.objective}"
 
 
 def _check_group(config: TrainerConfig) -> None:
     size, least = config.algorithm.num_generations, config.advantage.min_generations
     if size < least:
         raise ConfigError(
-            f"num_generations={size}: advantage={config.advantage.estimator} "  # type: ignore[attr-defined]
+            f"num_generations={size}: advantage={config.advantage.estimator} "
             f"compares the completions of a group; use at least {least}"
         )
     if size < config.policy_loss.min_generations:
@@ -209,8 +208,7 @@ def _check_kl(config: TrainerConfig) -> None:
         )
     if kl.in_reward and not config.advantage.takes_kl_rewards:
         raise ConfigError(
-            f"advantage={config.advantage.estimator} "  # type: ignore[attr-defined]
-            "cannot take a KL penalty as part of the reward; use kl=loss"
+            f"advantage={config.advantage.estimator} cannot take a KL penalty as part of the reward; use kl=loss"
         )
     if isinstance(kl, KLInLoss) and kl.kl_estimator in ("k2", "exact") and kl.use_bias_correction_kl:
         raise ConfigError(

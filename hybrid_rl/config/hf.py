@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config.schema import ENGINES, RolloutConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
@@ -43,7 +44,7 @@ class HFRolloutConfig(RolloutConfig):
                 "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
                 "leave it out"
             )
-        if "router_scores" in config.policy_loss.needs:
+        if Needs.ROUTER_SCORES in config.policy_loss.needs:
             raise ConfigError(
                 f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
                 f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"

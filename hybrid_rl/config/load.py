@@ -18,10 +18,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS, VALUE_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
-from hybrid_rl.config.unions import UNIONS, Union
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import range_error
 
@@ -46,20 +46,25 @@ def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
 @functools.cache
 def leaf_names() -> frozenset[str]:
     """The leaf names of all keys, under whatever tags."""
-    choices = [{section: member} for section, union in UNIONS.items() for member in union.members]
+    choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
     return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
 
 
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
+    for item, path, kind in _fields(cls, prefix, tags):
+        if dataclasses.is_dataclass(kind):
+            yield from _leaves(typing.cast(type, kind), path + ".", tags)
+        else:
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata)
+
+
+def _fields(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
+    """The fields of a section with their paths, and their types under these tags."""
     hints = _hints(cls)
     for item in dataclasses.fields(cls):
         path = prefix + item.name
-        section = UNIONS[path].members[tags[path]] if path in UNIONS else hints[item.name]
-        if dataclasses.is_dataclass(section):
-            yield from _leaves(typing.cast(type, section), path + ".", tags)
-        else:
-            default = item.default_factory() if callable(item.default_factory) else item.default
-            yield Leaf(path, hints[item.name], default, item.metadata["doc"], item.metadata)
+        yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
 
 
 @functools.cache
@@ -78,11 +83,11 @@ def load_config(
     name), or a value of the wrong type or out of range.
     """
     layers = [as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
-    preset = dict(PRESETS[_tag("algorithm", UNIONS["algorithm"], layers)[0] or UNIONS["algorithm"].default].settings)
+    preset = dict(PRESETS[_tag("algorithm", CHOICES["algorithm"], layers)[0] or CHOICES["algorithm"].default].settings)
     tags, of_preset = _tags([preset, *layers]), _tags([preset])
     leaves = visible_leaves(tags)
     # A preset speaks for the members that it chose; whoever chooses another one leaves its values behind.
-    others = {section for section in UNIONS if section != "algorithm" and tags[section] != of_preset[section]}
+    others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
     flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
     explicit: set[str] = set()
     for layer in layers:
@@ -92,7 +97,7 @@ def load_config(
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
         explicit.update(given)
-    flat |= {f"{section}.{UNIONS[section].tag}": member for section, member in tags.items() if UNIONS[section].tag}
+    flat |= {f"{section}.{CHOICES[section].tag}": member for section, member in tags.items() if CHOICES[section].tag}
     values = {path: _convert(path, leaves[path].type, value, leaves[path].metadata) for path, value in flat.items()}
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
 
@@ -147,31 +152,31 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The chosen member of every tagged union. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same. The first
+    """Find the chosen member of every choice. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same. The first
     layer is a preset."""
     named: dict[str, str] = {}
-    for section, union in UNIONS.items():
-        value, layer = _tag(section, union, layers)
+    for section, choice in CHOICES.items():
+        value, layer = _tag(section, choice, layers)
         if value is None:
             continue
         named[section] = value
         # What is given later may ask for more than a default that was written down, or for less than a preset.
-        inferred = union.infer(_given(layers[layer + 1 :]), named) if union.infer is not None else None
-        if inferred is not None and union.default in (value, inferred if layer == 0 else value):
+        inferred = choice.infer(_given(layers[layer + 1 :]), named)
+        if inferred is not None and choice.default in (value, inferred if layer == 0 else value):
             named[section] = inferred
     return _members(_given(layers), named)
 
 
 def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str]:
-    """The member of every union: as named, else as what is given implies, else the default."""
+    """The member of every choice: as named, else as what is given implies, else the default."""
     tags: dict[str, str] = {}
-    for section, union in UNIONS.items():
-        inferred = union.infer(given, tags) if union.infer is not None and section not in named else None
-        tags[section] = named.get(section, inferred or union.default)
+    for section, choice in CHOICES.items():
+        inferred = None if section in named else choice.infer(given, tags)
+        tags[section] = named.get(section, inferred or choice.default)
     return tags
 
 
-def _tag(section: str, union: Union, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
+def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
     """The member that the last layer to name one names, and the place of that layer; None where none does. Raises
     ConfigError for one that is unknown."""
     value: Any = None
@@ -179,22 +184,22 @@ def _tag(section: str, union: Union, layers: Sequence[Mapping[str, Any]]) -> tup
     for index, layer in enumerate(layers):
         given = layer.get(section)
         found: Any = None
-        if union.tag is not None:
-            found = layer.get(union.tag) if union.tag != "name" else None
-            found = layer.get(f"{section}.{union.tag}", found)
-            found = given.get(union.tag, found) if isinstance(given, Mapping) else found
+        if choice.tag is not None:
+            found = layer.get(choice.tag) if choice.tag != "name" else None
+            found = layer.get(f"{section}.{choice.tag}", found)
+            found = given.get(choice.tag, found) if isinstance(given, Mapping) else found
         if given is not None and not isinstance(given, Mapping):
             found = given
         if found is not None:
             value, place = found, index
     if value is None:
         return None, place
-    if union.tag is None:
+    if choice.tag is None:
         raise ConfigError(f"{section} is a section with keys of its own, not a value: {value!r}")
-    if not isinstance(value, str) or value not in union.members:
-        near = difflib.get_close_matches(str(value).lower(), union.members, n=1)
+    if not isinstance(value, str) or value not in choice.members:
+        near = difflib.get_close_matches(str(value).lower(), choice.members, n=1)
         raise ConfigError(
-            f"{section}.{union.tag}={value!r} is unknown; use one of {', '.join(union.members)}"
+            f"{section}.{choice.tag}={value!r} is unknown; use one of {', '.join(choice.members)}"
             + (f" (did you mean {near[0]!r}?)" if near else "")
         )
     return value, place
@@ -224,10 +229,10 @@ def _flatten(
             found = {path: value}
         elif mapping is not None:
             found = {mapping: {**flat.pop(mapping, {}), path.removeprefix(mapping + "."): value}}
-        elif path in (*sections, *UNIONS) and isinstance(value, Mapping):
+        elif path in (*sections, *CHOICES) and isinstance(value, Mapping):
             found = _flatten(value, leaves, tags, path + ".")
-        elif path in UNIONS and UNIONS[path].tag is not None and isinstance(value, str):
-            found = {f"{path}.{UNIONS[path].tag}": value}
+        elif path in CHOICES and CHOICES[path].tag is not None and isinstance(value, str):
+            found = {f"{path}.{CHOICES[path].tag}": value}
         elif not prefix and name in by_name:
             found = {by_name[name]: value}
         elif path.rpartition(".")[0] in rests:
@@ -252,17 +257,17 @@ def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[st
     if advice is not None:
         is_off = value is None or (value is False and leaf in OFF_ANYWAY)
         return f"unknown key {path!r}: {f'leave it out, {value} asks for nothing; otherwise: ' * is_off}{advice}"
-    for section, union in UNIONS.items():
-        owners = [m for m in union.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
+    for section, choice in CHOICES.items():
+        owners = [m for m in choice.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
         if not owners:
             continue
-        remedy = union.remedies.get(owners[0], "") if tags[section] == union.default else ""
+        remedy = choice.remedy if tags[section] == choice.default else ""
         if (tags[section], owners) == ("vllm", ["inplace"]):
             remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
-        if union.tag is None:
+        if choice.tag is None:
             return f"key {path!r} would do nothing: {remedy}"
         return (
-            f"key {path!r} would do nothing: it belongs to {section}.{union.tag}={' or '.join(owners)}, not "
+            f"key {path!r} would do nothing: it belongs to {section}.{choice.tag}={' or '.join(owners)}, not "
             f"{tags[section]}" + (f"; {remedy}" if remedy else "")
         )
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
@@ -282,13 +287,10 @@ def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool
 
 
 def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-    hints = _hints(cls)
     arguments: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        path = prefix + item.name
-        section = UNIONS[path].members[tags[path]] if path in UNIONS else hints[item.name]
-        if dataclasses.is_dataclass(section):
-            arguments[item.name] = _build(typing.cast(type, section), path + ".", tags, values)
+    for item, path, kind in _fields(cls, prefix, tags):
+        if dataclasses.is_dataclass(kind):
+            arguments[item.name] = _build(typing.cast(type, kind), path + ".", tags, values)
         elif path in values:
             arguments[item.name] = values[path]
     return cls(**arguments)
@@ -312,7 +314,7 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
     if isinstance(value, (torch.dtype, torch.device)):
         value = str(value).removeprefix("torch.")
     if isinstance(value, str | bool) and (path, value) in VALUE_HABITS:
-        raise ConfigError(f"{path}={value!r} is no choice here: {VALUE_HABITS[path, value]}")
+        raise ConfigError(f"{path}={value!r} is not a valid choice: {VALUE_HABITS[path, value]}")
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:
             return None

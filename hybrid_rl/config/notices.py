@@ -23,7 +23,7 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             "rollout.engine=inplace has the same head in both"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs
-    objective: str = loss.objective  # type: ignore[attr-defined]
+    objective: str = loss.objective
     if learns_from_demonstrations(config) and objective not in LIKELIHOODS:
         yield (
             f"policy_loss={objective} holds ratios: the metric loss is not the negative log-likelihood of the "

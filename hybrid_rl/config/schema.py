@@ -1,7 +1,7 @@
 """The configuration keys: type, default, allowed range and description of each, in one place.
 
 Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `controller.backend` and others are tags
-that select the class of their section (unions.py): a key of another choice does not exist and is refused. The sections
+that select the class of their section (choices.py): a key of another choice does not exist and is refused. The sections
 of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf names are
 unique over the whole tree: a leaf name (`learning_rate`) means the same as its path (`optimizer.learning_rate`)
 wherever it is given. Keys with the same meaning as in TRL have TRL's name. Batch sizes are global and name their unit.

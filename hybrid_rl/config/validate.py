@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
+from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
@@ -46,7 +46,7 @@ def resolve(
     if data.prompts_per_step % mini_batch:
         raise ConfigError(
             f"prompts_per_mini_batch={mini_batch} does not divide prompts_per_step={data.prompts_per_step}; use "
-            f"{', '.join(str(n) for n in range(1, data.prompts_per_step + 1) if data.prompts_per_step % n == 0)}"
+            f"{_divisors(data.prompts_per_step)}"
         )
     algorithm = resolve_algorithm(config, updates=data.prompts_per_step // mini_batch * algorithm.num_iterations)
     cap = optimizer.tokens_per_micro_batch
@@ -97,6 +97,10 @@ def _check_resume(config: TrainerConfig) -> None:
         )
 
 
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def _number_of(config: TrainerConfig) -> int:
     """num_ranks, once `auto` is settled."""
     assert config.num_ranks != "auto"
@@ -132,7 +136,7 @@ def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:
     if num_ranks % config.fsdp.dp_replicate:
         raise ConfigError(
             f"fsdp.dp_replicate={config.fsdp.dp_replicate} does not divide num_ranks={num_ranks}; use "
-            f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
+            f"{_divisors(num_ranks)}"
         )
 
 
@@ -182,7 +186,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
     ]
     leaves = _values(config)
     defaults = _values(TrainerConfig())
-    for section in UNIONS:
+    for section in CHOICES:
         defaults |= _values(type(getattr(config, section))(), f"{section}.")
     for inert, path, reason in rules:
         # A full config read back from a run folder gives every key: only a value that differs was meant.

@@ -43,6 +43,7 @@ class RunLog:
         self, config: TrainerConfig, max_steps: int, checkpoint: Path | None, lock: FolderLock | None = None
     ) -> None:
         self._config, self._checkpoint = config, checkpoint
+        self._yaml = to_yaml(config)
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
@@ -149,7 +150,7 @@ class RunLog:
         versions = (
             f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
         )
-        self._run.write_text("config.yaml", f"# {versions}\n{to_yaml(self._config)}")
+        self._run.write_text("config.yaml", f"# {versions}\n{self._yaml}")
 
     @property
     def path(self) -> Path:

@@ -114,7 +114,7 @@ def as_entry(given: Any) -> Any:
     torch = sys.modules.get("torch")  # a module can only exist once torch is imported
     if torch is None or not isinstance(unwrap_partial(given), torch.nn.Module):
         return given
-    path = getattr(getattr(given, "config", None), "_name_or_path", "")
+    path = getattr(getattr(given, "config", None), "name_or_path", "")
     return RewardModelEntry(last_part(str(path or "")) or type(given).__name__, given)
 
 

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
@@ -186,7 +187,7 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if a teacher is needed but not named, or has another vocabulary."""
-    if "teacher_logprobs" not in config.advantage.needs:
+    if Needs.TEACHER_LOGPROBS not in config.advantage.needs:
         return
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
@@ -215,6 +216,6 @@ def check_demonstrations_of(
 ) -> None:
     """Raise DataError if the algorithm learns from the dataset's own completions and they cannot be used. room: tokens
     left for a prompt beside the longest completion."""
-    if "demonstrations" in config.advantage.needs:
+    if Needs.DEMONSTRATIONS in config.advantage.needs:
         max_length = None if room is None else room.num_tokens + params.max_tokens
         check_demonstrations(source, demonstration_encoder(tokenizer, config), params, max_length=max_length)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint import check_model_texts, check_resumed, find_checkpoint, read_state, resumed_folder
 from hybrid_rl.config import (
@@ -253,7 +254,7 @@ class Run:
     @property
     def teacher_path(self) -> str | None:
         """The model to distil, if the algorithm has one."""
-        if "teacher_logprobs" not in self.config.advantage.needs:
+        if Needs.TEACHER_LOGPROBS not in self.config.advantage.needs:
             return None
         path: str | None = self.config.advantage.teacher_path  # type: ignore[attr-defined]
         return path

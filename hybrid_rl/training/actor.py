@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
@@ -43,7 +44,7 @@ class Actor(TrainedModel):
     ) -> None:
         super().__init__(model, config.optimizer, config, context, num_optimizer_steps=num_optimizer_steps)
         self._reference = reference
-        self._routers = Routers(model) if "router_scores" in config.policy_loss.needs else None
+        self._routers = Routers(model) if Needs.ROUTER_SCORES in config.policy_loss.needs else None
         self._balance = LoadBalance.of(model, config.algorithm.router_aux_loss_coef)
         self.kl_weight = KLWeight(config.kl)
         self.entropy_weight = EntropyWeight(config)
@@ -56,9 +57,9 @@ class Actor(TrainedModel):
         config = self._config
         micro_batches = [micro for mini in plan for micro in mini]
         num_top = 0
-        if "old_top" in config.policy_loss.needs:
+        if Needs.OLD_TOP in config.policy_loss.needs:
             num_top = config.policy_loss.num_top  # type: ignore[attr-defined]
-        wants_squares = "sum_pi_squared" in config.advantage.needs
+        wants_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
         columns: dict[str, Jagged] = {}
         if num_top or wants_squares:
             columns = distribution_columns(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rl.algos.controllers import next_entropy_coef
+from hybrid_rl.algos.token_masks import next_entropy_coef
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.controller import RankContext

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import AdvantageInputs, Advantages
+from hybrid_rl.algos import AdvantageInputs, Advantages, Needs
 from hybrid_rl.algos.kl import kl_reward
 from hybrid_rl.algos.kl_terms import KLInReward
 from hybrid_rl.batch import Batch
@@ -104,7 +104,7 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
         baseline_rewards=cast("Tensor | None", batch.get("baseline_rewards")),
-        **(_rewards_of_functions(batch, config) if "function_rewards" in config.advantage.needs else {}),
+        **(_rewards_of_functions(batch, config) if Needs.FUNCTION_REWARDS in config.advantage.needs else {}),
         gather=context.gather,
         rank=context.rank,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward, KLTerm, kl_estimate
-from hybrid_rl.algos.controllers import next_beta
+from hybrid_rl.algos.kl import next_beta
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums

@@ -11,6 +11,7 @@ from hybrid_rl.algos import (
     CorrectionInputs,
     KLInLoss,
     LossInputs,
+    Needs,
     PolicyLoss,
     kl_estimate,
     row_mean,
@@ -117,7 +118,14 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
     per_token, sums = loss.per_token, MetricSums()
     if algorithm.off_policy_mask_threshold is not None:
         near = off_policy_mask(
-            *(inputs.logprobs, inputs.rollout_logprobs, inputs.advantages, mask, inputs.rows, inputs.num_rows),
+            *(
+                inputs.logprobs,
+                inputs.needed("rollout_logprobs"),
+                inputs.advantages,
+                mask,
+                inputs.rows,
+                inputs.num_rows,
+            ),
             threshold=algorithm.off_policy_mask_threshold,
         )
         per_token = _masked(per_token, near)
@@ -165,7 +173,7 @@ def micro_batch_loss(model: CausalLM, batch: Batch, terms: Terms, counts: Counts
 def model_outputs(model: CausalLM, row: PackedRow, terms: Terms) -> tuple[Tensor, Tensor, Tensor | None]:
     """ln p and entropy of the labels of a row, [M] each, and where the loss needs it ln p of the whole vocabulary."""
     temperature = terms.config.rollout.temperature
-    if terms.is_exact_kl or "log_probs" in terms.config.policy_loss.needs:
+    if terms.is_exact_kl or Needs.LOG_PROBS in terms.config.policy_loss.needs:
         log_probs = model.row_distribution(row, temperature)
         return *chosen_and_entropy(log_probs, row.labels), log_probs
     return *model.row_logprobs(row, temperature), None
@@ -257,7 +265,7 @@ def correction_inputs(inputs: LossInputs) -> CorrectionInputs:
     if versions is not None:
         ages = torch.where(versions < 0, torch.zeros_like(ages), ages)  # made by no policy
     return CorrectionInputs(
-        inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, inputs.rows, inputs.num_rows, ages
+        inputs.old_logprobs, inputs.needed("rollout_logprobs"), inputs.mask, inputs.rows, inputs.num_rows, ages
     )
 
 
@@ -292,7 +300,11 @@ def _add_metrics(sums: MetricSums, loss: PolicyLoss, inputs: LossInputs, masks: 
     clipped = {"low": loss.clipped_low, "high": loss.clipped_high, "region": loss.clipped_low | loss.clipped_high}
     shares = {side: row_mean(which.float(), mask, rows, num_rows) for side, which in clipped.items()}
     present = row_sum(mask.float(), rows, num_rows) > 0
-    columns = {"entropy": inputs.entropy, "ratio/mean": loss.ratio, "advantages/zero_share": inputs.advantages == 0}
+    columns = {
+        "entropy": inputs.needed("entropy"),
+        "ratio/mean": loss.ratio,
+        "advantages/zero_share": inputs.advantages == 0,
+    }
     names = {f"clip_ratio/{side}_mean": side for side in clipped}
     if loss.per_sample:
         totals = torch.stack([shares[side] for side in names.values()])

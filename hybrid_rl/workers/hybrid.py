@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint import write_checkpoint
@@ -277,7 +278,7 @@ class HybridWorker(WorkerBase):
         name = "samples.jsonl" if self._context.num_ranks == 1 else f"samples-rank{self._context.rank}.jsonl"
         if self._samples is None:
             self._samples = JsonLines(folder / name)
-        names = [DEMONSTRATION] if "demonstrations" in self._config.advantage.needs else self._rewards.names
+        names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
         self._samples.write(sample_records(step, batch, names))
 
     @dispatch(split="groups", collect="all", objects=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.models.weights.recipe import ModelRecipe
@@ -83,7 +84,7 @@ class WorkerSetup:
     @property
     def has_scores(self) -> bool:
         """Whether the policy's own ranks compute anything of a batch before the advantages."""
-        wanted = self.config.advantage.needs & {"teacher_logprobs", "values", "sum_pi_squared"}
+        wanted = self.config.advantage.needs & {Needs.TEACHER_LOGPROBS, Needs.VALUES, Needs.SUM_PI_SQUARED}
         return self.has_own_reference or bool(wanted) or self.config.algorithm.old_logprobs != "detach"
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset({("tensors", "compat"), (ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli")})
+SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli"), ("tensors", "compat")})
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
@@ -36,16 +36,8 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
 # Private names of other libraries stand here only. Python's own, and operators (torch.ops.aten._x), are found by name.
 COMPAT = "hybrid_rl/compat/"
 PRIVATE_NAMES_ALLOWED = frozenset({"_current_frames", "_make", "_replace"})
-# Not in compat: functions of flash-attn, which is looked up by name; a keyword of transformers.utils.cached_file; what
-# rewards/ reads of a model's config without loading transformers.
-PRIVATE_NAMES_LEFT = frozenset(
-    {
-        "_flash_attn_varlen_backward",
-        "_flash_attn_varlen_forward",
-        "_name_or_path",
-        "_raise_exceptions_for_missing_entries",
-    }
-)
+# Of flash-attn, which has no others: the package is optional, and its names are looked up in one place.
+PRIVATE_NAMES_LEFT = frozenset({"_flash_attn_varlen_backward", "_flash_attn_varlen_forward"})
 
 # torch.ops is the door to the extension; PyTorch's own operators may be named anywhere.
 EXTENSION_HOME = "hybrid_rl/native.py"

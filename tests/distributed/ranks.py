@@ -46,23 +46,29 @@ class RankError(RuntimeError):
     """A rank raised, died or took too long; the message holds its traceback."""
 
 
-def forking() -> ForkServerContext:
-    """Makes processes of the server, which has imported what all of them need by the first of them."""
+def forking(*modules: str) -> ForkServerContext:
+    """Makes processes of the server, which has imported what all of them need by the first of them; modules: what the
+    first of them need besides."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, FROZEN])
+    context.set_forkserver_preload([*PRELOADED, *modules, FROZEN])
     return context
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, deadline_seconds: float = DEADLINE_SECONDS
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    preloaded: tuple[str, ...] = (),
 ) -> list[Any]:
     """`function(rank, num_ranks, *args)` on every rank, with the default process group set up; results by rank.
 
-    The function is one of a module, which the processes import; arguments and results are pickled. Raises RankError
+    The function is one of a module, which the processes import; arguments and results are pickled. preloaded: modules
+    that cost seconds to import, for the server, if this call is the one that starts it. Raises RankError
     with the tracebacks of the ranks that fail, or, where not all are done by the deadline, with the stacks of those
     that are not. No process is left behind in any case, but for the server.
     """
-    context = forking()
+    context = forking(*preloaded)
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

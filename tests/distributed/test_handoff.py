@@ -145,7 +145,7 @@ def every_source(rank, num_ranks, replicas, folder):
     return checks
 
 
-@pytest.mark.parametrize("num_ranks, replicas", [pytest.param(2, 1, marks=pytest.mark.sweep), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "replicas"), [pytest.param(2, 1, marks=pytest.mark.sweep), (3, 1), (4, 2)])
 def test_every_source_brings_every_element_of_every_version(tmp_path, num_ranks, replicas):
     checks = run_ranks(every_source, num_ranks, replicas, str(tmp_path))
     assert checks == [4 * NUM_VERSIONS] * num_ranks

@@ -6,7 +6,7 @@ a library; looked up in the class. *Unknown types*: an attribute of anything els
 Python, the tree itself, or the sources of a library that the tree imports. Keywords of calls are looked up in the
 signature, or, for compiled functions of torch, in the schemas of the operator of that name.
 
-Run as a script it prints what is missing here as JSON, in a process of its own: importing vLLM changes the process.
+Names are resolved by importing, and importing vLLM changes the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import sys
 import types
@@ -417,10 +416,3 @@ def _is_dunder(name: str) -> bool:
 
 def _last(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-if __name__ == "__main__":
-    found = [
-        {"path": use.path, "line": use.line, "missing": what} for use, what in missing(Path(sys.argv[1]), sys.argv[2:])
-    ]
-    print(json.dumps(found))

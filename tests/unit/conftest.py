@@ -1,15 +1,18 @@
 """Trainers on the tiny model, closed when the test ends; programs in processes that need not import everything."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybrid_rl import Trainer
 from tests.forked import Forked
-from tests.tiny import build_model, build_tokenizer, spread, sums
+
+if TYPE_CHECKING:  # tests of functions need neither transformers nor a Trainer, which take four seconds to import
+    from hybrid_rl import Trainer
 
 # Different between two runs that are otherwise bit for bit the same. A resumed run probes its first handoffs again.
 CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time", "handoff/probe_gap")
@@ -27,13 +30,18 @@ def forked() -> Iterator[Forked]:
 def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
     any other argument is passed on. No curves: drawing them takes longer than such a run."""
+    from hybrid_rl import Trainer
+    from tests.tiny import build_model, build_tokenizer, spread, sums
+
     monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
     made: list[Trainer] = []
     missing = object()
 
-    def make(model: Any = missing, reward_funcs: Any = spread, train_dataset: Any = missing, **keys: Any) -> Trainer:
+    def make(model: Any = missing, reward_funcs: Any = missing, train_dataset: Any = missing, **keys: Any) -> Trainer:
         if model is missing:
             model = build_model()
+        if reward_funcs is missing:
+            reward_funcs = spread
         if hasattr(model, "parameters"):
             keys.setdefault("tokenizer", build_tokenizer())
         if "config" not in keys:
@@ -60,6 +68,8 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """Model and tokenizer as a user has them on disk."""
+    from tests.tiny import build_model, build_tokenizer
+
     folder = tmp_path / "model"
     build_model().save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)

@@ -86,7 +86,7 @@ def share(rank, num_ranks):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(share, 2)
+    return run_ranks(share, 2, preloaded=("tests.vllm.rigs",))
 
 
 def test_a_rank_without_requests_steps_with_the_other(ranks):

@@ -8,60 +8,73 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.steps import Steps, check_steps, step_rewards
+from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.advantages.whitening import whitened
-from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
-from hybrid_rl.algos.records import AdvantageEstimator
+from hybrid_rl.algos.columns import check_ascending, check_columns
+from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.options import key
 
 
 @dataclass(frozen=True)
-class GAE(AdvantageEstimator):
-    """PPO's advantages from a critic (arXiv:1506.02438)."""
+class CriticEstimator(AdvantageEstimator):
+    """Base of the estimators that learn from a critic's values, with advantages that may be normalised."""
 
-    estimator: Literal["gae"] = key("gae", "the advantage estimator")
     gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
-    lam: float = key(0.95, "lambda: 1 = returns less values, 0 = errors of single steps", minimum=0, maximum=1)
     whiten_advantages: bool = key(True, "normalise advantages over all tokens of the batch")
-    needs = frozenset({"values"})
+    needs = frozenset({Needs.VALUES})
     tells_tokens_apart = uses_step_rewards = True
 
-    def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """See AdvantageEstimator."""
-        values, rewards = _values_and_rewards(inputs)
-        advantages, returns = generalized_advantages(
-            rewards, values, inputs.mask, inputs.rows, len(inputs.rewards), gamma=self.gamma, lam=self.lam
-        )
-        return _of_scored(inputs, advantages, returns, values, self.whiten_advantages)
+    def estimate(self, inputs: AdvantageInputs, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        """`generalized_advantages` of these inputs."""
+        rewards = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
+        values, num_rows = inputs.needed("values").double(), len(inputs.rewards)
+        return generalized_advantages(rewards, values, inputs.mask, inputs.rows, num_rows, gamma=self.gamma, lam=lam)
+
+    def of_scored(self, inputs: AdvantageInputs, advantages: Tensor, returns: Tensor) -> Advantages:
+        """What a sample without a reward has: advantages of 0, and returns that the critic says already."""
+        if self.whiten_advantages:
+            advantages = whitened(advantages, inputs.learned, inputs.gather)
+        returns = torch.where(inputs.learned, returns, torch.where(inputs.mask, inputs.needed("values").double(), 0.0))
+        return Advantages(torch.where(inputs.learned, advantages, 0.0), returns)
 
 
+@register
 @dataclass(frozen=True)
-class VAPO(AdvantageEstimator):
-    """GAE with lambda by length for the policy, and one of its own for the critic (arXiv:2504.05118)."""
+class GAE(CriticEstimator):
+    """PPO's advantages from a critic: `A_t = d_t + gamma lam A_{t+1}`, `d_t = r_t + gamma V_{t+1} - V_t`; target A + V.
+
+    arXiv:1506.02438, eq. 16. V after the last token is 0, also if the length limit cut the sample off.
+    """
+
+    estimator: Literal["gae"] = key("gae", "the advantage estimator")
+    lam: float = key(0.95, "lambda: 1 = returns less values, 0 = errors of single steps", minimum=0, maximum=1)
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Advantages, and returns for the critic."""
+        return self.of_scored(inputs, *self.estimate(inputs, self.lam))
+
+
+@register
+@dataclass(frozen=True)
+class VAPO(CriticEstimator):
+    """Value-model-based augmented PPO: GAE with `lam = max(0, 1 - 1 / (alpha T))` for the policy, T the length of the
+    completion; the critic's target with a lambda of its own.
+
+    arXiv:2504.05118. lam = 0 for T <= 1 / alpha, which the paper leaves out.
+    """
 
     estimator: Literal["vapo"] = key("vapo", "the advantage estimator")
-    gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
     lam_critic: float = key(
         1.0, "lambda of the critic's targets; 1 = the rewards from a token on", minimum=0, maximum=1
     )
     length_adaptive_alpha: float = key(0.05, "lambda of the policy = 1 - 1 / (alpha * length)", above=0)
-    whiten_advantages: bool = key(True, "normalise advantages over all tokens of the batch")
-    needs = frozenset({"values"})
-    tells_tokens_apart = uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """See AdvantageEstimator."""
-        values, rewards = _values_and_rewards(inputs)
-        num_rows = len(inputs.rewards)
-        lengths = torch.bincount(inputs.rows[inputs.mask], minlength=num_rows)
-        lam = length_adaptive_lambda(lengths, alpha=self.length_adaptive_alpha)
-        advantages, _ = generalized_advantages(
-            rewards, values, inputs.mask, inputs.rows, num_rows, gamma=self.gamma, lam=lam
-        )
-        _, returns = generalized_advantages(
-            rewards, values, inputs.mask, inputs.rows, num_rows, gamma=self.gamma, lam=self.lam_critic
-        )
-        return _of_scored(inputs, advantages, returns, values, self.whiten_advantages)
+        """Advantages with one lambda, returns with another."""
+        lengths = torch.bincount(inputs.rows[inputs.mask], minlength=len(inputs.rewards))
+        advantages, _ = self.estimate(inputs, length_adaptive_lambda(lengths, alpha=self.length_adaptive_alpha))
+        _, returns = self.estimate(inputs, self.lam_critic)
+        return self.of_scored(inputs, advantages, returns)
 
 
 def generalized_advantages(
@@ -76,7 +89,8 @@ def generalized_advantages(
     rows: int64 [T], ascending, in 0..num_rows-1; lam: one number, or float [num_rows], one per sample. Both results are
     float64 [T], 0 where masked.
     """
-    check_steps(num_rows, rows=rows, rewards=rewards, values=values, mask=mask)
+    check_columns(rows=rows, rewards=rewards, values=values, mask=mask)
+    check_ascending(rows, num_rows)
     if isinstance(lam, Tensor) and lam.shape != (num_rows,):
         raise ValueError(f"lam must be a number or [{num_rows}], one per sample, not {tuple(lam.shape)}")
     steps = Steps.of(mask, rows, num_rows)
@@ -98,19 +112,3 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
     if len(lengths) and int(lengths.min()) < 0:
         raise ValueError(f"lengths are numbers of tokens, but one is {int(lengths.min())}; give 0 or more")
     return (1 - 1 / (alpha * lengths.to(torch.float64).clamp(min=1))).clamp(min=0)
-
-
-def _values_and_rewards(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    rewards = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
-    return inputs.needed("values").double(), rewards
-
-
-def _of_scored(
-    inputs: AdvantageInputs, advantages: Tensor, returns: Tensor, values: Tensor, whiten_advantages: bool
-) -> Advantages:
-    """Without a reward there is nothing to learn: advantages are 0, and returns what the critic says already."""
-    keep = inputs.mask & inputs.scored[inputs.rows]
-    if whiten_advantages:
-        advantages = whitened(advantages, keep, inputs.gather)
-    returns = torch.where(keep, returns, torch.where(inputs.mask, values, 0.0))
-    return Advantages(torch.where(keep, advantages, 0.0), returns)

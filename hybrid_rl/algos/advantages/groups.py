@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.algos.columns import check_rewards
-from hybrid_rl.algos.inputs import AdvantageInputs, Advantages
+from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages
 
 STD_FLOOR = 1e-4  # as in TRL, so that the same batch gives the same numbers; rewards are of the order of 1
 MAD_TO_STD = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
@@ -20,7 +20,7 @@ MEAN_DEVIATION_TO_STD = 1.253314  # and standard deviation / mean absolute devia
 class Groups:
     """The rewards of N samples in G groups, in ascending order of their ids.
 
-    rewards: float64 [N], 0 where there is none. scored: bool [N]. index: int64 [N], the group of each sample. counts:
+    rewards: float64 [N], 0 if there is none. scored: bool [N]. index: int64 [N], the group of each sample. counts:
     float64 [G], scored samples. low, high: float64 [G], of the scored rewards, inf and -inf where there are none.
     """
 
@@ -33,8 +33,8 @@ class Groups:
 
     @classmethod
     def of(cls, rewards: Tensor, groups: Tensor) -> Groups:
-        """rewards: float [N], NaN where a sample could not be scored; groups: int64 [N], any numbers. Raises ValueError
-        for infinite rewards."""
+        """Find the groups. rewards: float [N], NaN if a sample could not be scored; groups: int64 [N], any numbers.
+        Raises ValueError for infinite rewards."""
         if groups.shape != rewards.shape:
             raise ValueError(f"rewards and groups must be [N], not {tuple(rewards.shape)} and {tuple(groups.shape)}")
         check_rewards(rewards=rewards)
@@ -53,7 +53,7 @@ class Groups:
 
     @property
     def has_signal(self) -> Tensor:
-        """bool [G]: groups with at least two different rewards. Where all are equal, a difference to their mean is
+        """bool [G]: groups with at least two different rewards. If all are equal, a difference to their mean is
         rounding and must not become a signal."""
         return (self.counts > 1) & (self.high > self.low)
 
@@ -62,19 +62,24 @@ class Groups:
         """bool [N]: scored samples of groups with signal."""
         return self.scored & self.has_signal[self.index]
 
+    @property
+    def centred(self) -> Tensor:
+        """Rewards less the mean of their group, float64 [N]."""
+        return self.rewards - self.mean(self.rewards)[self.index]
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum of `values` [N] over the scored samples of each group, float64 [G]."""
         kept = torch.where(self.scored, values.to(torch.float64), torch.zeros_like(self.rewards))
         return torch.zeros_like(self.counts).index_add_(0, self.index, kept)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` [N] over the scored samples of each group, float64 [G]; 0 where there are none."""
+        """Mean of `values` [N] over the scored samples of each group, float64 [G]; 0 if there are none."""
         return self.sum(values) / self.counts.clamp(min=1)
 
     def std(self) -> Tensor:
         """Sample standard deviation (n - 1) of the rewards of each group, float64 [G]; 0 for fewer than two."""
         unit = power_of_two(torch.where(self.has_signal, self.high - self.low, torch.ones_like(self.low)))
-        squares = self.sum(((self.rewards - self.mean(self.rewards)[self.index]) / unit[self.index]) ** 2)
+        squares = self.sum((self.centred / unit[self.index]) ** 2)
         return unit * (squares / (self.counts - 1).clamp(min=1)).sqrt()
 
     def ranking(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +93,7 @@ class Groups:
 
     def median(self, values: Tensor) -> Tensor:
         """Median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle two where
-        their number is even; 0 where there are none."""
+        their number is even; 0 if there are none."""
         order, starts = self.ranking(values)
         if not len(order):
             return torch.zeros_like(self.counts)
@@ -140,9 +145,26 @@ def group_has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
     return Groups.of(rewards, groups).has_signal
 
 
-def whole_batch(inputs: AdvantageInputs, estimate: Callable[[Tensor, Tensor], Tensor]) -> Advantages:
-    """Advantages per sample of a function that compares the rewards [N] and groups [N] of all ranks."""
-    everywhere = inputs.gather((inputs.rewards, inputs.groups))
-    rewards, groups = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
-    start = sum(len(mine) for mine, _ in everywhere[: inputs.rank])
-    return Advantages(inputs.per_token(estimate(rewards, groups)[start : start + len(inputs.rewards)]))
+@dataclass(frozen=True)
+class GroupEstimator(AdvantageEstimator):
+    """Base of the estimators that give a completion one number, which follows from the rewards of its group."""
+
+    # Whether a number follows from the rewards of other groups too.
+    sees_all_ranks: ClassVar[bool] = False
+
+    @property
+    def min_generations(self) -> int:
+        """Two: a reward has nothing to be compared with in a group of one."""
+        return 2
+
+    def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """The advantage of each sample, [N], 0 for one without a reward and for one that is scored alone. rewards:
+        float [N], NaN for a sample that could not be scored; groups: int64 [N], any numbers."""
+        raise NotImplementedError
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """The number of a sample at each of its tokens."""
+        if not self.sees_all_ranks:
+            return Advantages(inputs.per_token(self.of_samples(inputs.rewards, inputs.groups)))
+        (rewards, groups), mine = inputs.everywhere(inputs.rewards, inputs.groups)
+        return Advantages(inputs.per_token(self.of_samples(rewards, groups)[mine]))

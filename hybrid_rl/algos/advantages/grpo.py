@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.groups import Groups, whole_batch
+from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
-from hybrid_rl.algos.inputs import AdvantageInputs, Advantages, alone
+from hybrid_rl.algos.interface import AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.records import AdvantageEstimator
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 ROUNDING = 1e-5  # of the dense rewards of a sample, which are float32: what is left of the total below it is no outcome
 
 
+@register
 @dataclass(frozen=True)
-class GRPO(AdvantageEstimator):
-    """Group-relative advantages (arXiv:2402.03300), and without the division Dr. GRPO's (arXiv:2503.20783)."""
+class GRPO(GroupEstimator):
+    """Group-relative advantages: `(r - mean) / (std + 1e-4)`.
+
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2; without the division (`scale_rewards=none`) Dr. GRPO's,
+    arXiv:2503.20783. std has n - 1 and 1e-4 as in TRL, of the group or of the batch of all ranks. `mad` is 1.4826 times
+    the median absolute deviation of the group, which one outlier does not move; the mean stays the baseline, so that
+    advantages of a group add up to 0 (MC-GRPO, arXiv:2601.22582, centres on the median as well). If more than half of
+    the rewards are equal it is 1.253314 times the mean absolute deviation from the median.
+
+    `token_level=true` is process supervision (section 4.1.3): the sum over s >= t of the step rewards, each normalised
+    against all step rewards of the group. The paper has a list of steps; here a step is a token with a dense reward
+    that is not 0 (one of exactly 0 cannot be told from none). What the total holds beside them is the outcome, added to
+    the reward of the last token; if any sample of a group has one, those of all its samples count, zeros too. Without
+    rewards of tokens this is GRPO.
+
+    `multi_objective_aggregation=normalize_then_sum` is GDPO, arXiv:2601.05242: `(s - mean) / (std + 1e-4)` over the
+    batch, s the sum over reward functions k of `weight_k (r_k - mean) / (std + 1e-4)` over the group, so that no
+    function drowns the others. Numbers are TRL's: a function that says nothing of a sample counts 0 there; a sample
+    that was not scored is in no mean. Refused with `kl=reward`, which is no function's, and with `token_level`.
+    """
 
     estimator: Literal["grpo"] = key("grpo", "the advantage estimator")
     scale_rewards: Literal["group", "batch", "mad", "none"] = key(
@@ -38,70 +56,91 @@ class GRPO(AdvantageEstimator):
         "several reward functions: their weighted sum is normalised over the group, or each by itself over the group, "
         "and the weighted sum of these over the batch (GDPO)",
     )
-    min_generations = 2
+    sees_all_ranks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            if self.token_level:
-                raise ConfigError(
-                    "token_level=true normalises rewards of single tokens, multi_objective_aggregation="
-                    "normalize_then_sum those of functions for whole completions; leave one of them out"
-                )
-            object.__setattr__(self, "needs", frozenset({"function_rewards"}))
-            object.__setattr__(self, "takes_kl_rewards", False)  # no function's reward, so it would not be seen
-        if self.token_level:  # a KL penalty would make a step of every token
-            object.__setattr__(self, "takes_kl_rewards", False)
-            object.__setattr__(self, "uses_step_rewards", True)
-            object.__setattr__(self, "needs_step_rewards", True)
+        if self.by_function and self.token_level:
+            raise ConfigError(
+                "token_level=true normalises rewards of single tokens, multi_objective_aggregation="
+                "normalize_then_sum those of functions for whole completions; leave one of them out"
+            )
+
+    @property
+    def by_function(self) -> bool:
+        """Whether each reward function is normalised by itself."""
+        return self.multi_objective_aggregation == "normalize_then_sum"
+
+    @property
+    def needs(self) -> frozenset[Needs]:
+        """The functions' rewards, to normalise each."""
+        return frozenset({Needs.FUNCTION_REWARDS} if self.by_function else ())
+
+    @property
+    def takes_kl_rewards(self) -> bool:
+        """False by function, whose reward it is not, and by step: it would make one of every token."""
+        return not (self.by_function or self.token_level)
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        """True for process supervision."""
+        return self.token_level
+
+    @property
+    def needs_step_rewards(self) -> bool:
+        """True for process supervision."""
+        return self.token_level
 
     @property
     def inert_options(self) -> Mapping[str, str]:
-        """See Record."""
-        if self.multi_objective_aggregation == "sum_then_normalize":
-            return {}
-        return {"scale_rewards": "normalize_then_sum divides by the standard deviations of groups and batch"}
+        """scale_rewards, by function."""
+        reason = "normalize_then_sum divides by the standard deviations of groups and batch"
+        return {"scale_rewards": reason} if self.by_function else {}
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """See AdvantageEstimator. The standard deviation of the batch is that of all ranks."""
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            of_functions, weights = inputs.needed("function_rewards"), inputs.needed("reward_weights")
-            whole = inputs.gather((inputs.rewards, inputs.groups, of_functions))
-            rewards, groups, of_functions = (torch.cat(parts) for parts in zip(*whole, strict=True))
-            start = sum(len(mine) for mine, *_ in whole[: inputs.rank])
-            found = reward_decoupled_advantages(rewards, of_functions, weights, groups)
-            return Advantages(inputs.per_token(found[start : start + len(inputs.rewards)]))
-        if not self.token_level:
-            return whole_batch(inputs, lambda r, g: group_relative_advantages(r, g, scale_rewards=self.scale_rewards))
-        advantages = process_advantages(
-            inputs.rewards,
-            inputs.token_rewards,
-            inputs.groups,
-            inputs.mask,
-            inputs.rows,
-            scale_rewards=self.scale_rewards,
-            gather=inputs.gather,
-            rank=inputs.rank,
-        )
-        return Advantages(advantages)
+        """Advantages of whole completions, of reward functions or of steps."""
+        if self.token_level:
+            return Advantages(self.of_steps(inputs))
+        if not self.by_function:
+            return super().compute(inputs)
+        of_functions, weights = inputs.needed("function_rewards"), inputs.needed("reward_weights")
+        (rewards, groups, of_functions), mine = inputs.everywhere(inputs.rewards, inputs.groups, of_functions)
+        return Advantages(inputs.per_token(reward_decoupled_advantages(rewards, of_functions, weights, groups)[mine]))
+
+    def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
+        """The normalised difference, exactly 0 in a group whose rewards are all equal."""
+        return group_relative_advantages(rewards, groups, scale_rewards=self.scale_rewards)
+
+    def of_steps(self, inputs: AdvantageInputs) -> Tensor:
+        """The sum of the normalised step rewards at each token and after it, float64 [T]. Collective."""
+        rows, num_rows = inputs.rows, len(inputs.rewards)
+        found, token_rewards = Groups.of(inputs.rewards, inputs.groups), inputs.token_rewards.double()
+        dense = row_sum(token_rewards, rows, num_rows)
+        is_outcome = (found.rewards - dense).abs() > ROUNDING * row_sum(token_rewards.abs(), rows, num_rows)
+        with_outcome = (found.sum(is_outcome) > 0)[found.index]
+        total = torch.where(found.scored, torch.where(with_outcome, found.rewards, dense), torch.nan)
+
+        steps = Steps.of(inputs.mask, rows, num_rows)
+        earned = steps.take(step_rewards(total, token_rewards, inputs.mask, rows))
+        is_step = found.scored[steps.rows] & ((earned != 0) | (steps.is_last & with_outcome[steps.rows]))
+        (values, owners), mine = inputs.everywhere(earned[is_step], inputs.groups[steps.rows[is_step]])
+        terms = torch.zeros_like(earned)
+        terms[is_step] = self.of_samples(values, owners)[mine]
+        return steps.spread(steps.discounted(terms, 1.0))
 
 
 def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards: str = "group") -> Tensor:
     """GRPO: each reward against the mean of its group, (r - mean) / (std + 1e-4).
 
-    DeepSeekMath, arXiv:2402.03300, section 4.1.2. scale_rewards="none" leaves the division out (Dr. GRPO,
-    arXiv:2503.20783); "batch" divides by the standard deviation over all samples; "mad" by 1.4826 times the median
-    absolute deviation of the group, which one outlier does not move (`Groups.robust_std`; the mean stays the baseline,
-    so that advantages of a group add up to 0; MC-GRPO, arXiv:2601.22582, centres on the median as well). Standard
-    deviations are those of a sample (n - 1), as in TRL.
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale_rewards is that of `GRPO`. Standard deviations are those of a
+    sample (n - 1), as in TRL.
 
-    rewards: float [N], NaN where a sample could not be scored; groups: int64 [N]. Returns float64 [N]: 0 for unscored
+    rewards: float [N], NaN if a sample could not be scored; groups: int64 [N]. Returns float64 [N]: 0 for unscored
     samples, for a group whose rewards are all equal (exactly, not up to rounding), and for one scored sample alone.
     """
     found = Groups.of(rewards, groups)
     scale = found.scale(scale_rewards)[found.index]
-    centred = found.rewards - found.mean(found.rewards)[found.index]
-    return torch.where(found.compared, centred / scale, torch.zeros_like(centred))
+    return torch.where(found.compared, found.centred / scale, 0.0)
 
 
 def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
@@ -112,7 +151,7 @@ def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: 
     nothing of a sample counts (0, and it is in no mean) are TRL's, multi_objective_aggregation="normalize_then_sum".
     A function that gives a whole group the same adds exactly 0.
 
-    rewards: float [N], the totals, NaN where a sample could not be scored, which says no more than that; of_functions:
+    rewards: float [N], the totals, NaN if a sample could not be scored, which says no more than that; of_functions:
     float [N, K], NaN where one says nothing; weights: float [K]; groups: int64 [N]. Returns float64 [N].
     """
     if of_functions.shape != (len(rewards), len(weights)):
@@ -125,46 +164,3 @@ def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: 
     for weight, values in zip(weights.double(), of_functions.double().unbind(1), strict=True):
         total += weight * group_relative_advantages(values.masked_fill(unscored, torch.nan), groups)
     return group_relative_advantages(total.masked_fill(unscored, torch.nan), torch.zeros_like(groups))
-
-
-def process_advantages(
-    rewards: Tensor,
-    token_rewards: Tensor,
-    groups: Tensor,
-    mask: Tensor,
-    rows: Tensor,
-    *,
-    scale_rewards: str = "group",
-    gather: Callable[[Any], list[Any]] = alone,
-    rank: int = 0,
-) -> Tensor:
-    """GRPO with process supervision: A_t = sum of the normalised rewards at t and after it.
-
-    DeepSeekMath, arXiv:2402.03300, section 4.1.3: all step rewards of a group are normalised together, each against
-    their mean and standard deviation, as `group_relative_advantages` does it. The paper has a list of steps; here a
-    step reward is one at a token that is not 0 (one of exactly 0 cannot be told from none). What `rewards` holds beside
-    them is the outcome, added to the reward of the last token; where any sample of a group has one, those of all its
-    samples count, zeros too. Without rewards of tokens this is GRPO.
-
-    rewards: float [N], totals, NaN where not scored; token_rewards: float [T]; groups: int64 [N]; mask: bool [T]; rows:
-    int64 [T], ascending. gather, rank: see AdvantageInputs; scale_rewards="batch" is over the rewards of all ranks.
-    Returns float64 [T].
-    """
-    found, num_rows = Groups.of(rewards, groups), len(rewards)
-    token_rewards = token_rewards.double()
-    dense = row_sum(token_rewards, rows, num_rows)
-    is_outcome = (found.rewards - dense).abs() > ROUNDING * row_sum(token_rewards.abs(), rows, num_rows)
-    with_outcome = (found.sum(is_outcome) > 0)[found.index]
-    total = torch.where(found.scored, torch.where(with_outcome, found.rewards, dense), torch.nan)
-
-    steps = Steps.of(mask, rows, num_rows)
-    earned = steps.take(step_rewards(total, token_rewards, mask, rows))
-    is_step = found.scored[steps.rows] & ((earned != 0) | (steps.is_last & with_outcome[steps.rows]))
-    mine = (earned[is_step], groups[steps.rows[is_step]])
-    everywhere = gather(mine)
-    values, owners = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
-    start = sum(len(part) for part, _ in everywhere[:rank])
-    normalised = group_relative_advantages(values, owners, scale_rewards=scale_rewards)[start : start + len(mine[0])]
-    terms = torch.zeros_like(earned)
-    terms[is_step] = normalised
-    return steps.spread(steps.discounted(terms, 1.0))

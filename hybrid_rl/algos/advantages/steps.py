@@ -15,12 +15,6 @@ from hybrid_rl.algos.columns import check_ascending, check_columns, check_reward
 from hybrid_rl.algos.masked import row_sum
 
 
-def check_steps(num_rows: int, **columns: Tensor) -> None:
-    """Refuse columns that are not all [T], a mask that is not bool, and rows that do not ascend in 0..num_rows-1."""
-    check_columns(**columns)
-    check_ascending(columns["rows"], num_rows)
-
-
 @dataclass(frozen=True)
 class Steps:
     """K steps of N samples, sample after sample.
@@ -101,7 +95,8 @@ def step_rewards(rewards: Tensor, token_rewards: Tensor, mask: Tensor, rows: Ten
     rewards, and for rewards of tokens of a scored sample that are no numbers.
     """
     check_rewards(rewards=rewards)
-    check_steps(len(rewards), rows=rows, mask=mask, token_rewards=token_rewards)
+    check_columns(rows=rows, mask=mask, token_rewards=token_rewards)
+    check_ascending(rows, len(rewards))
     steps = Steps.of(mask, rows, len(rewards))
     scored = ~rewards.isnan()
     dense = torch.where(scored[rows], token_rewards.double(), torch.zeros_like(token_rewards, dtype=torch.float64))

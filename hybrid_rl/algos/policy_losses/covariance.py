@@ -16,25 +16,29 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, ratio_of
-from hybrid_rl.algos.inputs import LossInputs, PolicyLoss, WholeMiniBatch
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
-from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.algos.policy_losses.ratios import ClipRange
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
+@register
 @dataclass(frozen=True)
-class ClipCov(PolicyObjective):
-    """Tokens drawn from those of high covariance have no gradient (arXiv:2505.22617)."""
+class ClipCov(ClipRange):
+    """Clip-Cov: clip's loss, without gradient for tokens drawn from those whose covariance lies between two bounds.
+
+    arXiv:2505.22617. The covariance of a token is `(ln p_old - mean)(A - mean)`; the paper takes the present p, which
+    is the same in the first update. The ratio is not bounded below, and by 2 above. The tokens that are drawn count as
+    clipped.
+    """
 
     objective: Literal["clip_cov"] = key("clip_cov", "the policy loss")
+    epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
     clip_cov_ratio: float = key(2e-4, "share of tokens without gradient", above=0, maximum=1)
     clip_cov_lb: float = key(1.0, "covariance above which a token may be drawn")
     clip_cov_ub: float = key(5.0, "covariance below which a token may be drawn")
-    epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
-    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
-    needs = frozenset({"old_logprobs"})
+    needs = frozenset({Needs.OLD_LOGPROBS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,75 +48,51 @@ class ClipCov(PolicyObjective):
             )
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
-        """1 for tokens without gradient, float32 [T]."""
+        """Draw the tokens without gradient: 1 for them, float32 [T]."""
         return draw_by_covariance(
             whole, ratio=self.clip_cov_ratio, lower=self.clip_cov_lb, upper=self.clip_cov_ub
         ).float()
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """See PolicyObjective."""
-        loss = clipped_policy_loss(
-            inputs.logprobs,
-            inputs.old_logprobs,
-            inputs.advantages,
-            inputs.mask,
-            inputs.rows,
-            inputs.num_rows,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+        """The clipped surrogate, 0 at the tokens that were drawn."""
+        advantages, selected = inputs.advantages.detach(), _selected(inputs)
+        loss = self.clipped(inputs.log_ratio, inputs.kept(advantages))
+        return replace(
+            loss,
+            per_token=torch.where(selected, torch.zeros_like(loss.per_token), loss.per_token),
+            clipped_low=loss.clipped_low | (selected & (advantages < 0)),
+            clipped_high=loss.clipped_high | (selected & (advantages > 0)),
+            metrics={"covariance/selected_share": selected.to(loss.ratio.dtype)},
         )
-        return without_tokens(loss, _selected(inputs), inputs.advantages)
 
 
+@register
 @dataclass(frozen=True)
 class KLCov(PolicyObjective):
-    """The tokens of highest covariance pay a KL penalty, without a clip (arXiv:2505.22617)."""
+    """KL-Cov: `-w A`, and + coef * abs(ln w) for the share of tokens with the highest covariance, without a clip.
+
+    arXiv:2505.22617. The paper writes KL(old, policy) for the penalty without an estimate of it; abs(ln w) is what its
+    authors' code takes. The penalty's gradient is 0 at ratio 1, that is, in the first update of a training step.
+    """
 
     objective: Literal["kl_cov"] = key("kl_cov", "the policy loss")
     kl_cov_ratio: float = key(
         2e-3, "share of tokens with a penalty (32B models in the paper: 2e-4)", above=0, maximum=1
     )
     kl_cov_coef: float = key(1.0, "weight of the penalty", minimum=0)
-    needs = frozenset({"old_logprobs"})
+    needs = frozenset({Needs.OLD_LOGPROBS})
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
-        """1 for tokens with a penalty, float32 [T]."""
+        """Choose the tokens with a penalty: 1 for them, float32 [T]."""
         return highest_covariance(whole, ratio=self.kl_cov_ratio).float()
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """See PolicyObjective."""
-        return selected_kl_policy_loss(
-            inputs.log_ratio, inputs.advantages, _selected(inputs) & inputs.mask, coef=self.kl_cov_coef
-        )
-
-
-def without_tokens(loss: PolicyLoss, selected: Tensor, advantages: Tensor) -> PolicyLoss:
-    """The same loss, 0 and without gradient at the tokens of `selected`, bool [T]; they count as clipped, high where
-    their advantage is positive."""
-    check_columns(per_token=loss.per_token, selected=selected, advantages=advantages)
-    return replace(
-        loss,
-        per_token=torch.where(selected, torch.zeros_like(loss.per_token), loss.per_token),
-        clipped_low=loss.clipped_low | (selected & (advantages < 0)),
-        clipped_high=loss.clipped_high | (selected & (advantages > 0)),
-        metrics={**loss.metrics, "covariance/selected_share": selected.to(loss.ratio.dtype)},
-    )
-
-
-def selected_kl_policy_loss(log_ratio: Tensor, advantages: Tensor, selected: Tensor, *, coef: float) -> PolicyLoss:
-    """-ratio * A, and + coef * |ln ratio| at the tokens of `selected`.
-
-    The paper writes KL(old || policy) for the penalty without an estimate of it; |ln ratio| is what its authors' code
-    takes. Its gradient is 0 at ratio 1, that is, in the first update of a training step.
-
-    log_ratio: float [T], ln of policy / old policy, with gradient; advantages: float [T]; selected: bool [T].
-    """
-    check_columns(log_ratio=log_ratio, advantages=advantages, selected=selected)
-    ratio = ratio_of(log_ratio)
-    penalty = torch.where(selected, coef * log_ratio.abs(), torch.zeros_like(log_ratio))
-    return PolicyLoss.unclipped(
-        -ratio * advantages.detach() + penalty, ratio, {"covariance/selected_share": selected.to(ratio.dtype)}
-    )
+        """The unclipped surrogate with the penalty."""
+        log_ratio, selected = inputs.log_ratio, _selected(inputs) & inputs.mask
+        ratio = ratio_of(log_ratio)
+        penalty = torch.where(selected, self.kl_cov_coef * log_ratio.abs(), torch.zeros_like(log_ratio))
+        per_token = -ratio * inputs.advantages.detach() + penalty
+        return PolicyLoss.unclipped(per_token, ratio, {"covariance/selected_share": selected.to(ratio.dtype)})
 
 
 def draw_by_covariance(whole: WholeMiniBatch, *, ratio: float, lower: float, upper: float) -> Tensor:
@@ -166,10 +146,10 @@ def token_keys(whole: WholeMiniBatch) -> Tensor:
 
 
 def _selected(inputs: LossInputs) -> Tensor:
-    if inputs.prepared is None or inputs.prepared.shape != inputs.mask.shape:
-        shape = None if inputs.prepared is None else tuple(inputs.prepared.shape)
-        raise ValueError(f"prepared must be {tuple(inputs.mask.shape)}, what `prepare` chose, not {shape}")
-    return inputs.prepared > 0
+    """The tokens that `prepare` chose, bool [T]."""
+    prepared = inputs.needed("prepared")
+    check_columns(mask=inputs.mask, prepared=prepared)
+    return prepared > 0
 
 
 def _num_selected(whole: WholeMiniBatch, ratio: float) -> int:

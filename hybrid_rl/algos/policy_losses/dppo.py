@@ -1,4 +1,4 @@
-"""DPPO: a trust region by the divergence of distributions, in the place of a clip of the sampled token's ratio."""
+"""DPPO: a trust region by the divergence of distributions, instead of a clip of the sampled token's ratio."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos.columns import bounded, check_columns, masked_log_ratio
-from hybrid_rl.algos.inputs import LossInputs, PolicyLoss
-from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, register
 from hybrid_rl.options import key
 
 # Smallest probability of "everything else": a difference of float32 probabilities resolves none below it.
@@ -20,13 +19,18 @@ REST_FLOOR = 1e-12
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
+@register
 @dataclass(frozen=True)
 class DPPO(PolicyObjective):
-    """Divergence Proximal Policy Optimization, arXiv:2602.04879.
+    """Divergence proximal policy optimisation: `-M min(w, C) A`, with M = 0 where the update leaves the trust region,
+    (A > 0 and w > 1, or A < 0 and w < 1) and D(old, p) > threshold, and 1 elsewhere.
 
-    The binary divergences compare with the engine that sampled, as the paper asks for (section 5.2): their ratio is
-    policy / engine, so that no further correction of the engine's samples belongs beside them. The top-k divergences
-    compare with the learner at the start of the training step, since engines do not report their best tokens.
+    arXiv:2602.04879, eq. 12 (objective and mask), eq. 23 (C), eqs. 13 to 16 (D): updates that lead back to the old
+    policy are never stopped. The weight min(w, C) is detached and multiplies the gradient of ln p; without C the
+    gradient is that of -M w A. The binary divergences compare with the engine that sampled, as the paper asks for
+    (section 5.2): their w is policy / engine, so that no further correction of the engine's samples belongs beside
+    them. The top-k divergences compare with the learner at the start of the training step, since engines do not report
+    their best tokens.
     """
 
     objective: Literal["dppo"] = key("dppo", "the policy loss")
@@ -42,79 +46,57 @@ class DPPO(PolicyObjective):
     )
 
     @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """See PolicyObjective: what the chosen divergence asks for."""
-        return frozenset() if self.corrects_rollout else frozenset({"old_logprobs", "log_probs", "old_top"})
+    def needs(self) -> frozenset[Needs]:
+        """What the chosen divergence asks for."""
+        top = frozenset({Needs.OLD_LOGPROBS, Needs.LOG_PROBS, Needs.OLD_TOP})
+        return frozenset() if self.corrects_rollout else top
 
     @property
-    def corrects_rollout(self) -> bool:  # type: ignore[override]
-        """See PolicyObjective: the ratio of the binary divergences does."""
+    def corrects_rollout(self) -> bool:
+        """True for the binary divergences, whose ratio does."""
         return self.divergence_type in ("binary_tv", "binary_kl")
 
     @property
-    def uses_old_logprobs(self) -> bool:  # type: ignore[override]
-        """See PolicyObjective."""
+    def uses_old_logprobs(self) -> bool:
+        """True for the top-k divergences."""
         return not self.corrects_rollout
 
     @property
     def inert_options(self) -> Mapping[str, str]:
-        """See Record."""
+        """num_top, for the binary divergences."""
         if not self.corrects_rollout:
             return {}
         reason = f"divergence_type={self.divergence_type} looks at the sampled token alone; use topk_tv or topk_kl"
         return {"num_top": reason}
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """See PolicyObjective."""
+        """The masked surrogate; the metric is D."""
         scope, kind = self.divergence_type.split("_")
-        old_logprobs = inputs.rollout_logprobs if scope == "binary" else inputs.old_logprobs
-        log_ratio = masked_log_ratio(inputs.logprobs, old_logprobs, inputs.mask)
         if scope == "binary":
+            old_logprobs = inputs.needed("rollout_logprobs")
             divergence = binary_divergence(inputs.logprobs, old_logprobs, kind)
         else:
-            columns = (inputs.log_probs, inputs.token_ids, inputs.old_top_ids, inputs.old_top_logprobs)
-            log_probs, token_ids, old_top_ids, old_top_logprobs = columns
-            if log_probs is None or token_ids is None or old_top_ids is None or old_top_logprobs is None:
-                raise ValueError(
-                    f"divergence_type={self.divergence_type} needs log_probs, token_ids, old_top_ids and "
-                    f"old_top_logprobs; compute them or choose binary_{kind}"
-                )
-            divergence = top_divergence(log_probs, token_ids, old_logprobs, old_top_ids, old_top_logprobs, kind)
-        threshold = THRESHOLDS[kind] if self.divergence_threshold is None else self.divergence_threshold
-        return divergence_policy_loss(
-            log_ratio, inputs.advantages, divergence, threshold=threshold, clip_ratio_c=self.clip_ratio_c
-        )
+            old_logprobs = inputs.old_logprobs
+            log_probs, token_ids = inputs.needed("log_probs"), inputs.needed("token_ids")
+            old_top = inputs.needed("old_top_ids"), inputs.needed("old_top_logprobs")
+            divergence = top_divergence(log_probs, token_ids, old_logprobs, *old_top, kind)
+        log_ratio = masked_log_ratio(inputs.logprobs, old_logprobs, inputs.mask)
+        return self.surrogate(log_ratio, inputs.advantages.detach(), divergence)
 
-
-def divergence_policy_loss(
-    log_ratio: Tensor, advantages: Tensor, divergence: Tensor, *, threshold: float, clip_ratio_c: float | None
-) -> PolicyLoss:
-    """-M * min(r, C) * A, with the weight min(r, C) detached where it multiplies the gradient of ln policy.
-
-    M is 0 where the update leaves the trust region, (A > 0 and r > 1 and D > threshold) or (A < 0 and r < 1 and
-    D > threshold), and 1 elsewhere: updates that lead back to the old policy are never stopped. arXiv:2602.04879,
-    eq. 12 (objective and mask) and eq. 23 (C). Without C the gradient is that of -M * r * A.
-
-    log_ratio: ln of policy / old policy, with gradient; advantages; divergence: D(old || policy). All float [T].
-    """
-    check_columns(log_ratio=log_ratio, advantages=advantages, divergence=divergence)
-    log_ratio, advantages = bounded(log_ratio), advantages.detach()
-    ratio = log_ratio.exp()
-    detached = ratio.detach()
-    outside = divergence.detach() > threshold
-    blocked_high = (advantages > 0) & (detached > 1) & outside
-    blocked_low = (advantages < 0) & (detached < 1) & outside
-    weight = detached if clip_ratio_c is None else detached.clamp(max=clip_ratio_c)
-    surrogate = weight * (log_ratio - log_ratio.detach()).exp()
-    per_token = torch.where(blocked_high | blocked_low, torch.zeros_like(surrogate), -surrogate * advantages)
-    return PolicyLoss(
-        per_token=per_token,
-        weight=ratio,
-        ratio=detached,
-        clipped_low=blocked_low,
-        clipped_high=blocked_high,
-        metrics={"divergence/mean": divergence.detach()},
-    )
+    def surrogate(self, log_ratio: Tensor, advantages: Tensor, divergence: Tensor) -> PolicyLoss:
+        """The loss of these ratios, advantages and D(old, policy), float [T] each. log_ratio: with gradient."""
+        check_columns(log_ratio=log_ratio, advantages=advantages, divergence=divergence)
+        threshold = THRESHOLDS[self.divergence_type.split("_")[1]]
+        outside = divergence > (threshold if self.divergence_threshold is None else self.divergence_threshold)
+        log_ratio = bounded(log_ratio)
+        ratio = log_ratio.exp()
+        detached = ratio.detach()
+        high = (advantages > 0) & (detached > 1) & outside
+        low = (advantages < 0) & (detached < 1) & outside
+        weight = detached if self.clip_ratio_c is None else detached.clamp(max=self.clip_ratio_c)
+        surrogate = weight * (log_ratio - log_ratio.detach()).exp()
+        per_token = torch.where(high | low, torch.zeros_like(surrogate), -surrogate * advantages)
+        return PolicyLoss(per_token, ratio, detached, low, high, metrics={"divergence/mean": divergence})
 
 
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: str) -> Tensor:

@@ -9,21 +9,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.inputs import LossInputs, PolicyLoss, WholeMiniBatch
+from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.clip import clipped_policy_loss
-from hybrid_rl.algos.records import PolicyObjective
+from hybrid_rl.algos.policy_losses.ratios import ClipRange
 from hybrid_rl.options import key
 
 
+@register
 @dataclass(frozen=True)
-class LambdaGRPO(PolicyObjective):
-    """Lambda-GRPO (arXiv:2510.06870): the clipped surrogate, completions weighted by their length and one learned
-    exponent. The exponent begins at 0, where all weights are 1 (DAPO with loss_type "dapo", as in the paper)."""
+class LambdaGRPO(ClipRange):
+    """Lambda-GRPO: f times the clipped surrogate, `f = n exp(h^lambda) / sum over the group of exp(h^lambda)`, h = 1 +
+    scale * z(length), with one learned exponent lambda.
+
+    arXiv:2510.06870. Lambda begins at 0, where all weights are 1 (DAPO with `loss_type=dapo`, as in the paper), and is
+    learned by Adam. z is standardised with the standard deviation of the population, within groups of at least 2.
+    """
 
     objective: Literal["lambda_grpo"] = key("lambda_grpo", "the policy loss")
-    epsilon: float = key(0.2, "ratio clip below 1", above=0, maximum=1)
-    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
     lambda_length_scale: float = key(1 / 9, "what one standard deviation of length adds to the base, 1", above=0)
     lambda_learning_rate: float = key(1e-3, "of the exponent, which Adam learns beside the model", minimum=0)
     initial_parameters = (0.0,)
@@ -31,34 +33,21 @@ class LambdaGRPO(PolicyObjective):
 
     @property
     def parameter_learning_rate(self) -> float:
-        """See PolicyObjective."""
+        """That of lambda."""
         return self.lambda_learning_rate
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
-        """The bases of each token's group: see `length_bases`."""
+        """Compute the bases of each token's group, as `length_bases` has them."""
         return length_bases(whole.mask, whole.rows, whole.num_rows, whole.groups, length_scale=self.lambda_length_scale)
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """See PolicyObjective."""
-        if inputs.parameters is None or inputs.prepared is None:
-            raise ValueError("lambda_grpo needs parameters [1] and what `prepare` gave; one of them is None")
-        loss = clipped_policy_loss(
-            inputs.logprobs,
-            inputs.old_logprobs,
-            inputs.advantages,
-            inputs.mask,
-            inputs.rows,
-            inputs.num_rows,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-        )
-        weights = length_weights(inputs.prepared, inputs.parameters).to(loss.per_token.dtype)
-        exponent = inputs.parameters.detach().to(weights.dtype).expand_as(weights)
-        return dataclasses.replace(
-            loss,
-            per_token=weights * loss.per_token,
-            metrics={"lambda_grpo/length_weight": weights.detach(), "lambda_grpo/lambda": exponent},
-        )
+        """The clipped surrogate times the weight of the token's completion."""
+        loss = self.clipped(inputs.log_ratio, inputs.kept(inputs.advantages.detach()))
+        parameters = inputs.needed("parameters")
+        weights = length_weights(inputs.needed("prepared"), parameters).to(loss.per_token.dtype)
+        exponent = parameters.detach().to(weights.dtype).expand_as(weights)
+        metrics = {"lambda_grpo/length_weight": weights.detach(), "lambda_grpo/lambda": exponent}
+        return dataclasses.replace(loss, per_token=weights * loss.per_token, metrics=metrics)
 
 
 def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, length_scale: float) -> Tensor:

@@ -25,7 +25,7 @@ def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
     what = type(module).__name__
     if names:
         raise ModelError(
-            f"{what}: parameters such as {sorted(names)[0]!r} are not those that its class and config make; a module "
+            f"{what}: parameters such as {min(names)!r} are not those that its class and config make; a module "
             f"that was changed after it was built cannot be copied to other processes: use num_ranks=1, or give it a "
             f"class of its own"
         )

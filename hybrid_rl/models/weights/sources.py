@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from hybrid_rl.compat.transformers import str_to_torch_dtype
+from hybrid_rl.compat.transformers import cached_file_or_none, str_to_torch_dtype
 from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.boxes import Box
 
@@ -124,7 +124,7 @@ class FolderSource(WeightSource):
         if Path(self.path).is_dir():
             path = Path(self.path) / file
             return str(path) if path.is_file() else None
-        return cached_file(self.path, file, _raise_exceptions_for_missing_entries=False)
+        return cached_file_or_none(self.path, file)
 
 
 class StateSource(WeightSource):

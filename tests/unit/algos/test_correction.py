@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl.algos import CORRECTIONS
 from hybrid_rl.algos.correction import (
-    CORRECTIONS,
     Corrected,
     Correction,
     CorrectionInputs,
@@ -24,8 +24,10 @@ from hybrid_rl.algos.correction import (
     mean_divergence,
     vetoed,
 )
+from tests.unit.algos.variants import records
 
-ACTIVE = [record for record in CORRECTIONS if record.is_active]
+RECORDS = list(records(CORRECTIONS).values())
+ACTIVE = [record for record in RECORDS if record.is_active]
 TIS, MIS = TruncatedImportanceSampling, MaskedImportanceSampling
 
 
@@ -58,9 +60,9 @@ def flags(tensor: torch.Tensor) -> str:
 
 
 def test_names_and_keys() -> None:
-    names = [dataclasses.fields(record)[0].default for record in CORRECTIONS]
+    names = [dataclasses.fields(record)[0].default for record in RECORDS]
     assert names == ["none", "tis", "mis", "icepop", "kl_rejection"]
-    for record in CORRECTIONS:
+    for record in RECORDS:
         assert dataclasses.fields(record)[0].name == "correction_mode"
         assert all("doc" in field.metadata for field in dataclasses.fields(record))
     assert not NoCorrection.is_active and len(ACTIVE) == 4

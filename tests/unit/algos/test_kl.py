@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import clipped_policy_loss, kl_estimate
+from hybrid_rl.algos import Clip, LossInputs, kl_estimate
 from hybrid_rl.algos.kl import exact_kl, kl_reward
 
 REFERENCE = torch.tensor([0.4, 0.1, 0.2, 0.25, 0.05], dtype=torch.float64).log()
@@ -111,9 +111,7 @@ def test_importance_weight_makes_old_samples_right(estimator: str, logits: Tenso
     which is KL(policy || reference) for the unbiased ones."""
     policy = logits.log_softmax(0)
     tokens = torch.arange(5)
-    weight = clipped_policy_loss(
-        policy, OLD, torch.zeros_like(OLD), tokens >= 0, tokens, 5, epsilon=0.2, epsilon_high=0.2
-    ).weight
+    weight = Clip().loss(LossInputs(policy, OLD, torch.zeros_like(OLD), tokens >= 0, tokens, 5)).weight
     loss = (OLD.exp() * weight * kl_estimate(policy, REFERENCE, estimator)).sum()
     assert_same_gradient(loss, mean(policy, estimator), logits)
     if estimator in ("k1", "k3"):

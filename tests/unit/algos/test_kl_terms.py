@@ -8,15 +8,16 @@ import typing
 import pytest
 import torch
 
+from hybrid_rl.algos import KL_TERMS, KLTerm
 from hybrid_rl.algos.kl import kl_estimate
-from hybrid_rl.algos.kl_terms import KL_TERMS, KLInLoss, KLInReward, KLTerm, NoKL
+from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward, NoKL
 
 
 def choices(record: type, name: str) -> set[str]:
     return set(typing.get_args(typing.get_type_hints(record)[name]))
 
 
-@pytest.mark.parametrize("record", KL_TERMS)
+@pytest.mark.parametrize("record", KL_TERMS.values())
 def test_a_record_begins_with_its_name(record: type[KLTerm]) -> None:
     first = dataclasses.fields(record)[0]
     assert first.name == "kl_in" and choices(record, "kl_in") == {first.default}
@@ -24,7 +25,7 @@ def test_a_record_begins_with_its_name(record: type[KLTerm]) -> None:
 
 
 def test_one_place_each() -> None:
-    places = {record.__name__: (record.in_loss, record.in_reward) for record in KL_TERMS}
+    places = {record.__name__: (record.in_loss, record.in_reward) for record in KL_TERMS.values()}
     assert places == {"NoKL": (False, False), "KLInLoss": (True, False), "KLInReward": (False, True)}
     assert NoKL().beta == 0.0
 

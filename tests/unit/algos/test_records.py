@@ -115,7 +115,7 @@ def advantage_inputs(**changes: Any) -> AdvantageInputs:
 def test_the_column_that_is_missing_is_named(estimator: Any) -> None:
     given = {name: torch.zeros(2 if name == "baseline_rewards" else 3).double() for name in estimator.needs}
     for name in sorted(given):
-        with pytest.raises(ValueError, match=f"the column {name} is None, but this estimator cannot do without it"):
+        with pytest.raises(ValueError, match=f"the column {name} is None, but this algorithm cannot do without it"):
             estimator.compute(advantage_inputs(**{**given, name: None}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config
+from transformers.utils.hub import cached_files
 
 import hybrid_rl
 from hybrid_rl.compat import transformers as compat
@@ -37,6 +39,10 @@ def resolved(name: str) -> Any:
 @pytest.mark.parametrize("name", compat.NAMES)
 def test_a_name_is_where_it_was(name: str) -> None:
     resolved(name)
+
+
+def test_a_missing_file_of_the_hub_can_be_told_from_a_failure() -> None:
+    assert "_raise_exceptions_for_missing_entries" in inspect.signature(cached_files).parameters
 
 
 def test_a_loaded_model_tells_its_conversions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From keywords, files and arguments to a config: names, types, unions, precedence and the way back through YAML."""
+"""From keywords, files and arguments to a config: names, types, choices, precedence and the way back through YAML."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from hybrid_rl.config import (
 )
 from hybrid_rl.config import load as load_module
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
+from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.habits import HABITS
-from hybrid_rl.config.unions import UNIONS, Union
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -171,13 +171,13 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("output_dir", True, "output_dir=True must be of type str"),
         ("dtype", "bfloat61", r"must be one of auto, float32, bfloat16 \(did you mean 'bfloat16'\?\)"),
         ("loss_type", ["grpo"], "must be one of grpo, dapo, dr_grpo"),
-        ("loss_type", "luspo", "no choice here: set algorithm=luspo"),
+        ("loss_type", "luspo", "not a valid choice: set algorithm=luspo"),
         ("dtype", "float16", "float16 is not supported: .* without loss scaling; set dtype=bfloat16 or float32"),
         ("dtype", "fp16", "float16 is not supported"),
-        ("dtype", torch.float16, "model.dtype='float16' is no choice here: float16 is not supported"),
+        ("dtype", torch.float16, "model.dtype='float16' is not a valid choice: float16 is not supported"),
         ("dtype", "bf16", "set dtype=bfloat16"),
         ("dtype", "fp32", "set dtype=float32"),
-        ("num_ranks", "all", "num_ranks='all' is no choice here: set num_ranks=auto, which takes all GPUs"),
+        ("num_ranks", "all", "num_ranks='all' is not a valid choice: set num_ranks=auto, which takes all GPUs"),
         ("device", "cuda:1", "set device=cuda; CUDA_VISIBLE_DEVICES=1 chooses the GPU"),
         ("device", "gpu", "set device=cuda"),
         ("device", "mps", "set device=cpu"),
@@ -192,14 +192,14 @@ def test_values_that_are_refused(path: str, value: Any, message: str) -> None:
         load_config({path: value})
 
 
-# ------------------------------------------------------------------------------------------------------------ unions
+# ------------------------------------------------------------------------------------------------------------ choices
 
 
-@pytest.mark.parametrize("section", [section for section, union in UNIONS.items() if union.tag])
+@pytest.mark.parametrize("section", [section for section, choice in CHOICES.items() if choice.tag])
 @pytest.mark.parametrize("value", ["grop", "", 3, ["grpo"], {"x": 1}])
 def test_members_that_do_not_exist(section: str, value: Any) -> None:
-    tag = UNIONS[section].tag
-    with pytest.raises(ConfigError, match=rf"{section}\.{tag}=.* is unknown; use one of {UNIONS[section].default}"):
+    tag = CHOICES[section].tag
+    with pytest.raises(ConfigError, match=rf"{section}\.{tag}=.* is unknown; use one of {CHOICES[section].default}"):
         load_config({f"{section}.{tag}": value})
 
 
@@ -218,9 +218,13 @@ class Other(AdvantageEstimator):
 
 @pytest.fixture
 def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimators = Union("estimator", "grpo", {"grpo": GRPO, "other": Other}, infer=None)
-    sections = {**UNIONS, "advantage": estimators, "critic": replace(UNIONS["critic"], infer=None)}
-    monkeypatch.setattr(load_module, "UNIONS", MappingProxyType(sections))
+    estimators = Choice("estimator", {"grpo": GRPO, "other": Other})
+    sections = {
+        **CHOICES,
+        "advantage": estimators,
+        "critic": replace(CHOICES["critic"], infer=lambda given, chosen: None),
+    }
+    monkeypatch.setattr(load_module, "CHOICES", MappingProxyType(sections))
 
 
 @pytest.mark.usefixtures("two_members")

@@ -275,9 +275,9 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ({"sync_ref_model": True}, "unknown key 'sync_ref_model': set ref_model_sync_steps, with"),
         ({"shuffle_dataset": False}, "unknown key 'shuffle_dataset': set shuffle$"),  # it is on otherwise
         ({"shuffle_dataset": None}, "leave it out, None asks for nothing; otherwise: set shuffle$"),
-        ({"resume": True}, "^resume=True is no choice here: set resume=auto, with run_name, for the newest"),
-        ({"resume": "latest"}, "^resume='latest' is no choice here: set resume=auto, with run_name"),
-        ({"resume": False}, "^resume=False is no choice here: leave it out to begin a new run$"),
+        ({"resume": True}, "^resume=True is not a valid choice: set resume=auto, with run_name, for the newest"),
+        ({"resume": "latest"}, "^resume='latest' is not a valid choice: set resume=auto, with run_name"),
+        ({"resume": False}, "^resume=False is not a valid choice: leave it out to begin a new run$"),
         ({"clip_ratio_c": 3.0}, r"set dual_clip \(of policy_loss=clip\)"),
     ],
     ids=str,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Eight GPUs are pretended; what is asked of CUDA, in order."""
     made: list[tuple[str, Any]] = []
     for name in ("set_device", "device"):
@@ -35,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(ranks, "_taken", ranks._taken)
     monkeypatch.delenv(VISIBLE, raising=False)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize(

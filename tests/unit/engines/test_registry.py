@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.hf import HFConfig, HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceConfig, InPlaceRolloutConfig
-from hybrid_rl.config.unions import UNIONS
 from hybrid_rl.engines import registry
 from hybrid_rl.engines.hf import HFEngine
 from hybrid_rl.engines.inplace import InPlaceEngine
@@ -23,7 +23,7 @@ def setup(config):
 
 
 def test_every_engine_of_the_configuration_is_registered():
-    assert set(MODULES) == set(UNIONS["rollout"].members)
+    assert set(MODULES) == set(CHOICES["rollout"].members)
 
 
 def test_an_engine_is_made_with_its_own_section():

@@ -62,7 +62,9 @@ def outcomes(work, num_ranks=2):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_ranks, num_parts, replicas", [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_parts", "replicas"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (3, 1, 1)]
+)
 def test_engines_that_hold_the_weights_pass(num_ranks, num_parts, replicas, dtype):
     def work(rank, gather, leave):
         rig = Rig(rank, gather, num_ranks=num_ranks, num_parts=num_parts, dtype=dtype, replicas=replicas)

@@ -129,7 +129,7 @@ def test_a_parameter_that_nothing_fills_is_refused_with_the_nearest_column():
 
 
 class Named(torch.nn.Linear):
-    config = type("Config", (), {"_name_or_path": "org/other-model"})
+    config = type("Config", (), {"name_or_path": "org/other-model"})
 
 
 def test_models_and_judges_keep_their_places_and_get_trls_names():

@@ -1,11 +1,13 @@
 """The gradient of a whole loss by the logits, from the papers' formulas: policy losses, corrections, KL and entropy
 terms and aggregation as loops over tokens, in Python's floats. Nothing here is shared with hybrid_rl.algos.
 
-A policy loss is given as what it adds to the gradient of each ln p; `Slopes` takes that to the logits.
+A policy loss, here or as `written` in the test of its module, is given as what it adds to the gradient of each ln p;
+`Slopes` takes that to the logits.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -79,7 +81,7 @@ def gradient(samples: Samples, case: Case, size: int, temperature: float) -> lis
         is_high = [entropy_of(token) >= least for token in tokens]
         upstream = [up * high for up, high in zip(upstream, is_high, strict=True)]
         objective = config.policy_loss
-        ratios = LOSSES[objective.objective](objective, sample, tokens, upstream, slopes, case)
+        ratios = written(objective)(objective, sample, tokens, upstream, slopes, case)
         for token, ratio, high in zip(tokens, ratios, is_high, strict=True):
             if config.kl.in_loss:
                 _kl(config.kl, token, ratio, weight * case.beta, slopes)
@@ -156,7 +158,7 @@ def _high(record: Any) -> float:
     return float(record.epsilon if record.epsilon_high is None else record.epsilon_high)
 
 
-def _is_open(record: Any, ratio: float, advantage: float) -> bool:
+def is_open(record: Any, ratio: float, advantage: float) -> bool:
     """Whether PPO's minimum is the unclipped term, and that below the bounds of two-sided and dual clip."""
     if advantage >= 0:
         return ratio <= 1 + _high(record)
@@ -164,29 +166,29 @@ def _is_open(record: Any, ratio: float, advantage: float) -> bool:
     return ratio >= 1 - record.epsilon and all(bound is None or ratio <= bound for bound in bounds)
 
 
-def _own(tokens: Sequence[Token], ratios: Sequence[float]) -> list[Ratio]:
+def own(tokens: Sequence[Token], ratios: Sequence[float]) -> list[Ratio]:
     """Each token's ratio, with a gradient through its own ln p."""
     return [(ratio, [(token, ratio)]) for token, ratio in zip(tokens, ratios, strict=True)]
 
 
-def _token_ratios(tokens: Sequence[Token], case: Case) -> list[float]:
+def token_ratios(tokens: Sequence[Token], case: Case) -> list[float]:
     return [math.exp(token.now - _old(token, case)) for token in tokens]
 
 
 def clip(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     level = getattr(record, "importance_sampling_level", "token")
-    ratios = _token_ratios(tokens, case)
+    ratios = token_ratios(tokens, case)
     if level != "token":
         ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
-        if id(token) in case.selected or not _is_open(record, ratio, token.advantage):
+        if id(token) in case.selected or not is_open(record, ratio, token.advantage):
             continue
         reached = tokens if level == "sequence" else [token]
         for other in reached:
             slopes.add(other, -weight * token.advantage * ratio / len(reached))
     if level == "sequence":
         return _of_completion(tokens, ratios[0])
-    return _own(tokens, ratios)
+    return own(tokens, ratios)
 
 
 def lambda_grpo(record: Any, sample: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> Any:
@@ -198,9 +200,9 @@ def _around(proximal: Callable[[Token, Case], float]) -> Loss:
         for token, weight in zip(tokens, up, strict=True):
             near = proximal(token, case)
             ratio, behavior = math.exp(token.now - near), math.exp(near - token.rollout)
-            if _is_open(record, ratio, token.advantage):
+            if is_open(record, ratio, token.advantage):
                 slopes.add(token, -weight * behavior * token.advantage * ratio)
-        return _own(tokens, [math.exp(token.now - token.rollout) for token in tokens])
+        return own(tokens, [math.exp(token.now - token.rollout) for token in tokens])
 
     return loss
 
@@ -221,18 +223,18 @@ def _of_completion(tokens: Sequence[Token], ratio: float) -> list[Ratio]:
 
 
 def cispo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
+    ratios = token_ratios(tokens, case)
     is_whole = record.importance_sampling_level == "sequence"
     if is_whole:
         ratios = [_mean_ratio(ratios)] * len(tokens)
     low = 0.0 if record.epsilon is None else 1 - record.epsilon
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         slopes.add(token, -weight * token.advantage * min(max(ratio, low), 1 + record.epsilon_high))
-    return _of_completion(tokens, ratios[0]) if is_whole else _own(tokens, ratios)
+    return _of_completion(tokens, ratios[0]) if is_whole else own(tokens, ratios)
 
 
 def sapo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios, level = _token_ratios(tokens, case), record.importance_sampling_level
+    ratios, level = token_ratios(tokens, case), record.importance_sampling_level
     if level != "token":
         ratios = [_mean_ratio(ratios)] * len(tokens)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
@@ -241,7 +243,7 @@ def sapo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
         reached = tokens if level == "sequence" else [token]
         for other in reached:
             slopes.add(other, slope / len(reached))
-    return _of_completion(tokens, ratios[0]) if level == "sequence" else _own(tokens, ratios)
+    return _of_completion(tokens, ratios[0]) if level == "sequence" else own(tokens, ratios)
 
 
 def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
@@ -261,17 +263,17 @@ def gmpo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
 def reinforce(_: Any, __: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
     for token, weight in zip(tokens, up, strict=True):
         slopes.add(token, -weight * token.advantage)
-    return _own(tokens, _token_ratios(tokens, case))
+    return own(tokens, token_ratios(tokens, case))
 
 
 def vespo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
+    ratios = token_ratios(tokens, case)
     whole = math.prod(ratios)
     for token, weight in zip(tokens, up, strict=True):
         sign = "pos" if token.advantage >= 0 else "neg"
         k, decay = getattr(record, f"vespo_k_{sign}"), getattr(record, f"vespo_lambda_{sign}")
         slopes.add(token, -weight * token.advantage * whole**k * math.exp(decay * (1 - whole)))
-    return _own(tokens, ratios)
+    return own(tokens, ratios)
 
 
 def dppo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
@@ -292,42 +294,31 @@ def dppo(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: S
         if not (leaves and distance > limit):
             bounded = ratio if record.clip_ratio_c is None else min(ratio, record.clip_ratio_c)
             slopes.add(token, -weight * token.advantage * bounded)
-    return _own(tokens, ratios)
+    return own(tokens, ratios)
 
 
 def kl_cov(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
+    ratios = token_ratios(tokens, case)
     for token, ratio, weight in zip(tokens, ratios, up, strict=True):
         slopes.add(token, -weight * token.advantage * ratio)
         if id(token) in case.selected and ratio != 1:
             slopes.add(token, weight * record.kl_cov_coef * math.copysign(1, math.log(ratio)))
-    return _own(tokens, ratios)
-
-
-def simko(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
-    ratios = _token_ratios(tokens, case)
-    entropies = [entropy_of(token) for token in tokens]
-    place = record.forking_quantile * (len(tokens) - 1)
-    low, ordered = math.floor(place), sorted(entropies)
-    threshold = ordered[low] + (ordered[min(low + 1, len(tokens) - 1)] - ordered[low]) * (place - low)
-    for token, ratio, entropy, weight in zip(tokens, ratios, entropies, up, strict=True):
-        forks, advantage = entropy > threshold, token.advantage
-        best = sorted(range(len(token.logs)), key=lambda i: -token.logs[i])[: record.num_candidates]
-        if forks and advantage < 0 and token.id == best[0]:
-            advantage *= record.lambda_top1
-        if not _is_open(record, ratio, token.advantage):
-            continue
-        share = record.mix_topk_coef if forks and advantage > 0 else 0.0
-        slopes.add(token, -weight * advantage * ratio * (1 - share))
-        for entry in best:
-            slopes.add(token, -weight * advantage * ratio * share / record.num_candidates, entry)
-    return _own(tokens, ratios)
+    return own(tokens, ratios)
 
 
 LOSSES: dict[str, Loss] = {
-    **{one.__name__: one for one in (clip, lambda_grpo, cispo, sapo, gmpo, reinforce, vespo, dppo, kl_cov, simko)},
+    **{one.__name__: one for one in (clip, lambda_grpo, cispo, sapo, gmpo, reinforce, vespo, dppo, kl_cov)},
     "decoupled": _around(_old),
     "a3po": _around(_log_linear),
     "rspo": gmpo,
     "clip_cov": clip,
 }
+
+
+def written(record: Any) -> Loss:
+    """The loss of a record: the function `written` of the test of its module, else one of those above."""
+    if record.objective in LOSSES:
+        return LOSSES[record.objective]
+    folder, _, module = type(record).__module__.removeprefix("hybrid_rl.").rpartition(".")
+    found: Loss = importlib.import_module(f"tests.unit.{folder}.test_{module}").written
+    return found

@@ -7,20 +7,30 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.advantages import Distillation, group_relative_advantages, reverse_kl_advantages
-from hybrid_rl.algos.inputs import AdvantageInputs
+from hybrid_rl.algos.advantages import Distillation, group_relative_advantages
+from hybrid_rl.algos.interface import AdvantageInputs
+
+
+def reverse_kl(logprobs: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The advantages of the tokens of one sample."""
+    rows = torch.zeros(len(logprobs)).long()
+    one = torch.zeros(1)
+    inputs = AdvantageInputs(
+        one, one.long(), rows, mask, torch.zeros(len(rows)), logprobs=logprobs, teacher_logprobs=teacher
+    )
+    return Distillation().compute(inputs).advantages
 
 
 def test_by_hand() -> None:
     """p .2 against a teacher's .1: ln(.1 / .2), negative: the policy says it too often."""
     logprobs, teacher = torch.tensor([0.2, 0.2]).log(), torch.tensor([0.1, 0.4]).log()
-    found = reverse_kl_advantages(logprobs, teacher, torch.tensor([True, True]))
+    found = reverse_kl(logprobs, teacher, torch.tensor([True, True]))
     assert found.tolist() == pytest.approx([-0.693147, 0.693147], abs=1e-6) and found.dtype == torch.float64
 
 
 def test_masked_values_reach_nothing() -> None:
     logprobs, teacher = torch.tensor([math.nan, -1.0]), torch.tensor([-math.inf, -2.0])
-    assert reverse_kl_advantages(logprobs, teacher, torch.tensor([False, True])).tolist() == [0.0, -1.0]
+    assert reverse_kl(logprobs, teacher, torch.tensor([False, True])).tolist() == [0.0, -1.0]
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl() -> None:
@@ -31,7 +41,7 @@ def test_expected_gradient_is_that_of_the_reverse_kl() -> None:
     logprobs = logits.log_softmax(0)
     (kl_gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits, retain_graph=True)
     own = logprobs.detach()
-    advantages = reverse_kl_advantages(own, teacher, torch.ones(5).bool())
+    advantages = reverse_kl(own, teacher, torch.ones(5).bool())
     (gradient,) = torch.autograd.grad((own.exp() * advantages * logprobs).sum(), logits)
     torch.testing.assert_close(gradient, -kl_gradient, rtol=0, atol=1e-14)
 
@@ -61,4 +71,4 @@ def test_rewards_are_needed_only_where_they_count() -> None:
 
 def test_bad_columns() -> None:
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
-        reverse_kl_advantages(torch.zeros(2), torch.zeros(3), torch.ones(2).bool())
+        reverse_kl(torch.zeros(2), torch.zeros(3), torch.ones(2).bool())

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs
+from hybrid_rl.algos import ADVANTAGES, AdvantageEstimator, AdvantageInputs
 from hybrid_rl.algos.advantages import (
-    ESTIMATORS,
     GAE,
     GPG,
     GRPO,
@@ -23,9 +22,10 @@ from hybrid_rl.algos.advantages import (
     VTrace,
 )
 from tests.unit.algos.advantages.ranks import on_ranks
+from tests.unit.algos.variants import records
 
 VARIANTS: list[AdvantageEstimator] = [
-    *(record() for record in ESTIMATORS),
+    *(record() for record in records(ADVANTAGES).values()),
     *(GRPO(scale_rewards=scale) for scale in ("batch", "mad", "none")),
     *(GRPO(scale_rewards=scale, token_level=True) for scale in ("group", "batch", "mad", "none")),
     GPG(scale_rewards="group"),

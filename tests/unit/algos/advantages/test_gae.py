@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.algos.advantages import GAE, VAPO, generalized_advantages, length_adaptive_lambda
-from hybrid_rl.algos.inputs import AdvantageInputs
+from hybrid_rl.algos.interface import AdvantageInputs
 
 
 def reference(

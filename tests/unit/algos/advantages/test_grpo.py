@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.algos import GRPO, AdvantageInputs, group_has_signal, group_relative_advantages
-from hybrid_rl.algos.advantages import STD_FLOOR, process_advantages
+from hybrid_rl.algos.advantages import STD_FLOOR
 from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.errors import ConfigError
 
@@ -189,14 +189,15 @@ def process_reference(
 
 
 def process(samples: list[tuple[int, float, list[float], list[bool]]], scale: str = "group") -> list[float]:
-    return process_advantages(
-        torch.tensor([o + sum(tokens) for _, o, tokens, _ in samples], dtype=torch.float64),
-        torch.tensor([r for _, _, tokens, _ in samples for r in tokens], dtype=torch.float64),
-        torch.tensor([g for g, *_ in samples]),
-        torch.tensor([m for *_, made in samples for m in made], dtype=torch.bool),
-        torch.tensor([i for i, s in enumerate(samples) for _ in s[2]], dtype=torch.int64),
-        scale_rewards=scale,
-    ).tolist()
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([o + sum(tokens) for _, o, tokens, _ in samples], dtype=torch.float64),
+        groups=torch.tensor([g for g, *_ in samples]),
+        rows=torch.tensor([i for i, s in enumerate(samples) for _ in s[2]], dtype=torch.int64),
+        mask=torch.tensor([m for *_, made in samples for m in made], dtype=torch.bool),
+        token_rewards=torch.tensor([r for _, _, tokens, _ in samples for r in tokens], dtype=torch.float64),
+    )
+    record = GRPO(token_level=True, scale_rewards=scale)  # type: ignore[arg-type]
+    return record.compute(inputs).advantages.tolist()
 
 
 def test_process_supervision_by_hand() -> None:
@@ -216,9 +217,9 @@ def test_process_supervision_without_rewards_of_tokens_is_grpo() -> None:
 def test_rounding_of_dense_rewards_is_no_outcome() -> None:
     """Totals that differ from the sum of float32 rewards in the last digits: no outcome of zero joins the steps."""
     tokens = torch.tensor([0.1, 0.7, 0.3, 0.9], dtype=torch.float32)
-    args = (torch.tensor([0, 0]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]))
-    rough = process_advantages(torch.tensor([0.8, 1.2], dtype=torch.float64), tokens, *args)
-    exact = process_advantages(tokens.double().view(2, 2).sum(1), tokens, *args)
+    args = (torch.tensor([0, 0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), tokens)
+    totals = (torch.tensor([0.8, 1.2], dtype=torch.float64), tokens.double().view(2, 2).sum(1))
+    rough, exact = (GRPO(token_level=True).compute(AdvantageInputs(total, *args)).advantages for total in totals)
     torch.testing.assert_close(rough, exact, rtol=0, atol=1e-12)
 
 

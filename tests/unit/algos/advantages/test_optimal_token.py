@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.advantages import optimal_token_advantages
+from hybrid_rl.algos import AdvantageInputs
+from hybrid_rl.algos.advantages import OptimalTokenBaseline
 
 NAN = math.nan
 
@@ -41,15 +42,16 @@ def found(samples: list[dict[str, list[float]]], rewards: list[float], groups: l
     def column(name: str) -> torch.Tensor:
         return torch.tensor([value for sample in samples for value in sample[name]], dtype=torch.float64)
 
-    return optimal_token_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
-        column("token"),
-        torch.tensor(groups),
-        column("p").log(),
-        column("squares"),
-        column("made").bool(),
-        torch.tensor([i for i, sample in enumerate(samples) for _ in sample["made"]]),
-    ).tolist()
+    inputs = AdvantageInputs(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        groups=torch.tensor(groups),
+        rows=torch.tensor([i for i, sample in enumerate(samples) for _ in sample["made"]]),
+        mask=column("made").bool(),
+        token_rewards=column("token"),
+        logprobs=column("p").log(),
+        sum_pi_squared=column("squares"),
+    )
+    return OptimalTokenBaseline().compute(inputs).advantages.tolist()
 
 
 def test_by_hand() -> None:
@@ -87,15 +89,16 @@ def test_energy_is_the_norm_of_the_gradient_of_the_logits() -> None:
     chosen = logprobs[[0, 1], [2, 0]]
     (gradient,) = torch.autograd.grad(chosen.sum(), logits)
     energy = (gradient**2).sum(1).tolist()
-    advantages = optimal_token_advantages(
-        torch.tensor([1.0, 0.0]),
-        torch.zeros(2),
-        torch.tensor([0, 0]),
-        chosen.detach(),
-        (logprobs.detach().exp() ** 2).sum(1),
-        torch.ones(2, dtype=torch.bool),
-        torch.arange(2),
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 0.0]),
+        groups=torch.tensor([0, 0]),
+        rows=torch.arange(2),
+        mask=torch.ones(2, dtype=torch.bool),
+        token_rewards=torch.zeros(2),
+        logprobs=chosen.detach(),
+        sum_pi_squared=(logprobs.detach().exp() ** 2).sum(1),
     )
+    advantages = OptimalTokenBaseline().compute(inputs).advantages
     baseline = energy[0] / sum(energy)
     assert advantages.tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-7)
 

@@ -9,7 +9,8 @@ import statistics
 import pytest
 import torch
 
-from hybrid_rl.algos.advantages import STD_FLOOR, PassAtK, max_of_group_advantages, pass_at_k_advantages
+from hybrid_rl.algos.advantages import STD_FLOOR, MaxOfGroup, PassAtK
+from hybrid_rl.errors import ConfigError
 
 NAN = math.nan
 
@@ -32,14 +33,14 @@ def subsets_reference(rewards: list[float], pass_k: int) -> list[float]:
 def test_against_all_subsets(size: int, pass_k: int) -> None:
     for successes in range(size + 1):
         rewards = [1.0] * successes + [0.0] * (size - successes)
-        found = pass_at_k_advantages(torch.tensor(rewards), torch.full((size,), 7), pass_k=pass_k)
+        found = PassAtK(pass_k=pass_k).of_samples(torch.tensor(rewards), torch.full((size,), 7))
         assert found.tolist() == pytest.approx(subsets_reference(rewards, pass_k), rel=1e-12, abs=1e-12)
         assert float(found.sum()) == pytest.approx(0, abs=1e-12)
 
 
 def test_by_hand() -> None:
     """One success of four, k = 2: of six pairs three fail, R = sigma = 1/2; of a failure's three pairs two fail."""
-    found = pass_at_k_advantages(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros(4).long(), pass_k=2)
+    found = PassAtK(pass_k=2).of_samples(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros(4).long())
     assert found.tolist() == pytest.approx([-1 / 3, 1, -1 / 3, -1 / 3], rel=1e-14)
 
 
@@ -49,24 +50,24 @@ def test_groups_that_say_nothing_are_exactly_zero() -> None:
     groups = [[1.0] * 5, [0.0] * 5, [1.0, 1.0, 1.0, 0.0], [1.0, 0.0], [], [1.0, 0.0, 0.0, NAN, 0.0]]
     rewards = torch.tensor([reward for group in groups for reward in group])
     index = torch.tensor([g for g, group in enumerate(groups) for _ in group])
-    found = pass_at_k_advantages(rewards, index, pass_k=2).tolist()
+    found = PassAtK(pass_k=2).of_samples(rewards, index).tolist()
     assert found[:-5] == [0.0] * 16
     a, b, c, d = subsets_reference([1.0, 0.0, 0.0, 0.0], 2)
     assert found[-5:] == pytest.approx([a, b, c, 0.0, d], rel=1e-12)
 
 
 def test_threshold_makes_rewards_binary() -> None:
-    graded = pass_at_k_advantages(
-        torch.tensor([0.9, 0.5, 0.2, 0.1]), torch.zeros(4).long(), pass_k=2, success_threshold=0.5
+    graded = PassAtK(pass_k=2, success_threshold=0.5).of_samples(
+        torch.tensor([0.9, 0.5, 0.2, 0.1]), torch.zeros(4).long()
     )
-    binary = pass_at_k_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.zeros(4).long(), pass_k=2)
+    binary = PassAtK(pass_k=2).of_samples(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.zeros(4).long())
     assert graded.tolist() == binary.tolist() and bool((binary != 0).all())
 
 
 def test_a_group_must_be_larger_than_k() -> None:
     assert PassAtK(pass_k=4).min_generations == 5 and PassAtK(pass_k=1).min_generations == 2
-    with pytest.raises(ValueError, match="pass_k=0"):
-        pass_at_k_advantages(torch.zeros(2), torch.zeros(2).long(), pass_k=0)
+    with pytest.raises(ConfigError, match="pass_k=0"):
+        PassAtK(pass_k=0)
 
 
 def test_max_of_group() -> None:
@@ -74,8 +75,8 @@ def test_max_of_group() -> None:
     rewards = torch.tensor([0.5, 2.0, NAN, 1.0, 3.0, 3.0, -1.0, 4.0])
     groups = torch.tensor([3, 3, 3, 3, 0, 0, 0, 9])
     expected = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert max_of_group_advantages(rewards, groups).tolist() == expected
-    scaled = max_of_group_advantages(rewards, groups, scale_rewards="group").tolist()
+    assert MaxOfGroup().of_samples(rewards, groups).tolist() == expected
+    scaled = MaxOfGroup(scale_rewards="group").of_samples(rewards, groups).tolist()
     assert scaled[1] == pytest.approx(1 / (statistics.stdev([0.5, 2.0, 1.0]) + STD_FLOOR), rel=1e-14)
     assert scaled[:1] + scaled[2:] == [0.0] * 7
 
@@ -83,7 +84,7 @@ def test_max_of_group() -> None:
 def test_max_of_group_is_leave_one_out() -> None:
     """max of all - max of all others, in 200 random groups of one call."""
     rewards = torch.rand(200, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = max_of_group_advantages(rewards.flatten(), torch.arange(200).repeat_interleave(5)).view_as(rewards)
+    found = MaxOfGroup().of_samples(rewards.flatten(), torch.arange(200).repeat_interleave(5)).view_as(rewards)
     for row, advantages in zip(rewards.tolist(), found.tolist(), strict=True):
         expected = [max(row) - max(row[:i] + row[i + 1 :]) for i in range(5)]
         assert advantages == pytest.approx(expected, abs=1e-15)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.algos.advantages import SFT, Rejection, accepted_samples
-from hybrid_rl.algos.inputs import AdvantageInputs
+from hybrid_rl.algos.advantages import SFT, Rejection
+from hybrid_rl.algos.interface import AdvantageInputs
 from hybrid_rl.errors import ConfigError
 
 NAN = math.nan
@@ -28,14 +28,14 @@ def test_sft_learns_every_token_of_the_policy() -> None:
     )
     found = SFT().compute(inputs)
     assert found.advantages.tolist() == [1.0, 0.0, 1.0, 1.0] and found.advantages.dtype == torch.float64
-    assert not SFT.needs_rewards
+    assert not SFT().needs_rewards
 
 
 def test_by_hand() -> None:
     rewards, groups = torch.tensor([0.2, 0.9, 0.9, NAN, 0.5, 0.1]), torch.tensor([7, 7, 7, 7, 2, 2])
 
     def accepted(threshold: float | None, num_best: int | None) -> list[int]:
-        found = accepted_samples(rewards, groups, reward_threshold=threshold, num_best=num_best)
+        found = Rejection(reward_threshold=threshold, num_best=num_best).of_samples(rewards, groups)
         return torch.nonzero(found)[:, 0].tolist()
 
     assert accepted(None, 1) == [1, 4]  # of equal ones the first
@@ -55,7 +55,7 @@ def test_best_of_groups_against_sorting(samples: list[tuple[int, float]], num_be
     for group in {g for g, _ in samples}:
         mates = [i for i, (g, r) in enumerate(samples) if g == group and not math.isnan(r)]
         expected |= set(sorted(mates, key=lambda i: -samples[i][1])[:num_best])
-    found = accepted_samples(rewards, groups, reward_threshold=None, num_best=num_best)
+    found = Rejection(num_best=num_best).of_samples(rewards, groups)
     assert set(torch.nonzero(found)[:, 0].tolist()) == expected
 
 

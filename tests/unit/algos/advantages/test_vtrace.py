@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.advantages import VTrace, generalized_advantages, vtrace
-from hybrid_rl.algos.inputs import AdvantageInputs
+from hybrid_rl.algos.advantages import VTrace, generalized_advantages
+from hybrid_rl.algos.interface import AdvantageInputs
+from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.errors import ConfigError
 
 
@@ -40,6 +41,22 @@ def random_columns(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torc
     return rewards, values, logprobs, rollout
 
 
+def vtrace(rewards: torch.Tensor, *columns: torch.Tensor, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and targets of these rewards of tokens. columns: values, logprobs, rollout_logprobs, mask, rows."""
+    values, logprobs, rollout, mask, rows = columns
+    total = row_sum(rewards, rows, int(rows.max()) + 1)
+    found = VTrace(**options).compute(  # type: ignore[arg-type]
+        AdvantageInputs(
+            *(total, torch.arange(len(total)), rows, mask, rewards),
+            values=values,
+            logprobs=logprobs,
+            rollout_logprobs=rollout,
+        )
+    )
+    assert found.returns is not None
+    return found.advantages, found.returns
+
+
 LENGTHS = [3, 0, 7, 1]
 ROWS = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
 
@@ -50,7 +67,7 @@ ROWS = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
 def test_against_the_sum_of_products(gamma: float, lam: float, rho_clip: float, c_clip: float) -> None:
     columns = random_columns(LENGTHS)
     options = {"gamma": gamma, "lam": lam, "rho_clip": rho_clip, "c_clip": c_clip}
-    found = vtrace(*columns, torch.ones(11).bool(), ROWS, 4, **options)
+    found = vtrace(*columns, torch.ones(11).bool(), ROWS, **options)
     expected: tuple[list[float], list[float]] = ([], [])
     for r, v, p, q in zip(*(column.split(LENGTHS) for column in columns), strict=True):
         parts = reference(r.tolist(), v.tolist(), (p - q).exp().tolist(), gamma, lam, rho_clip, c_clip)
@@ -65,7 +82,7 @@ def test_on_policy_it_is_gae() -> None:
     rewards, values, logprobs, _ = random_columns(LENGTHS)
     mask = torch.ones(11).bool()
     for lam in (1.0, 0.7):
-        advantages, targets = vtrace(rewards, values, logprobs, logprobs, mask, ROWS, 4, gamma=0.9, lam=lam)
+        advantages, targets = vtrace(rewards, values, logprobs, logprobs, mask, ROWS, gamma=0.9, lam=lam)
         expected, returns = generalized_advantages(rewards, values, mask, ROWS, 4, gamma=0.9, lam=lam)
         torch.testing.assert_close(targets, returns, rtol=0, atol=1e-12)
         if lam == 1.0:
@@ -77,7 +94,7 @@ def test_masked_tokens_and_overflow() -> None:
     mask = torch.tensor([True, False, True])
     logprobs, rollout = torch.tensor([0.0, math.nan, 0.0]), torch.tensor([-1e6, 0.0, 0.0])
     rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, math.inf, 0.25])
-    advantages, targets = vtrace(rewards, values, logprobs, rollout, mask, torch.zeros(3).long(), 1, gamma=1.0)
+    advantages, targets = vtrace(rewards, values, logprobs, rollout, mask, torch.zeros(3).long(), gamma=1.0)
     assert advantages.tolist() == [0.5, 0.0, 0.75] and targets.tolist() == [1.0, 0.0, 1.0]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rl.algos.advantages import whitened
-from hybrid_rl.algos.inputs import alone
+from hybrid_rl.algos.interface import alone
 from tests.unit.algos.advantages.ranks import on_ranks
 
 

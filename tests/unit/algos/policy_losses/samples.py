@@ -51,6 +51,20 @@ def part(given: Columns, samples: list[int]) -> tuple[Columns, Tensor]:
     return cut, places
 
 
+def loss_of(
+    record: PolicyObjective,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    rows: Tensor,
+    num_rows: int,
+    **more: Any,
+) -> PolicyLoss:
+    """The loss of columns that are written down in a test."""
+    return record.loss(LossInputs(logprobs, old_logprobs, advantages, mask, rows, num_rows, **more))
+
+
 def loss_and_gradient(record: PolicyObjective, given: Columns, **more: Any) -> tuple[PolicyLoss, Tensor]:
     """The loss, and the gradient of its sum over the tokens in it by each logprob."""
     loss = record.loss(LossInputs(**given, num_rows=int(given["rows"].max()) + 1, version=VERSION, **more))

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import CISPO, cispo_policy_loss
-from tests.unit.algos.policy_losses.samples import MASK, assert_is, columns, loss_and_gradient, samples
+from hybrid_rl.algos.policy_losses import CISPO
+from tests.unit.algos.policy_losses.samples import MASK, assert_is, columns, loss_and_gradient, loss_of, samples
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, 4.0), (None, 0.2), (0.3, 0.2)])
@@ -35,15 +35,14 @@ def test_one_token_by_hand() -> None:
     """r = 1.5, bound 1.2, A = 2, ln p = -3: loss 1.2 * 2 * 3 = 7.2, gradient -2.4 (PPO would have 0)."""
     logprob = torch.tensor([-3.0], dtype=torch.float64, requires_grad=True)
     old = logprob.detach() - math.log(1.5)
-    loss = cispo_policy_loss(
+    loss = loss_of(
+        CISPO(epsilon=0.2, epsilon_high=0.2),
         logprob,
         old,
         torch.tensor([2.0], dtype=torch.float64),
         torch.tensor([True]),
         torch.tensor([0]),
         1,
-        epsilon=0.2,
-        epsilon_high=0.2,
     )
     loss.per_token.sum().backward()
     assert logprob.grad is not None

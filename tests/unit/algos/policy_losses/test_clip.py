@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import PolicyLoss, clipped_policy_loss, token_weights
+from hybrid_rl.algos import PolicyLoss, token_weights
 from hybrid_rl.algos.policy_losses import Clip
 from hybrid_rl.errors import ConfigError
-from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, samples
+from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, loss_of, samples
 
 DAPO = {"epsilon": 0.2, "epsilon_high": 0.28}
 
@@ -22,7 +22,7 @@ def single(ratio: float, advantage: float, **options: Any) -> tuple[PolicyLoss, 
     logprob = torch.tensor([math.log(ratio) - 1.5], dtype=torch.float64, requires_grad=True)
     old, advantages = torch.tensor([-1.5], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
     one = torch.zeros(1, dtype=torch.int64)
-    loss = clipped_policy_loss(logprob, old, advantages, one == 0, one, 1, **{**DAPO, **options})
+    loss = loss_of(Clip(**{**DAPO, **options}), logprob, old, advantages, one == 0, one, 1)
     loss.per_token.sum().backward()
     assert logprob.grad is not None
     return loss, loss.per_token.item(), logprob.grad.item()
@@ -103,15 +103,7 @@ def test_a_ratio_beyond_float32(
         bound = options.get("delta", options.get("dual_clip"))
         value, slope = (math.exp(20), math.exp(20)) if bound is None else (bound, 0.0)
     logprob, one = torch.tensor([-1.0], requires_grad=True), torch.zeros(1, dtype=torch.int64)
-    loss = clipped_policy_loss(
-        logprob,
-        torch.tensor([-90.0]),
-        torch.tensor([advantage]),
-        one == 0,
-        one,
-        1,
-        **{"epsilon": 0.2, "epsilon_high": 0.2, **options},
-    )
+    loss = loss_of(Clip(**options), logprob, torch.tensor([-90.0]), torch.tensor([advantage]), one == 0, one, 1)
     loss.per_token.sum().backward()
     assert logprob.grad is not None
     assert (loss.per_token.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-6)
@@ -121,7 +113,7 @@ def test_at_the_old_policy_the_gradient_is_that_of_reinforce() -> None:
     """Ratio exactly 1 (old = own logprobs, detached): value -A, gradient -A, not half of it at the tie of the min."""
     logprobs = torch.tensor([-0.1, -2.0, -7.0], requires_grad=True)
     advantages, rows = torch.tensor([1.0, -3.0, 0.5]), torch.tensor([0, 0, 1])
-    loss = clipped_policy_loss(logprobs, logprobs, advantages, rows >= 0, rows, 2, **DAPO)
+    loss = loss_of(Clip(**DAPO), logprobs, logprobs, advantages, rows >= 0, rows, 2)
     assert loss.ratio.tolist() == [1.0] * 3
     loss.per_token.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 3.0, -0.5]
@@ -145,9 +137,7 @@ def test_sequence_level_is_gspo(sequences: dict[str, Tensor]) -> None:
     d ratio / d logprob_t = ratio / |y|, and every token of the row carries the ratio: -A ratio |y| / |y| for each
     unmasked token, where the three places of row 1 (one of them masked, weight 0 later) are left out here.
     """
-    loss = clipped_policy_loss(
-        **sequences, num_rows=2, epsilon=0.5, epsilon_high=0.5, importance_sampling_level="sequence"
-    )
+    loss = loss_of(Clip(epsilon=0.5, importance_sampling_level="sequence"), **sequences, num_rows=2)
     assert loss.ratio.tolist() == pytest.approx([1.221403] * 5, abs=5e-7)
     assert loss.per_token.tolist() == pytest.approx([-1.221403] * 2 + [2 * 1.221403, 0, 2 * 1.221403], abs=1e-6)
     loss.per_token[sequences["mask"]].sum().backward()
@@ -158,9 +148,7 @@ def test_sequence_level_is_gspo(sequences: dict[str, Tensor]) -> None:
 
 def test_sequence_level_clips_whole_sequences(sequences: dict[str, Tensor]) -> None:
     """At GSPO's 4e-4 row 0 (A > 0) is clipped, row 1 (A < 0, ratio above 1) is not."""
-    loss = clipped_policy_loss(
-        **sequences, num_rows=2, epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence"
-    )
+    loss = loss_of(Clip(epsilon=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence"), **sequences, num_rows=2)
     assert loss.clipped_high.tolist() == [True, True, False, False, False] and not loss.clipped_low.any()
     assert loss.per_token[:2].tolist() == pytest.approx([-1.0004] * 2, rel=1e-12)
     loss.per_token[sequences["mask"]].sum().backward()
@@ -205,13 +193,11 @@ def test_gspo_token_differs_where_advantages_do() -> None:
         "mask": torch.tensor([True, True]),
         "rows": torch.tensor([0, 0]),
         "num_rows": 1,
-        "epsilon": 0.5,
-        "epsilon_high": 0.5,
     }
     slopes = {}
     for level in ("sequence", "sequence_token"):
         logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-        loss = clipped_policy_loss(logprobs, importance_sampling_level=level, **arguments)  # type: ignore[arg-type]
+        loss = loss_of(Clip(epsilon=0.5, importance_sampling_level=level), logprobs, **arguments)  # type: ignore[arg-type]
         assert loss.per_token.tolist() == pytest.approx([-1.221403, 1.221403], abs=5e-7)
         (slopes[level],) = torch.autograd.grad(loss.per_token.sum(), logprobs)
     assert slopes["sequence"].tolist() == [0.0, 0.0]
@@ -241,7 +227,7 @@ def test_luspo_is_the_sequence_level_with_sequence_sum() -> None:
 def test_levels_agree_on_single_tokens() -> None:
     arguments = (-torch.rand(6), -torch.rand(6), torch.randn(6), torch.ones(6, dtype=torch.bool), torch.arange(6), 6)
     token, sequence, both = (
-        clipped_policy_loss(*arguments, **DAPO, importance_sampling_level=level)
+        loss_of(Clip(**DAPO, importance_sampling_level=level), *arguments)
         for level in ("token", "sequence", "sequence_token")
     )
     assert torch.equal(token.per_token, sequence.per_token) and torch.equal(token.per_token, both.per_token)
@@ -254,7 +240,7 @@ def test_masked_tokens_cannot_poison_the_gradient(level: str, wild: float) -> No
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old = torch.tensor([-1.1, wild, -1.0])
     mask, rows = torch.tensor([True, False, True]), torch.tensor([0, 0, 1])
-    loss = clipped_policy_loss(logprobs, old, torch.ones(3), mask, rows, 2, **DAPO, importance_sampling_level=level)
+    loss = loss_of(Clip(**DAPO, importance_sampling_level=level), logprobs, old, torch.ones(3), mask, rows, 2)
     torch.where(mask, loss.per_token, torch.zeros(3)).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.1), 0.0, -1.0], rel=1e-6)
@@ -263,7 +249,7 @@ def test_masked_tokens_cannot_poison_the_gradient(level: str, wild: float) -> No
 def test_gradients_flow_through_logprobs_only() -> None:
     logprobs, old, advantages = (torch.full((2,), -1.0, requires_grad=True) for _ in range(3))
     rows = torch.zeros(2, dtype=torch.int64)
-    clipped_policy_loss(logprobs, old, advantages, rows == 0, rows, 1, **DAPO).per_token.sum().backward()
+    loss_of(Clip(**DAPO), logprobs, old, advantages, rows == 0, rows, 1).per_token.sum().backward()
     assert logprobs.grad is not None and old.grad is None and advantages.grad is None
 
 
@@ -271,9 +257,8 @@ def test_gradients_flow_through_logprobs_only() -> None:
     ("change", "message"),
     [
         ({"advantages": torch.zeros(1)}, r"must all be \[T\]"),
-        ({"importance_sampling_level": "word"}, "'word' is unknown; use token, sequence or sequence_token"),
     ],
 )
 def test_bad_arguments(sequences: dict[str, Tensor], change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        clipped_policy_loss(**{**sequences, "num_rows": 2, **DAPO, **change})
+        loss_of(Clip(**DAPO), **{**sequences, **change}, num_rows=2)  # type: ignore[arg-type]

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import LossInputs, WholeMiniBatch, clipped_policy_loss
+from hybrid_rl.algos import Clip, LossInputs, WholeMiniBatch
 from hybrid_rl.algos.policy_losses.covariance import (
     ClipCov,
     KLCov,
     draw_by_covariance,
     highest_covariance,
-    selected_kl_policy_loss,
     token_covariance,
     token_keys,
 )
@@ -183,9 +182,7 @@ def test_clip_cov_takes_the_gradient_from_what_was_drawn() -> None:
     given = micro_batch()
     loss = ClipCov().loss(given)
     (gradient,) = torch.autograd.grad(loss.per_token[given.mask].sum(), given.logprobs)
-    plain = clipped_policy_loss(
-        given.logprobs, given.old_logprobs, given.advantages, given.mask, given.rows, 2, epsilon=1.0, epsilon_high=1.0
-    )
+    plain = Clip(epsilon=1.0).loss(given)
     (expected,) = torch.autograd.grad(plain.per_token[given.mask].sum(), given.logprobs)
     drawn = torch.arange(10) % 3 == 0
     assert not loss.per_token[drawn].any() and not gradient[drawn].any() and expected[drawn & given.mask].all()
@@ -218,10 +215,11 @@ def test_kl_cov_against_a_loop(coef: float) -> None:
 
 def test_kl_cov_does_not_clip_and_begins_as_reinforce() -> None:
     """At ratio 1 the penalty has no gradient yet."""
-    log_ratio = torch.tensor([0.0, 3.0], dtype=torch.float64, requires_grad=True)
-    advantages, chosen = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([True, False])
-    selected_kl_policy_loss(log_ratio, advantages, chosen, coef=1.0).per_token.sum().backward()
-    assert log_ratio.grad is not None and log_ratio.grad.tolist() == pytest.approx([-1.0, -math.exp(3.0)], rel=1e-12)
+    logprobs = torch.tensor([0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    old, chosen, rows = torch.zeros(2).double(), torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
+    inputs = LossInputs(logprobs, old, torch.ones(2).double(), rows == 0, rows, 1, prepared=chosen)
+    KLCov().loss(inputs).per_token.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-1.0, -math.exp(3.0)], rel=1e-12)
 
 
 @pytest.mark.parametrize("record", [ClipCov(clip_cov_ratio=0.2, clip_cov_lb=0.0), KLCov(kl_cov_ratio=0.2)])
@@ -260,11 +258,9 @@ def test_masked_tokens_cannot_poison_anything(record: Any, wild: float) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"prepared must be \(10,\), .* not None"):
+    with pytest.raises(ValueError, match=r"the column prepared is None"):
         ClipCov().loss(micro_batch(prepared=None))
-    with pytest.raises(ValueError, match=r"prepared must be \(10,\), .* not \(9,\)"):
+    with pytest.raises(ValueError, match=r"must all be \[T\].*'prepared': \(9,\)"):
         KLCov().loss(micro_batch(prepared=torch.zeros(9)))
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         token_covariance(torch.zeros(2), torch.zeros(3), torch.ones(2, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"must all be \[T\]"):
-        selected_kl_policy_loss(torch.zeros(2), torch.zeros(2), torch.ones(1, dtype=torch.bool), coef=1.0)

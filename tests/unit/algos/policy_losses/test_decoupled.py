@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import A3PO, Clip, Decoupled, decoupled_policy_loss, log_linear_proximal
+from hybrid_rl.algos.policy_losses import A3PO, Clip, Decoupled
+from hybrid_rl.algos.policy_losses.decoupled import log_linear_proximal
 from tests.unit.algos.policy_losses.samples import (
     MASK,
     VERSION,
@@ -15,6 +16,7 @@ from tests.unit.algos.policy_losses.samples import (
     assert_is,
     columns,
     loss_and_gradient,
+    loss_of,
     samples,
 )
 
@@ -99,9 +101,9 @@ def test_bad_arguments() -> None:
         log_linear_proximal(one, one, torch.tensor([8]), version=7)
     with pytest.raises(ValueError, match=r"versions must all be \[T\]"):
         log_linear_proximal(one, one, torch.tensor([8, 8]), version=9)
-    with pytest.raises(ValueError, match=r"behavior_logprobs must all be \[T\]"):
-        decoupled_policy_loss(one, one, torch.zeros(2), one, one == 0, one.long(), 1, epsilon=0.2, epsilon_high=0.2)
+    with pytest.raises(ValueError, match=r"rollout_logprobs must all be \[T\]"):
+        loss_of(Decoupled(), one, one, one, one == 0, one.long(), 1, rollout_logprobs=torch.zeros(2))
     given = columns()
     del given["token_versions"]
-    with pytest.raises(ValueError, match="token_versions is None, but a3po needs"):
+    with pytest.raises(ValueError, match="the column token_versions is None"):
         loss_and_gradient(A3PO(), given)

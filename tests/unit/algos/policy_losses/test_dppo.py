@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import LossInputs, PolicyLoss
-from hybrid_rl.algos.policy_losses.dppo import DPPO, binary_divergence, divergence_policy_loss, top_divergence
+from hybrid_rl.algos.policy_losses.dppo import DPPO, binary_divergence, top_divergence
 
 V = 12
 
@@ -90,7 +90,7 @@ def test_the_only_best_token_sampled_is_the_binary_divergence() -> None:
 def single(ratio: float, advantage: float, divergence: float, clip_ratio_c: float | None) -> tuple[PolicyLoss, Any]:
     log_ratio = logs(ratio).requires_grad_()
     divergences, advantages = (torch.tensor([x], dtype=torch.float64) for x in (divergence, advantage))
-    loss = divergence_policy_loss(log_ratio, advantages, divergences, threshold=0.2, clip_ratio_c=clip_ratio_c)
+    loss = DPPO(divergence_threshold=0.2, clip_ratio_c=clip_ratio_c).surrogate(log_ratio, advantages, divergences)
     loss.per_token.sum().backward()
     assert log_ratio.grad is not None
     return loss, (loss.per_token.item(), log_ratio.grad.item())
@@ -230,10 +230,10 @@ def test_how_tokens_are_cut_changes_nothing(divergence_type: Any) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="topk_tv needs log_probs, token_ids, .*choose binary_tv"):
+    with pytest.raises(ValueError, match="the column old_top_ids is None"):
         DPPO(divergence_type="topk_tv").loss(inputs(old_top_ids=None))
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
-        divergence_policy_loss(torch.zeros(2), torch.zeros(2), torch.zeros(3), threshold=0.1, clip_ratio_c=None)
+        DPPO().surrogate(torch.zeros(2), torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match="kind='js' is unknown; use tv or kl"):
         binary_divergence(torch.zeros(2), torch.zeros(2), "js")
     with pytest.raises(ValueError, match=r"must all be \[T\]"):

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import GMPO, Clip, geometric_mean_policy_loss
-from tests.unit.algos.policy_losses.samples import MASK, ROWS, assert_is, columns, loss_and_gradient, samples
+from hybrid_rl.algos import LossInputs
+from hybrid_rl.algos.policy_losses import GMPO, Clip
+from tests.unit.algos.policy_losses.samples import MASK, assert_is, columns, loss_and_gradient, loss_of, samples
 
 
 @pytest.mark.parametrize("high", [None, 0.1])
@@ -51,9 +52,7 @@ def test_one_completion_by_hand() -> None:
     mask, rows = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     for advantage, value, clipped in ((2.0, -2 * 0.846482, 0), (-2.0, 2 * 1.262802, 2)):
         logprobs = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
-        loss = geometric_mean_policy_loss(
-            logprobs, old, torch.full((3,), advantage).double(), mask, rows, 1, epsilon=0.4, epsilon_high=0.4
-        )
+        loss = loss_of(GMPO(), logprobs, old, torch.full((3,), advantage).double(), mask, rows, 1)
         assert loss.per_token.tolist() == pytest.approx([value] * 3, abs=2e-6)
         (gradient,) = torch.autograd.grad(loss.per_token.mean(), logprobs)
         assert [gradient[t].item() == 0 for t in range(3)] == [t == clipped for t in range(3)]
@@ -70,13 +69,8 @@ def test_within_the_bounds_it_is_gspo() -> None:
 
 def test_a_shift_is_part_of_the_ratio() -> None:
     given = columns()
-    arguments = (given["advantages"], MASK, ROWS, 6)
     shift = torch.linspace(-0.5, 0.1, len(MASK), dtype=torch.float64)
-    bounds = {"epsilon": 0.4, "epsilon_high": 0.4}
-    shifted = geometric_mean_policy_loss(
-        given["logprobs"], given["old_logprobs"], *arguments, **bounds, log_shift=shift
-    )
-    moved = geometric_mean_policy_loss(given["logprobs"], given["old_logprobs"] - shift, *arguments, **bounds)
+    inputs = LossInputs(**given, num_rows=6)
+    shifted = GMPO().geometric_mean(inputs, inputs.log_ratio + inputs.kept(shift))
+    moved, _ = loss_and_gradient(GMPO(), {**given, "old_logprobs": given["old_logprobs"] - shift})
     torch.testing.assert_close(shifted.per_token[MASK], moved.per_token[MASK], rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match=r"log_shift must all be \[T\]"):
-        geometric_mean_policy_loss(given["logprobs"], given["old_logprobs"], *arguments, **bounds, log_shift=shift[:3])

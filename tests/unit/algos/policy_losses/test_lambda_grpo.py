@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import WholeMiniBatch
-from hybrid_rl.algos.policy_losses import Clip, LambdaGRPO, length_bases, length_weights
+from hybrid_rl.algos.policy_losses import Clip, LambdaGRPO
+from hybrid_rl.algos.policy_losses.lambda_grpo import length_bases, length_weights
 from tests.unit.algos.policy_losses.samples import (
     GROUPS,
     LENGTHS,
@@ -136,7 +137,7 @@ def test_a_base_of_zero_or_less_is_refused() -> None:
 
 def test_bad_arguments() -> None:
     given = columns()
-    with pytest.raises(ValueError, match="lambda_grpo needs parameters"):
+    with pytest.raises(ValueError, match="the column parameters is None"):
         loss_and_gradient(LambdaGRPO(), given)
     with pytest.raises(ValueError, match=r"groups \[num_rows=6\]"):
         length_bases(MASK, ROWS, 6, GROUPS[:2], length_scale=0.1)

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import GMPO, RSPO, router_shift_policy_loss, router_shift_ratio
-from tests.unit.algos.policy_losses.samples import MASK, ROWS, WILD, Columns, columns, loss_and_gradient, part, samples
+from hybrid_rl.algos.policy_losses import GMPO, RSPO
+from hybrid_rl.algos.policy_losses.gmpo import router_shift_ratio
+from tests.unit.algos.policy_losses.samples import MASK, WILD, Columns, columns, loss_and_gradient, part, samples
 
 # Two layers, two experts: |differences| .1, .3, .2, .6 with mean .3; 1, 1, 1, 1 with mean 1; none.
 OLD = torch.full((3, 2, 2), -1.0, dtype=torch.float64)
@@ -27,17 +28,9 @@ def test_loss_written_out() -> None:
     """The shift multiplies the ratio of each token, then one-sided clips and the geometric mean."""
     given = columns()
     shift = torch.linspace(0.3, 1.0, len(MASK), dtype=torch.float64, requires_grad=True)
-    loss = router_shift_policy_loss(
-        given["logprobs"],
-        given["old_logprobs"],
-        given["advantages"],
-        MASK,
-        ROWS,
-        6,
-        shift,
-        epsilon=0.4,
-        epsilon_high=0.4,
-    )
+    now = shift.log()[:, None, None]
+    scores = {"router_logprobs": now, "old_router_logprobs": torch.zeros_like(now).detach()}
+    loss, _ = loss_and_gradient(RSPO(router_shift_floor=0.2), given, **scores)
     new, old, advantages = (given[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
     for places in samples(given):
         product = 1.0
@@ -104,7 +97,7 @@ def test_cuts_and_masked_tokens_change_nothing() -> None:
 
 
 def test_scores_must_be_there() -> None:
-    with pytest.raises(ValueError, match="objective=rspo needs router_logprobs and old_router_logprobs"):
+    with pytest.raises(ValueError, match="the column old_router_logprobs is None"):
         loss_and_gradient(RSPO(), columns(), router_logprobs=routers()["router_logprobs"])
 
 

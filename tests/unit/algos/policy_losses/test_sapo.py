@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import SAPO, soft_gated_policy_loss
-from tests.unit.algos.policy_losses.samples import MASK, assert_is, columns, loss_and_gradient, samples
+from hybrid_rl.algos.policy_losses import SAPO
+from tests.unit.algos.policy_losses.samples import MASK, assert_is, columns, loss_and_gradient, loss_of, samples
 
 
 def test_written_out() -> None:
@@ -39,15 +39,14 @@ def test_written_out() -> None:
 )
 def test_the_papers_temperatures_by_hand(ratio: float, advantage: float, value: float, slope: float) -> None:
     logprob = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    loss = soft_gated_policy_loss(
+    loss = loss_of(
+        SAPO(),
         logprob,
         logprob.detach() - math.log(ratio),
         torch.tensor([advantage], dtype=torch.float64),
         torch.tensor([True]),
         torch.tensor([0]),
         1,
-        temperature_pos=SAPO().sapo_temperature_pos,
-        temperature_neg=SAPO().sapo_temperature_neg,
     )
     loss.per_token.sum().backward()
     assert logprob.grad is not None
@@ -67,15 +66,14 @@ def test_the_gate_closes_smoothly_and_faster_for_negative_advantages() -> None:
 def test_a_ratio_beyond_float32_meets_a_closed_gate(advantage: float) -> None:
     """-4 / tau times A, and no gradient: it was 0 * inf."""
     logprob = torch.tensor([-1.0], requires_grad=True)
-    loss = soft_gated_policy_loss(
+    loss = loss_of(
+        SAPO(),
         logprob,
         torch.tensor([-90.0]),
         torch.tensor([advantage]),
         torch.tensor([True]),
         torch.tensor([0]),
         1,
-        temperature_pos=1.0,
-        temperature_neg=1.05,
     )
     loss.per_token.sum().backward()
     assert logprob.grad is not None

@@ -9,30 +9,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import LossInputs, clipped_policy_loss
-from hybrid_rl.algos.policy_losses.simko import SimKO, row_quantile, simko_policy_loss
+from hybrid_rl.algos import Clip, LossInputs
+from hybrid_rl.algos.policy_losses.simko import SimKO, row_quantile
+from hybrid_rl.config import load_config, resolve
+from tests.unit.training.written_estimators import Sample, Token
+from tests.unit.training.written_losses import Case, Ratio, Slopes, entropy_of, is_open, own, token_ratios
 
-OPTIONS = {"epsilon": 0.2, "epsilon_high": 0.2, "num_candidates": 3, "mix_topk_coef": 0.01, "lambda_top1": 1.1}
+OPTIONS: dict[str, Any] = {
+    "epsilon": 0.2,
+    "epsilon_high": 0.2,
+    "num_candidates": 3,
+    "mix_topk_coef": 0.01,
+    "lambda_top1": 1.1,
+}
 # ln of these; candidates in order: 2, 0, 3.
 P = (0.3, 0.1, 0.4, 0.15, 0.05)
 
 
 def single(token: int, advantage: float, ratio: float, forking: bool, **options: Any) -> tuple[Any, float, list[float]]:
     """The loss of one token of P: record, value, gradient by ln p of every token."""
-    log_probs = torch.tensor([P], dtype=torch.float64).log().requires_grad_()
+    log_probs = torch.tensor([P, P], dtype=torch.float64).log().requires_grad_()
     chosen = log_probs[:, token]
-    old = chosen.detach() - math.log(ratio)
-    loss = simko_policy_loss(
-        chosen - old,
-        torch.tensor([advantage], dtype=torch.float64),
-        log_probs,
-        torch.tensor([token]),
-        torch.tensor([forking]),
-        **{**OPTIONS, **options},
+    # Beside it another token of the sample, of advantage 0: the one with more entropy forks.
+    rows, entropy = torch.zeros(2, dtype=torch.int64), torch.tensor([float(forking), 0.5])
+    inputs = LossInputs(
+        logprobs=chosen,
+        old_logprobs=chosen.detach() - math.log(ratio),
+        advantages=torch.tensor([advantage, 0.0], dtype=torch.float64),
+        mask=rows == 0,
+        rows=rows,
+        num_rows=1,
+        entropy=entropy,
+        log_probs=log_probs,
+        token_ids=torch.full((2,), token),
     )
-    loss.per_token.sum().backward()
+    loss = SimKO(**{**OPTIONS, **options}).loss(inputs)
+    loss.per_token[0].backward()
     assert log_probs.grad is not None
-    return loss, loss.per_token.item(), log_probs.grad[0].tolist()
+    return loss, loss.per_token[0].item(), log_probs.grad[0].tolist()
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.1, 0.5])
@@ -43,7 +57,7 @@ def test_a_correct_forking_token_lifts_the_candidates(ratio: float) -> None:
     third = 0.01 / 3 * scale
     assert value == pytest.approx(scale, rel=1e-12)
     assert gradient == pytest.approx([third, 0.99 * scale, third, third, 0.0], rel=1e-12)
-    assert float(loss.ratio) == pytest.approx(ratio, rel=1e-12)
+    assert float(loss.ratio[0]) == pytest.approx(ratio, rel=1e-12)
 
 
 def test_a_correct_forking_token_that_is_a_candidate_gets_both() -> None:
@@ -80,7 +94,7 @@ def test_only_the_sampled_token_elsewhere(token: int, advantage: float, forking:
     expected = [0.0] * 5
     expected[token] = -1.1 * advantage * factor
     assert value == pytest.approx(expected[token], rel=1e-12) and gradient == pytest.approx(expected, rel=1e-12, abs=0)
-    assert float(loss.metrics["simko/punished_share"]) == (factor > 1)
+    assert float(loss.metrics["simko/punished_share"][0]) == (factor > 1)
 
 
 def test_without_advantage_nothing_moves() -> None:
@@ -97,7 +111,7 @@ def test_the_clip_stops_candidates_too(token: int, advantage: float, ratio: floa
     loss, got, gradient = single(token, advantage, ratio, True)
     assert got == pytest.approx(value, rel=1e-12)
     assert any(gradient) == (side == "")
-    assert (bool(loss.clipped_low), bool(loss.clipped_high)) == (side == "low", side == "high")
+    assert (bool(loss.clipped_low[0]), bool(loss.clipped_high[0])) == (side == "low", side == "high")
 
 
 def quantile(numbers: list[float], q: float) -> float:
@@ -190,9 +204,7 @@ def test_record_against_a_loop() -> None:
 def test_switched_off_it_is_the_clipped_surrogate() -> None:
     given = micro_batch()
     mine = SimKO(mix_topk_coef=0.0, lambda_top1=1.0).loss(given)
-    plain = clipped_policy_loss(
-        given.logprobs, given.old_logprobs, given.advantages, given.mask, given.rows, 3, epsilon=0.2, epsilon_high=0.2
-    )
+    plain = Clip().loss(given)
     torch.testing.assert_close(mine.per_token[given.mask], plain.per_token[given.mask], rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradient_of(mine.per_token, given), gradient_of(plain.per_token, given), rtol=1e-12, atol=1e-15
@@ -231,7 +243,7 @@ def test_masked_distributions_cannot_poison_the_gradient() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="needs log_probs and token_ids"):
+    with pytest.raises(ValueError, match="the column log_probs is None"):
         SimKO().loss(micro_batch(log_probs=None))
     with pytest.raises(ValueError, match="num_candidates=9 is more than the vocabulary of 8"):
         SimKO(num_candidates=9).loss(micro_batch())
@@ -239,5 +251,31 @@ def test_bad_arguments() -> None:
         SimKO().loss(micro_batch(token_ids=torch.zeros(2, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"log_probs must be \[30, V\], not \(2, 8\)"):
         SimKO().loss(micro_batch(log_probs=torch.zeros(2, 8)))
-    with pytest.raises(ValueError, match=r"quantile=1.5 is no quantile"):
+    with pytest.raises(ValueError, match=r"quantile=1.5 is not a quantile"):
         row_quantile(torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, 1.5)
+
+
+def test_the_preset_has_the_numbers_of_the_paper() -> None:
+    """arXiv:2510.14807: alpha = .01, lambda_top1 = 1.1, K = 3, tau = .8."""
+    loss = resolve(*load_config({"algorithm": "simko"})).policy_loss
+    assert loss == SimKO(num_candidates=3, mix_topk_coef=0.01, lambda_top1=1.1, forking_quantile=0.8)
+
+
+def written(record: Any, _: Sample, tokens: list[Token], up: list[float], slopes: Slopes, case: Case) -> list[Ratio]:
+    ratios = token_ratios(tokens, case)
+    entropies = [entropy_of(token) for token in tokens]
+    place = record.forking_quantile * (len(tokens) - 1)
+    low, ordered = math.floor(place), sorted(entropies)
+    threshold = ordered[low] + (ordered[min(low + 1, len(tokens) - 1)] - ordered[low]) * (place - low)
+    for token, ratio, entropy, weight in zip(tokens, ratios, entropies, up, strict=True):
+        forks, advantage = entropy > threshold, token.advantage
+        best = sorted(range(len(token.logs)), key=lambda i: -token.logs[i])[: record.num_candidates]
+        if forks and advantage < 0 and token.id == best[0]:
+            advantage *= record.lambda_top1
+        if not is_open(record, ratio, token.advantage):
+            continue
+        share = record.mix_topk_coef if forks and advantage > 0 else 0.0
+        slopes.add(token, -weight * advantage * ratio * (1 - share))
+        for entry in best:
+            slopes.add(token, -weight * advantage * ratio * share / record.num_candidates, entry)
+    return own(tokens, ratios)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.policy_losses import VESPO, gamma_kernel_policy_loss
-from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, samples
+from hybrid_rl.algos.policy_losses import VESPO
+from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, loss_of, samples
 
 
 def test_written_out() -> None:
@@ -41,17 +41,14 @@ def test_written_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_tokens_by_hand(log_ratio: float, advantage: float, kernel: float, dtype: torch.dtype) -> None:
     logprobs = torch.tensor([-1.0, -3.0], dtype=dtype, requires_grad=True)
-    loss = gamma_kernel_policy_loss(
+    loss = loss_of(
+        VESPO(),
         logprobs,
         logprobs.detach() - log_ratio,
         torch.full((2,), advantage, dtype=dtype),
         torch.tensor([True, True]),
         torch.tensor([0, 0]),
         1,
-        k_pos=2.0,
-        lambda_pos=3.0,
-        k_neg=3.0,
-        lambda_neg=2.0,
     )
     loss.per_token.sum().backward()
     assert logprobs.grad is not None
@@ -64,8 +61,7 @@ def test_a_long_completion_in_float32_is_as_exact_as_its_ratios() -> None:
     logprobs = (-torch.rand(4096, generator=torch.Generator().manual_seed(3))).requires_grad_()
     old = logprobs.detach() + torch.linspace(-2, 2.001, 4096)
     mask = torch.ones(4096, dtype=torch.bool)
-    constants = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
-    loss = gamma_kernel_policy_loss(logprobs, old, torch.ones(4096), mask, mask.long() * 0, 1, **constants)
+    loss = loss_of(VESPO(), logprobs, old, torch.ones(4096), mask, mask.long() * 0, 1)
     log_weight = math.fsum((logprobs.detach() - old).tolist())
     kernel = math.exp(2 * log_weight - 3 * math.expm1(log_weight))
     assert 0.5 < abs(log_weight) < 4

@@ -42,7 +42,7 @@ def in_region(tensors, tag="shards"):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_ranks, num_parts", [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(1, 1), (2, 1), (2, 2), (4, 2), (3, 1)])
 def test_every_engine_gets_its_part_of_every_version(num_ranks, num_parts, dtype):
     tensors = globals_of()
     layout = layout_of(tensors, num_ranks)

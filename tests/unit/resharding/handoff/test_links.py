@@ -105,7 +105,7 @@ def all_visible(num_ranks):
     return [GPUS[:num_ranks]] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks, num_parts", [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_parts"), [(2, 1), (2, 2), (4, 1), (4, 2)])
 def test_a_gpu_reads_its_peers_in_place_and_touches_no_other_device(monkeypatch, sent, num_ranks, num_parts):
     node = Node(monkeypatch, all_visible(num_ranks), GPUS[:num_ranks])
     results = handed_over(node, num_parts=num_parts, num_handoffs=3)

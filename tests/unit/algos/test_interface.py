@@ -19,9 +19,10 @@ from hybrid_rl.algos import (
     AdvantageEstimator,
     AdvantageInputs,
     Clip,
+    Needs,
     PolicyObjective,
+    interface,
     register,
-    registry,
 )
 from hybrid_rl.options import key
 
@@ -33,12 +34,11 @@ RECORDS = [(tag, record) for tag, home in HOMES.items() for record in home.value
 @pytest.fixture(autouse=True)
 def clean_registry() -> Iterator[None]:
     """What a test registers is forgotten."""
-    homes = (registry._advantages, registry._policy_losses)
-    before = [dict(home) for home in homes]
+    before = {tag: dict(home) for tag, home in interface._registered.items()}
     yield
-    for home, records in zip(homes, before, strict=True):
+    for tag, home in interface._registered.items():
         home.clear()
-        home.update(records)  # type: ignore[arg-type]
+        home.update(before[tag])
 
 
 def test_every_record_is_found_by_its_name() -> None:
@@ -67,7 +67,7 @@ def test_options_of_different_sections_have_different_names() -> None:
 
 def test_estimators_need_columns_that_exist() -> None:
     optional = {f.name for f in dataclasses.fields(AdvantageInputs) if f.default is None}
-    assert all(record.needs <= optional | {"demonstrations"} for record in ADVANTAGES.values())
+    assert optional | {Needs.DEMONSTRATIONS} >= interface.OF_ESTIMATORS
 
 
 def test_an_estimator_of_ones_own() -> None:
@@ -117,18 +117,30 @@ def test_records_that_cannot_be_registered() -> None:
         estimator: Literal["silent"] = key("silent", "the advantage estimator")
         strength: float = 1.0
 
+    @dataclasses.dataclass(frozen=True)
+    class Typo(AdvantageEstimator):
+        estimator: Literal["typo"] = key("typo", "the advantage estimator")
+        needs = frozenset({"valeus"})  # type: ignore[assignment]
+
+    @dataclasses.dataclass(frozen=True)
+    class OfAnother(PolicyObjective):
+        objective: Literal["of_another"] = key("of_another", "the policy loss")
+        needs = frozenset({Needs.VALUES})  # of estimators only
+
     refusals = {
-        Foreign: "neither an",
+        Foreign: "is not a record of an algorithm",
         Plain: "not a frozen dataclass",
         Nameless: "begin with a field",
         Silent: "'strength'",
+        Typo: "Typo: needs 'valeus' is unknown; use baseline_rewards, .*, values",
+        OfAnother: "needs 'values' is unknown; use log_probs, old_logprobs, old_top, router_scores",
     }
     for record, message in refusals.items():
         with pytest.raises(ValueError, match=message):
             register(record)
-    with pytest.raises(ValueError, match="neither an"):
-        register(GRPO())  # type: ignore[arg-type]
-    assert not {"foreign", "plain", "silent"} & set(ADVANTAGES)
+    with pytest.raises(ValueError, match="is not a record"):
+        register(GRPO())  # type: ignore[type-var]
+    assert not {"foreign", "plain", "silent", "typo"} & set(ADVANTAGES)
 
 
 def test_importing_algos_loads_torch_and_nothing_heavy() -> None:

@@ -1,32 +1,32 @@
-"""The example of docs/contributing.md works as it stands."""
+"""The example of docs/adding_an_algorithm.md works as it stands."""
 
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, registry
+from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, interface
 from hybrid_rl.config import load_config, visible_leaves
+from tests.unit.training.combination_case import resolved, train
 
-PAGE = Path(__file__).parents[3] / "docs" / "contributing.md"
+PAGE = Path(__file__).parents[3] / "docs" / "adding_an_algorithm.md"
 
 
 @pytest.fixture
 def namespace() -> Iterator[dict[str, object]]:
-    homes: list[dict[str, Any]] = [registry._policy_losses, registry._advantages]
-    before = [dict(home) for home in homes]
+    homes = interface._registered
+    before = {tag: dict(home) for tag, home in homes.items()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     found: dict[str, object] = {"__name__": "example"}
     exec(compile("\n".join(blocks), str(PAGE), "exec", dont_inherit=True), found)
     yield found
-    for home, records in zip(homes, before, strict=True):
+    for tag, home in homes.items():
         home.clear()
-        home.update(records)
+        home.update(before[tag])
 
 
 def test_a_registered_record_is_a_choice_of_the_configuration(namespace: dict[str, object]) -> None:
@@ -68,3 +68,29 @@ def test_its_advantages_by_hand() -> None:
     )
     advantages = ADVANTAGES["above_threshold"]().compute(inputs).advantages
     assert advantages.tolist() == [1.0, 0.0, 1.0, 1.0, -1.0, -1.0, 0.0]
+
+
+@pytest.mark.usefixtures("namespace")
+def test_a_run_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file is enough: with the power 0 the gradient of a step is REINFORCE's, with another one it is not."""
+    keys = {"advantage": "above_threshold", "num_iterations": 2, "learning_rate": 0.3}
+    plain = train(resolved({**keys, "policy_loss": "reinforce"}), monkeypatch, dense=False).gradients
+    weighted = [
+        train(resolved({**keys, "policy_loss": "tempered", "ratio_power": power}), monkeypatch, dense=False).gradients
+        for power in (0.0, 1.0)
+    ]
+    assert all(map(torch.equal, plain, weighted[0])) and plain[1].any()
+    assert torch.equal(weighted[1][0], plain[0]) and not torch.equal(weighted[1][1], plain[1])
+
+
+def test_a_loss_of_the_library_is_four_files() -> None:
+    """SimKO as the example: its module, the import that registers it, the preset and the test."""
+    root = PAGE.parents[1]
+    files = (path for folder in ("hybrid_rl", "tests", "recipes") for path in (root / folder).rglob("*.py"))
+    named = {str(path.relative_to(root)) for path in files if "simko" in path.read_text().lower()}
+    assert named - {"tests/unit/algos/test_adding_an_algorithm.py"} == {
+        "hybrid_rl/algos/policy_losses/simko.py",
+        "hybrid_rl/algos/policy_losses/__init__.py",
+        "hybrid_rl/config/presets.py",
+        "tests/unit/algos/policy_losses/test_simko.py",
+    }

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hybrid_rl.algos.controllers import next_beta
+from hybrid_rl.algos.kl import next_beta
 
 
 # K = num_samples / horizon = .1 as in the paper; errors beyond +-.2 count as that.

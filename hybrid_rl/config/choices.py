@@ -1,0 +1,144 @@
+"""Sections of the configuration whose class is a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Needs
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.hf import HFRolloutConfig
+from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.schema import (
+    BFloat16ModelConfig,
+    CriticConfig,
+    EvalConfig,
+    InPlaceRolloutConfig,
+    LocalControllerConfig,
+    ModelConfig,
+    RayControllerConfig,
+    SampledEvalConfig,
+    TrainerConfig,
+    ValueHeadConfig,
+    VLLMRolloutConfig,
+)
+
+
+def _refuse(section: Any, name: str, value: Any) -> None:
+    raise FrozenInstanceError(
+        f"{name}={value!r}: a configuration is fixed. dataclasses.replace(...) makes another one; a Trainer goes on "
+        f"with other values as Trainer(..., resume=trainer.save(), {name}={value!r})"
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A section whose class is chosen by the value of its tag key, which may lie in the section or be its value.
+
+    members: by name, the default first. infer: from all given leaves (name to value) and the members chosen so far, the
+    member if none is named; None if nothing speaks for one. Without a tag the member is always inferred. remedy: what
+    to do if a key is given that the default member lacks; it is meant for the second member.
+    """
+
+    tag: str | None
+    members: Mapping[str, type]
+    infer: Callable[[Mapping[str, Any], Mapping[str, str]], str | None] = lambda given, chosen: None
+    remedy: str = ""
+
+    @property
+    def default(self) -> str:
+        """The member if nothing is given."""
+        return next(iter(self.members))
+
+
+def number(value: Any) -> float:
+    """A given value as a number, 0 if it is not one: whether it may be used is checked with the other values."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _loss(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    # Of a loss that compares with the policy that sampled, nothing could be read if nobody did.
+    named = given.get("advantage", given.get("estimator"))
+    estimator = ADVANTAGES.get(named) if isinstance(named, str) else None
+    return "reinforce" if estimator is not None and Needs.DEMONSTRATIONS in estimator().needs else None
+
+
+def _kl(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    return None if "beta" not in given else "loss" if number(given["beta"]) > 0 else "none"
+
+
+def _backend(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    # Whether auto is more than one shows when the GPUs are counted.
+    return "ray" if given.get("num_ranks") == "auto" or number(given.get("num_ranks")) > 1 else None
+
+
+def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
+    # As a value is read: torch.bfloat16 too. What auto stands for is settled when the hardware is known.
+    return "bfloat16" if str(given.get("dtype")).removeprefix("torch.") == "bfloat16" else None
+
+
+def _critic(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
+    return "value_head" if Needs.VALUES in ADVANTAGES[chosen["advantage"]]().needs else "none"
+
+
+# In an order in which each is inferred from those before it.
+CHOICES: Mapping[str, Choice] = MappingProxyType(
+    {
+        "model": Choice(
+            None,
+            {"any dtype": ModelConfig, "bfloat16": BFloat16ModelConfig},
+            _dtype,
+            "it exists with dtype=bfloat16, and that has to be given (auto does not do)",
+        ),
+        "algorithm": Choice("name", dict.fromkeys(PRESETS, AlgorithmConfig)),
+        "advantage": Choice("estimator", ADVANTAGES),
+        "policy_loss": Choice("objective", POLICY_LOSSES, _loss),
+        "kl": Choice("kl_in", KL_TERMS, _kl, "set beta above 0"),
+        "correction": Choice("correction_mode", CORRECTIONS),
+        "critic": Choice(
+            None,
+            {"none": CriticConfig, "value_head": ValueHeadConfig},
+            _critic,
+            "there is no critic; choose an advantage that has one: gae, vapo or vtrace",
+        ),
+        "entropy": Choice(
+            None,
+            {"fixed": EntropyConfig, "adaptive": AdaptiveEntropyConfig},
+            lambda given, _: "adaptive" if given.get("entropy_target") is not None else None,
+            "entropy_coef is fixed; set entropy_target",
+        ),
+        "eval": Choice(
+            None,
+            {"greedy": EvalConfig, "sampled": SampledEvalConfig},
+            lambda given, _: "sampled" if number(given.get("eval_temperature")) > 0 else None,
+            "evaluation is greedy; with an eval_dataset (or eval_path), set eval_temperature above 0",
+        ),
+        "rollout": Choice(
+            "engine", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig, "hf": HFRolloutConfig}
+        ),
+        "controller": Choice(
+            "backend",
+            {"local": LocalControllerConfig, "ray": RayControllerConfig},
+            _backend,
+            "set num_ranks above 1 or auto, or that",
+        ),
+    }
+)
+
+
+def _sections(config: Any) -> Iterator[Any]:
+    """The class of a configuration and those of all of its sections."""
+    yield type(config)
+    for item in fields(config):
+        if is_dataclass(getattr(config, item.name)):
+            yield from _sections(getattr(config, item.name))
+
+
+for _config in (TrainerConfig(), *(member() for choice in CHOICES.values() for member in choice.members.values())):
+    for _section in _sections(_config):
+        _section.__setattr__ = _refuse  # dataclasses say "cannot assign to field", and no more
