@@ -33,6 +33,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "completion_mask": Field("completion", torch.bool, "collector", False, "True where the policy made the token"),
         "rollout_logprobs": Field("completion", torch.float32, "collector", 0.0, "ln p of the sampling distribution"),
         "policy_version": Field("completion", torch.int64, "collector", -1, "policy version that sampled each token"),
+        "temperature": Field("sample", torch.float64, "collector", 1.0, "divided the logits that it was sampled from"),
         "group": Field("sample", torch.int64, "collector", None, "globally unique id of the prompt's group"),
         "trajectory": Field("sample", torch.int64, "collector", None, "globally unique id of the sample's trajectory"),
         "turn": Field("sample", torch.int64, "collector", None, "turn within the trajectory, from 0"),

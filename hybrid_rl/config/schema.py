@@ -199,7 +199,7 @@ class RolloutConfig:
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
     temperature: float = key(
-        1.0, "divides the logits, both in the rollout and in the trainer", minimum=0.01, maximum=100
+        1.0, "divides the logits, in the rollout and in training on its samples", minimum=0.01, maximum=100
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
@@ -420,7 +420,9 @@ class TrainerConfig:
         "full", "for debugging: rollout only makes and saves rollouts, train only trains, on saved ones"
     )
     save_rollouts: bool = key(False, "write the samples of every step to rollouts/ in the run folder")
-    rollouts_path: str | None = key(None, "mode=train: the folder of saved rollouts, one for each step")
+    rollouts_path: str | None = key(
+        None, "mode=train: folder of saved rollouts, one for each step; their temperature is used"
+    )
     seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0, maximum=2**62)
     max_steps: int | None = key(None, "training steps; None = determined by num_train_epochs", minimum=1)
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)

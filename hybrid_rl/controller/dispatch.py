@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from hybrid_rl.controller.mesh import check_axes
+from hybrid_rl.controller.mesh import DATA_AXES, check_axes
 from hybrid_rl.errors import ConfigError
 
 Split = Literal["replicate", "groups", "items"]
@@ -14,7 +14,6 @@ Collect = Literal["concat", "leader", "all"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__dispatch__"
-DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from hybrid_rl.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ on the other axes only have the same samples
 
 
 class RankMesh:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.controller.mesh import RankMesh
+from hybrid_rl.controller.mesh import DATA_AXES, RankMesh
 from hybrid_rl.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -102,7 +102,10 @@ class RankContext:
     """What a rank gets to build its worker from; by default the only rank, on the CPU.
 
     gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. put, get: leave an object
-    where other processes find it by the handle that `put` returns; in one process the object is its own handle.
+    where other processes find it, by the handle that `put` returns; in one process the object is its own handle.
+
+    Ranks that differ on the data axes of the mesh have samples of their own; ranks that differ on other axes only (two
+    halves of a layer, say) have the same. Whatever is counted, summed or measured over samples goes by data ranks.
     """
 
     role: str = "policy"
@@ -117,6 +120,26 @@ class RankContext:
     def num_ranks(self) -> int:
         """Ranks of the role."""
         return self.mesh.num_ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.mesh.num_shards(DATA_AXES)
+
+    @property
+    def data_rank(self) -> int:
+        """The part of a batch that this rank has, from 0."""
+        return self.mesh.shard_of(self.rank, DATA_AXES)
+
+    @property
+    def is_data_leader(self) -> bool:
+        """Whether this rank reports for its samples: one of those that have the same ones."""
+        return self.rank in self.mesh.leaders(DATA_AXES)
+
+    def data_gather(self, value: Any) -> list[Any]:
+        """Return one object for each part of the batch, in order, the same on every rank. All ranks must call it."""
+        everywhere = self.gather(value)
+        return [everywhere[rank] for rank in self.mesh.leaders(DATA_AXES)]
 
 
 def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:

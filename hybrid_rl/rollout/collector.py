@@ -14,6 +14,7 @@ import torch
 
 from hybrid_rl.batch import AnyBatch, Batch
 from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.data import PromptRow, PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, counted
@@ -346,8 +347,10 @@ def replay(
     """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
     names: of the reward functions.
 
-    Raises DataError where there is none, or one of another number of prompts, samples or reward functions, or without
-    the greedy baseline that is wanted.
+    Its samples are trained on at the temperature that they were made at, whatever the configuration says now.
+
+    Raises DataError if there is none, or one of another number of prompts, samples or reward functions, without the
+    greedy baseline that is needed, or without one temperature that all samples were made at.
     """
     timings = Timings()
     with timings.measure("rollout"):
@@ -370,6 +373,10 @@ def replay(
             f"{folder}: the rollout of step {step} was scored by {num_functions} reward functions, but {len(names)} "
             f"are given ({', '.join(names)}); give those that scored it"
         )
+    try:
+        sampling_temperature(saved)
+    except DataError as error:
+        raise DataError(f"{folder}: the rollout of step {step}: {error}") from error
     if greedy_baseline and "baseline_rewards" not in saved:
         raise DataError(
             f"{folder}: the rollout of step {step} was made without a greedy baseline, which the algorithm needs; make "

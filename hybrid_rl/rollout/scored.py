@@ -174,6 +174,7 @@ def sample_columns(
         "oldest_version": torch.tensor([min(s.versions, default=-1) for s in samples], dtype=torch.int64),
         "prompt_length": prompts.lengths,
         "completion_length": completions.lengths,
+        "temperature": torch.full((len(samples),), call.params.temperature, dtype=torch.float64),
         "group": torch.tensor([call.first_id + task.place for task in tasks], dtype=torch.int64),
         "trajectory": torch.tensor([sample.id for sample in samples], dtype=torch.int64),
         "turn": torch.zeros(len(samples), dtype=torch.int64),

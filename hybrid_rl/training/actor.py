@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +16,18 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.entropy import EntropyWeight
-from hybrid_rl.training.extras import LearnedNumbers, prepared_column, rollout_gap, with_whole
 from hybrid_rl.training.kl import KLWeight
-from hybrid_rl.training.plan import Plan, micro_batch
+from hybrid_rl.training.learned import LearnedNumbers
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column
+from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.routing import router_columns
-from hybrid_rl.training.scoring import batch_logprobs, distribution_columns
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from hybrid_rl.training.trained import TrainedModel
 
 logger = logging.getLogger("hybrid_rl")
@@ -42,63 +45,76 @@ class Actor(TrainedModel):
         num_optimizer_steps: int,
         reference: CausalLM | None = None,
     ) -> None:
-        super().__init__(model, config.optimizer, config, context, num_optimizer_steps=num_optimizer_steps)
-        self._reference = reference
-        self._routers = Routers(model) if Needs.ROUTER_SCORES in config.policy_loss.needs else None
-        self._balance = LoadBalance.of(model, config.algorithm.router_aux_loss_coef)
-        self.kl_weight = KLWeight(config.kl)
-        self.entropy_weight = EntropyWeight(config)
-        self._numbers = LearnedNumbers(config.policy_loss, model.device)
+        self._spec = spec = LossSpec.of(config)
+        super().__init__(
+            model,
+            config.optimizer,
+            context,
+            num_optimizer_steps=num_optimizer_steps,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            mask_truncated_completions=spec.mask_truncated_completions,
+        )
+        algorithm = config.algorithm
+        self._old_logprobs, self._num_iterations = algorithm.old_logprobs, algorithm.num_iterations
+        self._reads_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
+        self._seed = config.seed
+        routers = Routers(model) if spec.reads_routers else None
+        self._beside = SideModels(reference, routers, LoadBalance.of(model, algorithm.router_aux_loss_coef))
+        self.kl_weight = KLWeight(spec.kl)
+        self.entropy_weight = EntropyWeight(config.entropy, spec.entropy_coef, is_subset=spec.has_entropy_threshold)
+        self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
-        """old_logprobs under the present weights or the engine's, as configured, with what the algorithm wants of the
-        distribution behind them; nothing where the update needs none."""
-        config = self._config
+        """Compute old_logprobs under the present weights, or take the engine's, as configured, with what the algorithm
+        needs of their distribution; nothing if the update needs none."""
         micro_batches = [micro for mini in plan for micro in mini]
-        num_top = 0
-        if Needs.OLD_TOP in config.policy_loss.needs:
-            num_top = config.policy_loss.num_top  # type: ignore[attr-defined]
-        wants_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
+        num_top, routers = self._spec.num_top, self._beside.routers
         columns: dict[str, Jagged] = {}
-        if num_top or wants_squares:
+        if num_top or self._reads_squares:
             columns = distribution_columns(
-                self.model,
-                batch,
-                micro_batches,
-                config.rollout.temperature,
-                num_top=num_top,
-                wants_squares=wants_squares,
+                self.model, batch, micro_batches, num_top=num_top, wants_squares=self._reads_squares
             )
-        elif self._routers is None and config.algorithm.old_logprobs == "recompute":
-            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches, config.rollout.temperature)
-        if self._routers is not None:
-            columns |= router_columns(self.model, self._routers, batch, micro_batches, config.rollout.temperature)
-        if config.algorithm.old_logprobs == "rollout":
+        elif routers is None and self._old_logprobs == "recompute":
+            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches)
+        if routers is not None:
+            columns |= router_columns(self.model, routers, batch, micro_batches)
+        if self._old_logprobs == "rollout":
             columns["old_logprobs"] = batch["rollout_logprobs"]
         return columns
 
     @torch.enable_grad()
     def update(self, batch: Batch, plan: Plan, version: int) -> MetricSums:
-        """All optimizer steps of a training step; this rank's part of the metrics over all of them. version: of the
-        weights as they are before the first of them."""
-        config, sums = self._config, MetricSums()
+        """Take all optimizer steps of a training step; returns this rank's part of the metrics over all of them.
+        version: of the weights before the first of them. Collective."""
+        spec, sums = self._spec, MetricSums()
         changed = start_download(self.optimizer.take_over())
-        recomputed = config.algorithm.old_logprobs == "recompute" and "old_logprobs" in batch
+        recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
-            sums.merge(rollout_gap(batch, batch["old_logprobs"].values, config, self._context, version))
-        counts = self._counts(batch, plan)
-        prepared = prepared_column(batch, plan, config, self._context, version)
+            sums.merge(rollout_gap(batch, batch["old_logprobs"].values, spec.correction, self._context, version))
+        counts = joined_counts(batch, plan, spec, self._context)
+        seed = self._seed * 1_000_003 + version * 1009
+        prepared = prepared_column(batch, plan, spec, self._context, seed=seed)
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
-        terms = Terms(config, self.kl_weight.beta, version, self._numbers.on_device, self._reference, self._routers)
         first: torch.Tensor | None = None  # logprobs of the first mini-batch, under the weights of the rollout
-        for iteration in range(config.algorithm.num_iterations):
-            for index, micro_batches in enumerate(plan):
-                step_sums, logprobs = self._optimizer_step(batch, micro_batches, counts[index], terms)
-                sums.merge(step_sums)
-                if iteration == 0 and index == 0 and not recomputed:
-                    first = start_download(logprobs)
+        for _ in range(self._num_iterations):
+            for micro_batches, its_counts in zip(plan, counts, strict=True):
+                mini = self._mini_batch(batch, micro_batches, its_counts, version)
+                step, losses, before = MetricSums(), [], []
+                for micro, is_last in self._cut(batch, micro_batches):
+                    with accumulating(self.model, is_last=is_last):
+                        loss, stats, logprobs = micro_batch_loss(self.model, micro, spec, mini, self._beside)
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    self.optimizer.accumulate()
+                    step.merge(stats)
+                    losses.append(loss.detach())
+                    before.append(logprobs.float())
+                updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
+                self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
+                sums.merge(self._step_metrics(step, common))
+                if first is None and not recomputed:
+                    first = start_download(_joined(before, micro_batches, self.model.device))
         numbers = start_download(sums.unread())
         finish_downloads(self.model.device)
         sums.settle(numbers)
@@ -106,13 +122,32 @@ class Actor(TrainedModel):
         if first is not None:
             rows = [row for micro in plan[0] for row in micro]
             mine = batch.select(torch.tensor(rows, dtype=torch.int64))
-            sums.merge(rollout_gap(mine, first, config, self._context, version))
+            sums.merge(rollout_gap(mine, first, spec.correction, self._context, version))
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
             sums.mean("teacher_kl", float(gap.double().sum()), len(gap))
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
+
+    def _mini_batch(self, batch: Batch, micro_batches: MicroBatches, counts: Counts, version: int) -> MiniBatch:
+        """What the losses of a mini-batch's micro-batches need to know of it before the first backward pass."""
+        self._numbers.clear()
+        mini = MiniBatch(counts, version, self.kl_weight.beta, self.entropy_weight.applied, self._numbers.on_device)
+        if len(micro_batches) <= 1 and self._context.num_data_ranks == 1:
+            return mini
+        return look_ahead(self.model, batch, micro_batches, self._spec, mini, self._beside.balance, self._context)
+
+    def _step_metrics(self, step: MetricSums, common: MetricSums) -> MetricSums:
+        """The metrics of one optimizer step. step: of its micro-batches; common: of every model that learns."""
+        step.merge(common)
+        once = int(self._context.data_rank == 0)
+        if self._beside.balance is not None:
+            step.mean("aux_loss", 0.0, once)
+        if once:
+            step.merge(self._numbers.metrics())
+        step.merge(self.entropy_weight.follow(step, self._context))
+        return step
 
     def _tell_changed(self, changed: torch.Tensor) -> None:
         """Warn, once, of weights that a user has loaded into the module since the last step: bool [P], which."""
@@ -125,51 +160,8 @@ class Actor(TrainedModel):
             )
             self._has_told = True
 
-    def _counts(self, batch: Batch, plan: Plan) -> list[Counts]:
-        """Denominators of each mini-batch, over all ranks."""
-        rows = [[row for micro in mini for row in micro] for mini in plan]
-        mine = [Counts.of(batch.select(torch.tensor(r, dtype=torch.int64)), self._config.algorithm) for r in rows]
-        return [sum(parts, Counts()) for parts in zip(*self._context.gather(mine), strict=True)]
-
-    def _optimizer_step(
-        self, batch: Batch, micro_batches: list[list[int]], counts: Counts, terms: Terms
-    ) -> tuple[MetricSums, torch.Tensor]:
-        """One update from the samples of one mini-batch, and the logprobs of their tokens before it, float32 [M] in the
-        order of the micro-batches."""
-        sums = MetricSums()
-        learning_rate = self.optimizer.learning_rate
-        before = [torch.zeros(0, device=self.model.device)]
-        self._numbers.clear()
-        terms = replace(terms, balance=self._balance, entropy_coef=self.entropy_weight.applied)
-        if len(micro_batches) > 1 or self._context.num_ranks > 1:
-            terms = with_whole(self.model, batch, micro_batches, terms, self._context)
-
-        def loss_of(rows: Sequence[int]) -> torch.Tensor:
-            micro = micro_batch(batch, rows, self.model.idle_token)
-            loss, stats, logprobs = micro_batch_loss(self.model, micro, terms, counts)
-            sums.merge(stats)
-            sums.mean("loss", loss.detach(), 0)
-            if rows:
-                before.append(logprobs.float())
-            return loss
-
-        norm, updated = self._step(batch, micro_batches, loss_of)
-        self._numbers.step(self._context, is_valid=updated and counts.num_tokens > 0)
-        # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
-        once = int(self._context.rank == 0)
-        sums.mean("loss", 0.0, once)
-        if self._balance is not None:
-            sums.mean("aux_loss", 0.0, once)
-        if once:
-            sums.mean("grad_norm", norm, 1)
-            sums.mean("learning_rate", learning_rate, 1)
-            sums.total("skipped_updates", 0 if updated else 1)
-            sums.merge(self._numbers.metrics())
-        sums.merge(self.entropy_weight.follow(sums, self._context))
-        return sums, torch.cat(before)
-
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """See TrainedModel; with what the algorithm has learned beside the model."""
+        """Give the state of the optimizer, and what the algorithm has learned beside the model."""
         own = self.kl_weight.state_dict() | self._numbers.state_dict() | self.entropy_weight.state_dict()
         return super().optimizer_state() | {"algorithm": own}
 
@@ -178,3 +170,9 @@ class Actor(TrainedModel):
         self.kl_weight.load_state_dict(state["algorithm"])
         self.entropy_weight.load_state_dict(state["algorithm"])
         self._numbers.load_state_dict(state["algorithm"])
+
+
+def _joined(logprobs: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:
+    """The logprobs of the micro-batches that hold samples, float32 [M] in their order."""
+    parts = [part for part, rows in zip(logprobs, micro_batches, strict=True) if rows]
+    return torch.cat([torch.zeros(0, device=device), *parts])

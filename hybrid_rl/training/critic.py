@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,19 +18,20 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_critic
+from hybrid_rl.sharding.fsdp import accumulating
+from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.tensors.transfer import finish_downloads, start_download, upload
-from hybrid_rl.training.optimizer import local_part
-from hybrid_rl.training.plan import Plan, micro_batch
+from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.scoring import token_columns
-from hybrid_rl.training.step import loss_mask
+from hybrid_rl.training.spec import loss_mask
 from hybrid_rl.training.trained import TrainedModel
 
 
 class Critic(TrainedModel):
     """A value model, its optimizer, and its updates of one training step.
 
-    model: what it is made from (`build_critic`): the policy, a saved critic or a reward model. Collective where there
-    are several ranks. Raises ModelError or ConfigError where no critic can be made from it.
+    model: what it is made from (`build_critic`): the policy, a saved critic or a reward model. Collective if there
+    are several ranks. Raises ModelError or ConfigError if no critic can be made from it.
     """
 
     def __init__(
@@ -45,13 +45,19 @@ class Critic(TrainedModel):
     ) -> None:
         built = build_critic(model, config, context)
         built.verify()
-        own = dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate)
-        super().__init__(built, own, config, context, num_optimizer_steps=num_optimizer_steps)
-        self._clip = options.cliprange_value
+        super().__init__(
+            built,
+            dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate),
+            context,
+            num_optimizer_steps=num_optimizer_steps,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            mask_truncated_completions=config.algorithm.mask_truncated_completions,
+        )
+        self._clip, self._num_iterations = options.cliprange_value, config.algorithm.num_iterations
         self._has_begun = False
 
     def check(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-        """Raise ModelError where the policy's tokens, or sequences of up to max_length of them, are not for it."""
+        """Raise ModelError if it cannot take the policy's tokens, or sequences of up to max_length of them."""
         check_tokenizer(tokenizer, self.model.module)
         limit = self.model.length_limit
         if limit is not None and max_length > limit.num_tokens:
@@ -61,8 +67,8 @@ class Critic(TrainedModel):
             )
 
     def values(self, batch: Batch, plan: Plan) -> Jagged:
-        """The value before each completion token, float32, aligned with completion_ids: what the critic makes of the
-        prompt and of the completion tokens before it. Collective."""
+        """Compute the value before each completion token, float32, aligned with completion_ids: the critic's estimate
+        from the prompt and the completion tokens before it. Collective."""
 
         def compute(micro: Batch) -> dict[str, Tensor]:
             return {"values": micro_batch_values(self.model, micro).float()}
@@ -74,63 +80,53 @@ class Critic(TrainedModel):
 
     @torch.enable_grad()
     def update(self, batch: Batch, plan: Plan) -> MetricSums:
-        """All optimizer steps of a training step, on the columns values (before any of them) and returns; this rank's
-        part of the metrics over all of them. Collective."""
+        """Take all optimizer steps of a training step, on the columns values (before any of them) and returns; returns
+        this rank's part of the metrics over all of them. Collective."""
         mask = self._mask(batch)
         per_token = batch["completion_ids"].with_values(mask)
         rows = [torch.tensor([row for micro in mini for row in micro], dtype=torch.int64) for mini in plan]
         mine = [int(per_token.select(its).values.sum()) for its in rows]
-        counts = [sum(parts) for parts in zip(*self._context.gather(mine), strict=True)]
+        counts = [sum(parts) for parts in zip(*self._context.data_gather(mine), strict=True)]
         sums = value_metrics(batch, mask, self._context)
         self._begin_at_the_mean(batch["returns"].values[mask])
-        for _ in range(self._config.algorithm.num_iterations):
+        for _ in range(self._num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
-                sums.merge(self._optimizer_step(batch, micro_batches, num_tokens))
+                step, losses = MetricSums(), []
+                for micro, is_last in self._cut(batch, micro_batches):
+                    with accumulating(self.model, is_last=is_last):
+                        loss, stats = micro_batch_value_loss(
+                            self.model, micro, self._mask(micro), self._clip, num_tokens
+                        )
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    self.optimizer.accumulate()
+                    step.merge(stats)
+                    losses.append(loss.detach())
+                step.merge(self._take_step(batch, micro_batches, losses, prefix="critic/", loss="value_loss")[1])
+                sums.merge(step)
         numbers = start_download(sums.unread())
         finish_downloads(self.model.device)
         sums.settle(numbers)
         return sums
 
     def _begin_at_the_mean(self, returns: Tensor) -> None:
-        """A head that is still zero gets the mean return of all ranks as its bias: what is left to learn is what tells
-        states from each other, which the first updates would else give up for the mean. Collective."""
+        """Give a head that is still zero the mean return of all ranks as its bias: what is left to learn is how states
+        differ, which the first updates would otherwise give up for the mean. Collective."""
         if self._has_begun:
             return
         head = self.model.head
-        is_zero = not any(bool(local_part(parameter).any()) for parameter in head.parameters())
+        is_zero = not any(bool(local_tensor(parameter).any()) for parameter in head.parameters())
         mine = (float(returns.double().sum()), len(returns), is_zero)
-        totals, counts, are_zero = zip(*self._context.gather(mine), strict=True)
+        totals, counts, are_zero = zip(*self._context.data_gather(mine), strict=True)
         self._has_begun = sum(counts) > 0  # a step without a return has no mean to begin at
         if head.bias is not None and all(are_zero) and sum(counts):
             self.optimizer.fill(head.bias, sum(totals) / sum(counts))
 
-    def _optimizer_step(self, batch: Batch, micro_batches: Sequence[Sequence[int]], num_tokens: int) -> MetricSums:
-        sums = MetricSums()
-
-        def loss_of(rows: Sequence[int]) -> Tensor:
-            micro = micro_batch(batch, rows, self.model.idle_token)
-            loss, stats = micro_batch_value_loss(self.model, micro, self._mask(micro), self._clip, num_tokens)
-            sums.merge(stats)
-            sums.mean("critic/value_loss", loss.detach(), 0)
-            return loss
-
-        learning_rate = self.optimizer.learning_rate
-        norm, updated = self._step(batch, micro_batches, loss_of)
-        # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
-        once = int(self._context.rank == 0)
-        sums.mean("critic/value_loss", 0.0, once)
-        if once:
-            sums.mean("critic/grad_norm", norm, 1)
-            sums.mean("critic/learning_rate", learning_rate, 1)
-            sums.total("critic/skipped_updates", 0 if updated else 1)
-        return sums
-
     def _mask(self, batch: Batch) -> Tensor:
-        """Tokens with a target: those of the policy's loss, so that a sample without a reward teaches nothing."""
-        return loss_mask(batch, mask_truncated_completions=self._config.algorithm.mask_truncated_completions)
+        """Find the tokens with a target: those of the policy's loss. A sample without a reward teaches nothing."""
+        return loss_mask(batch, mask_truncated_completions=self._masks_truncated)
 
     def load(self, folder: Path) -> None:
-        """See TrainedModel. folder: what `save_model` wrote to, with the optimizer's folder in it."""
+        """Take weights and optimizer state from a folder that `save_model` wrote to. See `TrainedModel.load`."""
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} does not exist: the checkpoint is of a run without a critic; start from its weights "
@@ -140,16 +136,16 @@ class Critic(TrainedModel):
 
 
 def micro_batch_values(model: CausalLM, batch: Batch) -> Tensor:
-    """The values before the completion tokens of a micro-batch, [M] in the order of completion_ids; differentiable."""
+    """Compute the values before the completion tokens of a micro-batch, [M] as in completion_ids; differentiable."""
     return model.row_values(PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device))
 
 
 def micro_batch_value_loss(
     model: CausalLM, batch: Batch, mask: Tensor, clip: float | None, num_tokens: int
 ) -> tuple[Tensor, MetricSums]:
-    """This micro-batch's part of the mini-batch's value loss, a mean over tokens: a scalar to call backward on; the
-    parts add up to the loss. mask: bool [M], tokens with a target, on the CPU; num_tokens: those of the mini-batch on
-    all ranks.
+    """Compute a micro-batch's part of its mini-batch's value loss, a mean over tokens: a scalar to call backward on;
+    the parts add up to the loss. mask: bool [M], tokens with a target, on the CPU; num_tokens: those of the mini-batch
+    on all ranks.
     """
     values, count = micro_batch_values(model, batch), int(mask.sum())
     on, *columns = upload([mask, batch["values"].values, batch["returns"].values], values.device)
@@ -164,9 +160,9 @@ def micro_batch_value_loss(
 
 
 def value_metrics(batch: Batch, mask: Tensor, context: RankContext) -> MetricSums:
-    """How good the values were that the advantages were made with, over the tokens with a target. Collective.
+    """Measure how good the values were that the advantages were made with, over the tokens with a target. Collective.
 
-    critic/explained_variance is of all ranks' tokens, joined on every rank and reported by rank 0; left out where the
+    critic/explained_variance is of all ranks' tokens, joined on every rank and reported by rank 0; left out if the
     returns are all equal.
     """
     values, returns = (batch[name].values for name in ("values", "returns"))
@@ -175,9 +171,9 @@ def value_metrics(batch: Batch, mask: Tensor, context: RankContext) -> MetricSum
     sums.mean("critic/value_mean", float(values[mask].double().sum()), len(chosen))
     sums.mean("critic/return_mean", float(chosen.double().sum()), len(chosen))
     extremes = [float(chosen.min()), float(chosen.max())] if len(chosen) else []
-    parts = context.gather((ValueFit.of(values, returns, mask), extremes))
+    parts = context.data_gather((ValueFit.of(values, returns, mask), extremes))
     # Equal numbers may have a variance by rounding.
-    if context.rank == 0 and len({number for _, mine in parts for number in mine}) > 1:
+    if context.data_rank == 0 and len({number for _, mine in parts for number in mine}) > 1:
         fit = sum((fit for fit, _ in parts), ValueFit())
         sums.mean("critic/explained_variance", fit.explained_variance, 1)
     return sums

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid_rl.algos.token_masks import next_entropy_coef
-from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, EntropyConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 
 
 class EntropyWeight:
-    """entropy_coef, the same on every rank."""
+    """entropy_coef, the same on every rank. options: how it changes; coef: at the start; is_subset: whether only the
+    tokens of the highest entropy are paid for it."""
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._options = config.entropy if isinstance(config.entropy, AdaptiveEntropyConfig) else None
-        self._is_subset = config.algorithm.top_entropy_quantile < 1
-        self._coef = config.algorithm.entropy_coef
+    def __init__(self, options: EntropyConfig, coef: float, *, is_subset: bool) -> None:
+        self._options = options if isinstance(options, AdaptiveEntropyConfig) else None
+        self._is_subset = is_subset
+        self._coef = coef
         self._measured = math.inf  # in the last optimizer step; before the first one nobody knows, so nothing is paid
 
     @property
@@ -36,7 +36,7 @@ class EntropyWeight:
         total, count = sums.parts("entropy")
         if self._is_subset:
             total, count = sums.parts("top_entropy/part_of_entropy")[0], sums.parts("top_entropy/tokens")[0]
-        total, count = (sum(part) for part in zip(*context.gather((total, count)), strict=True))
+        total, count = (sum(part) for part in zip(*context.data_gather((total, count)), strict=True))
         if count:
             self._measured = total / count
             self._coef = next_entropy_coef(
@@ -47,7 +47,7 @@ class EntropyWeight:
                 high=self._options.entropy_coef_max,
                 delta=self._options.entropy_coef_delta,
             )
-        if context.rank == 0:
+        if context.data_rank == 0:
             found.mean("entropy_coef", self._coef, 1)
         return found
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import AdvantageInputs, Advantages, Needs
+from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs, Advantages, KLTerm, Needs
 from hybrid_rl.algos.kl import kl_reward
-from hybrid_rl.algos.kl_terms import KLInReward
+from hybrid_rl.algos.kl_terms import KLInReward, NoKL
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
@@ -20,23 +22,39 @@ from hybrid_rl.errors import DataError
 LARGEST_ADVANTAGE = 1e12
 
 
-def with_advantages(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> Batch:
-    """Add advantages, one per completion token, and returns where there is a critic; needs whole groups. Collective.
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """How advantages are made: the estimator, a KL penalty in the reward, and the weights of the user's reward
+    functions, empty for 1 each."""
 
-    beta: present weight of a KL penalty in the reward. Raises DataError for advantages or returns that are no numbers,
+    estimator: AdvantageEstimator
+    kl: KLTerm = NoKL()  # noqa: RUF009
+    reward_weights: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> AdvantageSpec:
+        """Take the values from a resolved configuration."""
+        return cls(config.advantage, config.kl, tuple(config.rewards.reward_weights or ()))
+
+
+def with_advantages(batch: Batch, spec: AdvantageSpec, context: RankContext, beta: float) -> Batch:
+    """Add advantages, one per completion token, and returns if there is a critic; needs whole groups. Collective.
+
+    beta: present weight of a KL penalty in the reward. Raises DataError for advantages or returns that are not numbers,
     or too large for gradients in float32.
     """
-    inputs = advantage_inputs(batch, config, context, beta)
-    found = config.advantage.compute(inputs)
-    _check(found, inputs, type(config.advantage).__name__)
+    inputs = advantage_inputs(batch, spec, context, beta)
+    found = spec.estimator.compute(inputs)
+    name = type(spec.estimator).__name__
+    _check(found, inputs, name)
     completions = batch["completion_ids"]
     columns = {"advantages": found.advantages}
     if found.returns is not None:
         columns["returns"] = found.returns
     for what, column in columns.items():
-        _check_size(what, column, inputs, type(config.advantage).__name__)
+        _check_size(what, column, inputs, name)
     return batch.with_columns(
-        # Where no policy made the token nothing may stand that a loss of one's own could trip over.
+        # A token that no policy made gets 0, so that a loss of the user's own cannot trip over it.
         **{what: completions.with_values(torch.where(inputs.mask, c, 0.0).float()) for what, c in columns.items()}
     )
 
@@ -57,7 +75,7 @@ def _check_size(what: str, column: Tensor, inputs: AdvantageInputs, name: str) -
 
 
 def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
-    """Raise TypeError or ValueError where an estimator, which may be the user's own, gave something else."""
+    """Raise TypeError or ValueError if an estimator, which may be the user's own, gave something else."""
     if not isinstance(found, Advantages):
         raise TypeError(f"{name}.compute gave a {type(found).__name__}; it must return a hybrid_rl.algos.Advantages")
     for what, column in (("advantages", found.advantages), ("returns", found.returns)):
@@ -68,8 +86,8 @@ def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
             )
 
 
-def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, beta: float) -> AdvantageInputs:
-    """The columns of a batch in float64, a KL penalty in the reward added to the rewards of tokens and samples."""
+def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, beta: float) -> AdvantageInputs:
+    """Give the columns of a batch in float64, a KL penalty in the reward added to the rewards of tokens and samples."""
     completions = batch["completion_ids"]
     rows, mask = completions.row_index(), batch["completion_mask"].values
 
@@ -79,9 +97,9 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
     dense, logprobs, reference = values("token_rewards"), values("old_logprobs"), values("ref_logprobs")
     token_rewards = torch.zeros(len(rows), dtype=torch.float64) if dense is None else dense
     rewards = batch["rewards"]
-    if isinstance(config.kl, KLInReward):
+    if isinstance(spec.kl, KLInReward):
         assert logprobs is not None and reference is not None
-        penalty = kl_reward(logprobs, reference, mask, beta, config.kl.kl_estimator)
+        penalty = kl_reward(logprobs, reference, mask, beta, spec.kl.kl_estimator)
         if not bool(penalty.isfinite().all()):
             token = int((~penalty.isfinite()).nonzero()[0, 0])
             raise DataError(
@@ -104,15 +122,14 @@ def advantage_inputs(batch: Batch, config: TrainerConfig, context: RankContext, 
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
         baseline_rewards=cast("Tensor | None", batch.get("baseline_rewards")),
-        **(_rewards_of_functions(batch, config) if Needs.FUNCTION_REWARDS in config.advantage.needs else {}),
-        gather=context.gather,
-        rank=context.rank,
+        **(_rewards_of_functions(batch, spec.reward_weights) if Needs.FUNCTION_REWARDS in spec.estimator.needs else {}),
+        gather=context.data_gather,
+        rank=context.data_rank,
     )
 
 
-def _rewards_of_functions(batch: Batch, config: TrainerConfig) -> dict[str, Tensor]:
+def _rewards_of_functions(batch: Batch, given: Sequence[float]) -> dict[str, Tensor]:
     """What each reward function gave, and its weight; those that the configuration added weigh 1."""
-    given = config.rewards.reward_weights or []
     values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)
     weights = [*given, *([1.0] * (values.shape[1] - len(given)))]
     return {"function_rewards": values, "reward_weights": torch.tensor(weights, dtype=torch.float64)}

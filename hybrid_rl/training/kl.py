@@ -22,7 +22,7 @@ class KLWeight:
     def follow(self, batch: Batch, sums: MetricSums, context: RankContext) -> MetricSums:
         """Move beta by the mean KL of a completion in a training step; its metrics. Collective.
 
-        batch: this rank's samples; sums: metrics of the update, which hold the KL where it stands in the loss. The
+        batch: this rank's samples; sums: metrics of the update, which hold the KL if it is in the loss. The
         metric `kl` is the mean of a token.
         """
         found = MetricSums()
@@ -33,12 +33,12 @@ class KLWeight:
             old, reference = batch["old_logprobs"].values[mask], batch["ref_logprobs"].values[mask]
             estimates = kl_estimate(old.double(), reference.double(), self._term.kl_estimator)
             found.mean("kl", float(estimates.sum()), len(estimates))
-        if context.rank == 0:
+        if context.data_rank == 0:
             found.mean("kl_beta", self.beta, 1)
         if self._term.kl_target is not None:
             measured = found if isinstance(self._term, KLInReward) else sums
             num_tokens = int(batch["completion_mask"].values.sum())
-            everywhere = context.gather((*measured.parts("kl"), num_tokens, batch.num_samples))
+            everywhere = context.data_gather((*measured.parts("kl"), num_tokens, batch.num_samples))
             total, count, num_tokens, num_samples = (sum(part) for part in zip(*everywhere, strict=True))
             if count:
                 self.beta = next_beta(

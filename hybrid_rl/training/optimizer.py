@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from hybrid_rl.compat.torch import foreach_add, foreach_copy, foreach_norm, foreach_zero, mark_stepped, set_schedule
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
+from hybrid_rl.tensors.boxes import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLICE_ELEMENTS = 1 << 28  # gradients that are taken over in one call
@@ -37,9 +38,9 @@ class Optimizer:
         self.not_finite: tuple[list[str], list[str]] = ([], [])  # gradients and weights of the last skipped update
         self._shapes = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}
         self._has_masters = any(p.dtype.itemsize < torch.float32.itemsize for p in self._parameters.values())
-        self._mesh = _mesh_of(self._parameters)
+        self._mesh, self._num_copies = _mesh_of(self._parameters)
         # What AdamW updates: plain tensors, without the cost of DTensor operations.
-        local = {name: local_part(p.detach()) for name, p in self._parameters.items()}
+        local = {name: local_tensor(p.detach()) for name, p in self._parameters.items()}
         self._targets = {name: t.float().clone() for name, t in local.items()} if self._has_masters else local
         matrices = [t for t in self._targets.values() if t.dim() >= 2]
         vectors = [t for t in self._targets.values() if t.dim() < 2]
@@ -89,7 +90,7 @@ class Optimizer:
                 target.grad = torch.empty_like(target)
             for join, its in ((foreach_copy, new), (foreach_add, more)):  # both widen to fp32
                 if its:
-                    gradients = [local_part(cast(Tensor, parameter.grad)) for _, parameter in its]
+                    gradients = [local_tensor(cast(Tensor, parameter.grad)) for _, parameter in its]
                     join([cast(Tensor, target.grad) for target, _ in its], gradients)
             for _, parameter in pairs:
                 parameter.grad = None
@@ -121,7 +122,7 @@ class Optimizer:
         self.check()
         changed = []
         for name, parameter in self._parameters.items():
-            mine, master = local_part(parameter), self._targets[name]
+            mine, master = local_tensor(parameter), self._targets[name]
             rounded = master.to(mine.dtype)
             differ = _differ(mine, rounded)
             if mine.device.type != "cpu" or bool(differ):  # to ask a GPU would mean to wait for it
@@ -152,7 +153,7 @@ class Optimizer:
                 torch.nn.utils.clip_grads_with_norm_(targets, self._max_grad_norm, norm)
             self._adamw.step()
             if self._has_masters:
-                foreach_copy([local_part(p) for p in self._parameters.values()], targets)
+                foreach_copy([local_tensor(p) for p in self._parameters.values()], targets)
         else:
             self.not_finite = (
                 [name for name, t in self._targets.items() if t.grad is not None and not t.grad.isfinite().all()],
@@ -171,8 +172,8 @@ class Optimizer:
             return
         for name, parameter in self._parameters.items():
             target = self._targets[name]
-            target.data = local_part(parameter.detach())
-            target.grad = None if parameter.grad is None else local_part(parameter.grad)
+            target.data = local_tensor(parameter.detach())
+            target.grad = None if parameter.grad is None else local_tensor(parameter.grad)
 
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """L2 norm over all ranks, float32 []. Every rank gets the same bits: clipping must not let replicas drift."""
@@ -181,16 +182,16 @@ class Optimizer:
         if gradients:
             total += torch.stack(foreach_norm(gradients)).double().square().sum()
         if self._mesh is not None:
-            for axis in reversed(range(self._mesh.ndim)):  # shards first; then replicas, which hold the same
+            for axis in reversed(range(self._mesh.ndim)):
                 dist.all_reduce(total, group=self._mesh.get_group(axis))
-            total /= self._mesh.size() / self._mesh.size(-1)
+            total /= self._num_copies
         return total.sqrt().float()
 
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, value: float) -> None:
         """Set every number of a parameter, and of its master; nothing where it is not trained."""
         for name in (name for name, own in self._parameters.items() if own is parameter):
-            for tensor in (local_part(parameter), self._targets[name]):
+            for tensor in (local_tensor(parameter), self._targets[name]):
                 tensor.fill_(value)
 
     @torch.no_grad()
@@ -240,8 +241,8 @@ class Optimizer:
         """
         own = self.state_dict()
         for kind in (*MOMENTS, "step", "master"):
-            theirs = {name: tuple(local_part(value).shape) for name, value in state.get(kind, {}).items()}
-            mine = {name: tuple(local_part(value).shape) for name, value in own[kind].items()}
+            theirs = {name: tuple(local_tensor(value).shape) for name, value in state.get(kind, {}).items()}
+            mine = {name: tuple(local_tensor(value).shape) for name, value in own[kind].items()}
             if theirs != mine:
                 differing = sorted(set(theirs.items()) ^ set(mine.items()))
                 raise CheckpointError(
@@ -250,7 +251,7 @@ class Optimizer:
                 )
         for kind in (*MOMENTS, "step", "master"):
             for name, value in state.get(kind, {}).items():
-                local_part(own[kind][name]).copy_(local_part(value))
+                local_tensor(own[kind][name]).copy_(local_tensor(value))
         num_steps = state["schedule"]["last_epoch"]
         rates = [
             base * factor(num_steps)
@@ -259,11 +260,6 @@ class Optimizer:
         for group, rate in zip(self._adamw.param_groups, rates, strict=True):
             group["lr"] = rate
         set_schedule(self._schedule, num_steps, rates)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor: the memory itself."""
-    return cast(Tensor, tensor.to_local()) if isinstance(tensor, DTensor) else tensor
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
@@ -289,9 +285,22 @@ def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple
         yield found
 
 
-def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh | None:
-    """The mesh that the parameters are sharded over, None for plain ones."""
+def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh | None, int]:
+    """The mesh that the parameters are sharded over, None for plain ones, and how many ranks hold the same number."""
     meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters.values()}
     if len(meshes) > 1:
         raise ModelError("trainable parameters lie on several meshes; shard the whole model over one")
-    return meshes.pop()
+    mesh = meshes.pop()
+    if mesh is None:
+        return None, 1
+    copied = {
+        tuple(axis for axis, placement in enumerate(p.placements) if placement.is_replicate())
+        for p in parameters.values()
+        if isinstance(p, DTensor)
+    }
+    if len(copied) > 1:
+        raise ModelError(
+            f"trainable parameters are copied over different axes of the mesh {mesh}: {sorted(copied)}; the gradient "
+            "norm counts each number once only if all of them are sharded over the same axes"
+        )
+    return mesh, math.prod(mesh.size(axis) for axis in copied.pop())

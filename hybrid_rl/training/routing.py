@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import BalanceReading, LoadBalance
 from hybrid_rl.models.experts.router import RouterReading, Routers
@@ -16,16 +17,14 @@ from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 
 
-def router_columns(
-    model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches, temperature: float
-) -> dict[str, Jagged]:
-    """old_logprobs, with the K experts that each of L routers chose for the tokens, old_router_ids, and how likely they
-    were, old_router_logprobs: [T, L*K] each."""
+def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches) -> dict[str, Jagged]:
+    """Compute old_logprobs, with the K experts that each of L routers chose for the tokens, old_router_ids, and how
+    likely they were, old_router_logprobs: [T, L*K] each."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
         row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
         with routers.reading(row) as reading:
-            logprobs = model.row_logprobs(row, temperature)[0].float()
+            logprobs = model.row_logprobs(row, sampling_temperature(micro))[0].float()
         return {
             "old_logprobs": logprobs,
             "old_router_ids": reading.expert_ids.flatten(1),

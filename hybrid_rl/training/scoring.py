@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process.heartbeat import mark_progress
@@ -45,32 +46,27 @@ def token_columns(
     return {name: completions.with_values(values) for name, values in found.items()}
 
 
-def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches, temperature: float) -> Jagged:
-    """ln p of all completion tokens of a batch, float32, aligned with completion_ids."""
+def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -> Jagged:
+    """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
+    with completion_ids."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
         row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
-        return {"logprobs": model.row_logprobs(row, temperature)[0].float()}
+        return {"logprobs": model.row_logprobs(row, sampling_temperature(micro))[0].float()}
 
     empty = batch["completion_ids"].with_values(torch.zeros(batch["completion_ids"].values.shape[0]))
     return token_columns(batch, micro_batches, compute)["logprobs"] if micro_batches else empty
 
 
 def distribution_columns(
-    model: CausalLM,
-    batch: Batch,
-    micro_batches: MicroBatches,
-    temperature: float,
-    *,
-    num_top: int,
-    wants_squares: bool,
+    model: CausalLM, batch: Batch, micro_batches: MicroBatches, *, num_top: int, wants_squares: bool
 ) -> dict[str, Jagged]:
-    """old_logprobs with what else of the whole distribution is wanted: old_top_ids and old_top_logprobs [T, num_top]
-    for num_top > 0, sum_pi_squared."""
+    """Compute old_logprobs and what else is needed of the whole distribution: old_top_ids and old_top_logprobs
+    [T, num_top] if num_top > 0, sum_pi_squared."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
         row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
-        log_probs = model.row_distribution(row, temperature)
+        log_probs = model.row_distribution(row, sampling_temperature(micro))
         columns = {"old_logprobs": log_probs.gather(1, row.labels[:, None])[:, 0].float()}
         if num_top:
             columns["old_top_ids"], top = top_tokens(log_probs, num_top)

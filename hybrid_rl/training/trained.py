@@ -1,8 +1,8 @@
-"""A model with its optimizer: one update from micro-batches, and what a checkpoint holds of both."""
+"""A model with its optimizer: what every update has in common, and what a checkpoint holds of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,20 @@ from torch import Tensor
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
-from hybrid_rl.config import OptimizerConfig, TrainerConfig
+from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.weights.loading import load_weights
 from hybrid_rl.models.weights.saving import save_weights
 from hybrid_rl.models.weights.sources import FolderSource
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, accumulating
+from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.optimizer import Optimizer
+from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
-from hybrid_rl.training.step import loss_mask
+from hybrid_rl.training.spec import loss_mask
 
 
 class TrainedModel:
@@ -32,51 +34,66 @@ class TrainedModel:
         self,
         model: CausalLM,
         optimizer: OptimizerConfig,
-        config: TrainerConfig,
         context: RankContext,
         *,
         num_optimizer_steps: int,
+        gradient_checkpointing: bool,
+        mask_truncated_completions: bool,
     ) -> None:
         self.model = model
         self._context = context
-        self._config = config
-        if config.model.gradient_checkpointing:
+        self._masks_truncated = mask_truncated_completions
+        if gradient_checkpointing:
             model.enable_gradient_checkpointing()
             model.verify()  # it put the model into training mode
         self.skipped: SkippedUpdate | None = None  # the last update that was
         self.optimizer = Optimizer(model.module, optimizer, num_optimizer_steps=num_optimizer_steps)
 
-    def _step(
-        self, batch: Batch, micro_batches: Sequence[Sequence[int]], loss_of: Callable[[Sequence[int]], Tensor]
-    ) -> tuple[float, bool]:
-        """One update of the weights. loss_of: this rank's part of the loss from the samples of a micro-batch.
+    def _cut(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Batch, bool]]:
+        """Give the micro-batches of one optimizer step, and whether each is the last; gradients begin at zero.
 
-        Returns the gradient norm and whether the weights were updated; where not, `skipped` says why. The host waits
-        for the device once, for the norm: while one micro-batch is computed, it prepares the next.
+        The host waits for the device once per step, for the gradient norm: while one micro-batch is computed, it
+        prepares the next.
         """
         self.optimizer.clear()  # of what an update that was broken off left behind
-        losses = []
         for index, rows in enumerate(micro_batches):
             mark_progress()
-            with accumulating(self.model, is_last=index == len(micro_batches) - 1):
-                loss = loss_of(rows)
-                loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            self.optimizer.accumulate()
+            yield micro_batch(batch, rows, self.model.idle_token), index == len(micro_batches) - 1
+
+    def _take_step(
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], losses: Sequence[Tensor], *, prefix: str, loss: str
+    ) -> tuple[bool, MetricSums]:
+        """Update the weights from the accumulated gradients; if they are not finite, `skipped` says why. Collective.
+
+        losses: this rank's part of the loss from each micro-batch, detached; loss: the name of its metric, prefix: that
+        of the others. Returns whether the weights were updated, and the metrics.
+        """
+        learning_rate = self.optimizer.learning_rate
         norm, updated = self.optimizer.step()
         if not updated:
             self.skipped = self._why_skipped(batch, micro_batches, norm, losses)
-        return norm, updated
+        sums, once = MetricSums(), int(self._context.data_rank == 0)
+        for part in losses:
+            sums.mean(prefix + loss, part, 0)
+        # Of the whole update, so counted once: its loss is the sum of all ranks' parts.
+        sums.mean(prefix + loss, 0.0, once)
+        if once:
+            sums.mean(f"{prefix}grad_norm", norm, 1)
+            sums.mean(f"{prefix}learning_rate", learning_rate, 1)
+            sums.total(f"{prefix}skipped_updates", 0 if updated else 1)
+        return updated, sums
 
     def _why_skipped(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], norm: float, losses: Sequence[Tensor]
     ) -> SkippedUpdate:
-        """Collective; nothing of it is computed in an update that goes through."""
+        """Say what of a skipped update was not finite; never called for one that goes through. Collective."""
         mine = batch.select(torch.tensor([row for rows in micro_batches for row in rows], dtype=torch.int64))
-        mask = loss_mask(mine, mask_truncated_completions=self._config.algorithm.mask_truncated_completions)
+        mask = loss_mask(mine, mask_truncated_completions=self._masks_truncated)
         loss = float(torch.stack(list(losses)).double().sum()) if losses else 0.0
-        names = self.optimizer.names
-        part = SkippedUpdate(norm, loss, *self.optimizer.not_finite, len(names), columns_not_finite(mine, mask))
+        names, columns = self.optimizer.names, columns_not_finite(mine, mask)
+        if not self._context.is_data_leader:  # another rank reports the same samples
+            loss, columns = 0.0, {}
+        part = SkippedUpdate(norm, loss, *self.optimizer.not_finite, len(names), columns)
         return SkippedUpdate.joined(self._context.gather(part), names)
 
     def save_model(self, folder: Path) -> None:
@@ -84,7 +101,7 @@ class TrainedModel:
         save_weights(self.model.module, folder, self.model.dtype, is_writer=self._context.rank == 0)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What a resumed run needs beside the weights, masters included; tensors are the memory itself."""
+        """Give what a resumed run needs beside the weights, masters included; tensors are the memory itself."""
         state = self.optimizer.state_dict()
         if isinstance(self.model, ShardedCausalLM) and self.model.dtype.itemsize < torch.float32.itemsize:
             # The shards are the masters, which the saved weights are rounded from.
@@ -95,7 +112,7 @@ class TrainedModel:
     def load(self, folder: Path) -> None:
         """Take weights and optimizer state of a checkpoint, into the memory that is there.
 
-        Raises CheckpointError where they are damaged or of another model.
+        Raises CheckpointError if they are damaged or of another model.
         """
         try:
             load_weights(self.model.module, FolderSource(str(folder)), self.model.device)

@@ -28,10 +28,10 @@ from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.estimate import with_advantages
-from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
+from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
-from hybrid_rl.workers.base import WorkerBase, rank_plan
+from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.residents import (
     ACTOR,
     ENGINE_WEIGHTS,
@@ -80,6 +80,7 @@ class HybridWorker(WorkerBase):
         super().__init__(context)
         config = setup.config
         self._config = config
+        self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
         self._probe_ids = setup.probe_ids
         self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
         self._version: int | None = None  # of the actor's weights, from their publication to the next update
@@ -130,7 +131,7 @@ class HybridWorker(WorkerBase):
     # ------------------------------------------------------------------------------------------------ training
 
     def _plan(self, batch: Batch, step: int) -> Plan:
-        return rank_plan(batch, step, self._config, self._context, self._actor.model.device)
+        return self._plan_spec.plan(batch, step, self._context, self._actor.model.device)
 
     @dispatch(split="groups", collect="concat", needs=SCORING)
     def score(self, batch: Batch, step: int) -> Batch:
@@ -142,7 +143,7 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="concat")
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages, one per completion token, and returns where there is a critic; needs whole groups."""
-        return with_advantages(batch, self._config, self._context, self._actor.kl_weight.beta)
+        return with_advantages(batch, self._advantages, self._context, self._actor.kl_weight.beta)
 
     @dispatch(split="groups", collect="all", needs=TRAINING)
     def update(self, batch: Batch, step: int) -> MetricSums:
@@ -153,7 +154,8 @@ class HybridWorker(WorkerBase):
         if not self._roles.is_warmup(step):
             sums.merge(self._actor.update(batch, plan, step - 1))
             self._roles.after_update(self._actor, step)
-        return sums
+        # Ranks that have the same samples report them once.
+        return sums if self._context.is_data_leader else MetricSums()
 
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
@@ -275,7 +277,10 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="leader", objects=True)
     def log_samples(self, batch: Batch, step: int, folder: Path) -> None:
         """Append this rank's samples to a file of its own in the run folder; what cannot be written now waits."""
-        name = "samples.jsonl" if self._context.num_ranks == 1 else f"samples-rank{self._context.rank}.jsonl"
+        context = self._context
+        if not context.is_data_leader:
+            return
+        name = "samples.jsonl" if context.num_data_ranks == 1 else f"samples-rank{context.data_rank}.jsonl"
         if self._samples is None:
             self._samples = JsonLines(folder / name)
         names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
@@ -295,7 +300,8 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="leader", objects=True)
     def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:
         """Write this rank's samples so that they can be replayed."""
-        save_rollout(folder, step, self._context.rank, self._context.num_ranks, batch)
+        if self._context.is_data_leader:
+            save_rollout(folder, step, self._context.data_rank, self._context.num_data_ranks, batch)
 
     def close(self) -> None:
         """Stop scoring and generating."""

@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch, Jagged
@@ -16,24 +14,25 @@ from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
-from hybrid_rl.training.plan import Plan
+from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
-from hybrid_rl.workers.base import WorkerBase, rank_plan
+from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.residents import REFERENCE, module_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
 
 class Reference:
-    """A frozen copy of a model: of a module in this process, or built anew from the recipe."""
+    """A frozen copy of a model: of a module in this process, or built from the recipe."""
 
     def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
         if isinstance(model, PreTrainedModel):
             model = copy.deepcopy(model).requires_grad_(False)
         self.model: CausalLM = build_model(model, config, context, is_trained=False)
 
-    def logprobs(self, batch: Batch, plan: Plan, temperature: float) -> Jagged:
-        """ln p of the completion tokens under the reference, at the policy's temperature."""
-        return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], temperature)
+    def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
+        """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at."""
+        return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini])
 
     @torch.no_grad()
     def take(self, policy: CausalLM, share: float = 1.0) -> None:
@@ -42,30 +41,24 @@ class Reference:
         SyncRefModelCallback), in the wider dtype of the two."""
         theirs = dict(policy.module.named_parameters())
         for name, parameter in self.model.module.named_parameters():
-            mine, source = _local(parameter), _local(theirs[name])
+            mine, source = local_tensor(parameter), local_tensor(theirs[name])
             if share < 1:
                 wide = torch.promote_types(mine.dtype, source.dtype)
                 source = mine.to(wide) * (1 - share) + source.to(wide) * share
             mine.copy_(source)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """What lies on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 class ReferenceWorker(WorkerBase):
-    """One rank of a pool that holds the reference model alone."""
+    """One rank of a pool that holds nothing but the reference model."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
         super().__init__(context)
-        self._config = setup.config
+        self._plan = PlanSpec.of(setup.config)
         self._reference = Reference(setup.model, setup.config, context)
         self.leases.add(module_resident(REFERENCE, self._reference.model.module))
 
     @dispatch(split="groups", collect="concat", needs=frozenset({REFERENCE}))
     def score(self, batch: Batch, step: int) -> Batch:
         """Add ref_logprobs."""
-        plan = rank_plan(batch, step, self._config, self._context, self._reference.model.device)
-        temperature = self._config.rollout.temperature
-        return batch.with_columns(ref_logprobs=self._reference.logprobs(batch, plan, temperature))
+        plan = self._plan.plan(batch, step, self._context, self._reference.model.device)
+        return batch.with_columns(ref_logprobs=self._reference.logprobs(batch, plan))

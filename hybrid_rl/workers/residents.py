@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
 from hybrid_rl.engines.client import EngineClient
@@ -11,6 +10,7 @@ from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.optimizer import Optimizer
 
 ACTOR = "actor"
@@ -52,7 +52,7 @@ def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     return local.numel() * local.element_size()
 
 

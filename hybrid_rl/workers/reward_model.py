@@ -33,7 +33,7 @@ from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
 from hybrid_rl.sharding.build import call_options, filled
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.workers.base import TOKENS_PER_MICRO_BATCH
+from hybrid_rl.training.plan import token_cap
 from hybrid_rl.workers.residents import module_resident
 
 REWARD_MODELS = "reward_models"
@@ -56,7 +56,7 @@ class RewardModel:
         self, entry: RewardModelEntry, policy_tokenizer: Any, config: TrainerConfig, context: RankContext
     ) -> None:
         self.name = entry.name
-        self._config, self._context = config, context
+        self._tokens_per_micro_batch, self._context = config.optimizer.tokens_per_micro_batch, context
         self.model = build_reward_model(entry, config, context)
         self._tokenizer = _tokenizer_of(entry, config)
         check_tokenizer(self._tokenizer, self.model.module)
@@ -92,8 +92,7 @@ class RewardModel:
         limit = self.model.length_limit
         rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit.num_tokens]
         sizes = [row_tokens(sequences)[row] for row in rows]
-        default = TOKENS_PER_MICRO_BATCH.get(self.model.device.type, 16384)
-        cap = max(self._config.optimizer.tokens_per_micro_batch or default, *sizes, 1)
+        cap = max(token_cap(self.model.device, self._tokens_per_micro_batch, sizes), *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
         found = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
         for number in range(max(self._context.gather(len(micros)))):

@@ -76,13 +76,12 @@ class Roles:
         return [*found, optimizer_resident(self._critic.optimizer, CRITIC_OPTIMIZER)]
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
-        """ref_logprobs, teacher_logprobs and values, as far as there are such models. Collective."""
-        temperature = self._config.rollout.temperature
+        """Compute ref_logprobs, teacher_logprobs and values, as far as there are such models. Collective."""
         columns: dict[str, Jagged] = {}
         if self._reference is not None:
-            columns["ref_logprobs"] = self._reference.logprobs(batch, plan, temperature)
+            columns["ref_logprobs"] = self._reference.logprobs(batch, plan)
         if self._teacher is not None:
-            columns["teacher_logprobs"] = self._teacher.logprobs(batch, plan, temperature)
+            columns["teacher_logprobs"] = self._teacher.logprobs(batch, plan)
         if self._critic is not None:
             columns["values"] = self._critic.values(batch, plan)
         return columns

@@ -9,9 +9,10 @@ import torch
 
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import batch_logprobs
-from hybrid_rl.training.step import Counts, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec
 from tests.distributed.ranks import run_ranks
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
@@ -32,12 +33,12 @@ EXACT = {torch.float32: 1e-6, torch.float64: 1e-12}  # of the largest gradient
 def grpo_backward(model: CausalLM, micro_batches: list[list[int]]) -> float:
     """Backward passes of one rank's micro-batches, with the counts of all samples; this rank's part of the loss."""
     config = case_config(loss_type="dapo", beta=0.0, temperature=0.9)
-    batch = with_advantages(case_batch())
-    counts = Counts.of(batch, config.algorithm)
+    batch = with_advantages(case_batch(temperature=0.9))
+    counts = Counts.of(batch, LossSpec.of(config))
     total = 0.0
     for index, rows in enumerate(micro_batches):
         with KeepFloat64(), accumulating(model, is_last=index == len(micro_batches) - 1):
-            loss, _, _ = micro_batch_loss(model, micro_batch(batch, rows), terms_of(config), counts)
+            loss, _, _ = micro_batch_loss(model, micro_batch(batch, rows), *terms_of(config, counts))
             loss.backward()
         total += float(loss.detach())
     return total
@@ -88,9 +89,9 @@ def _gradients(rank: int, num_ranks: int, case: Case) -> tuple[float, dict[str, 
     gap = model.verify()
     if case.checkpointing:
         model.enable_gradient_checkpointing()
-    before = batch_logprobs(model, case_batch(), case.split[rank], 1.0)
+    before = batch_logprobs(model, case_batch(), case.split[rank])
     loss = grpo_backward(model, case.split[rank])
-    after = batch_logprobs(model, case_batch(), case.split[rank], 1.0)
+    after = batch_logprobs(model, case_batch(), case.split[rank])
     assert torch.equal(before.values, after.values)
     return loss, {name: p.grad.full_tensor() for name, p in module.named_parameters()}, gap
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.controller import RankContext
+from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
-from hybrid_rl.training.extras import with_whole
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.mini_batch import look_ahead
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.test_verify import many_experts
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
@@ -42,13 +43,14 @@ def on_ranks(rank: int, num_ranks: int, checkpointing: bool) -> dict[str, Any]:
     batch, config = with_advantages(case_batch()), case_config(loss_type="dapo")
     balance = LoadBalance.of(model, COEF)
     assert balance is not None
-    context = RankContext(rank=rank, gather=gathered)
-    counts = Counts.of(batch, config.algorithm)
-    terms = with_whole(model, batch, SPLIT[rank], Terms(config, balance=balance), context)
+    context = RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks}), gather=gathered)
+    spec = LossSpec.of(config)
+    mini = look_ahead(model, batch, SPLIT[rank], spec, MiniBatch.of(batch, spec), balance, context)
+    beside = SideModels(balance=balance)
     total = aux_loss = 0.0
     for index, rows in enumerate(SPLIT[rank]):
         with accumulating(model, is_last=index == len(SPLIT[rank]) - 1):
-            loss, sums, _ = micro_batch_loss(model, micro_batch(batch, rows, model.idle_token), terms, counts)
+            loss, sums, _ = micro_batch_loss(model, micro_batch(batch, rows, model.idle_token), spec, mini, beside)
             loss.backward()
         total, aux_loss = total + float(loss.detach()), aux_loss + sums.parts("aux_loss")[0]
     gradients = [parameter.grad.full_tensor().flatten() for parameter in module.parameters()]

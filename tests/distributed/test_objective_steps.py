@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
-from hybrid_rl.training.step import Counts
+from hybrid_rl.training.spec import Counts, LossSpec
 from tests.distributed.ranks import run_ranks
 from tests.reference import grpo_case
 from tests.unit.training.objective_steps import STEPS, backward, prepared_batch, step_batch, step_config
@@ -35,7 +35,7 @@ def on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torc
         config = step_config(name)
         whole = step_batch(config)
         mine = whole.select([row for rows in SPLIT[rank] for row in rows])
-        counts = Counts.of(whole, config.algorithm)
+        counts = Counts.of(whole, LossSpec.of(config))
         # Micro-batches of this rank's own batch, whose samples lie one after the other.
         starts = [sum(map(len, SPLIT[rank][:index])) for index in range(len(SPLIT[rank]))]
         micro_batches = [[start + i for i in range(len(rows))] for start, rows in zip(starts, SPLIT[rank], strict=True)]
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_one_process() -> None:
         everything = [list(range(16))]
         batch = prepared_batch(step_batch(config), config, everything, RankContext())
         model = CausalLM(grpo_case.build_model(torch.float32))
-        loss, learned = backward(model, batch, config, everything, Counts.of(batch, config.algorithm))
+        loss, learned = backward(model, batch, config, everything, Counts.of(batch, LossSpec.of(config)))
         assert sum(result[name][0] for result in ranks) == pytest.approx(loss, rel=1e-5, abs=1e-6), name
         if learned is not None:
             torch.testing.assert_close(sum(result[name][2] for result in ranks), learned, rtol=0, atol=1e-6)
@@ -71,7 +71,7 @@ def test_every_step_is_another_one() -> None:
         config = step_config(name)
         batch = prepared_batch(step_batch(config), config, [list(range(16))], RankContext())
         model = CausalLM(grpo_case.build_model(torch.float32))
-        backward(model, batch, config, [list(range(16))], Counts.of(batch, config.algorithm))
+        backward(model, batch, config, [list(range(16))], Counts.of(batch, LossSpec.of(config)))
         found[name] = grpo_case.flatten_gradient(model.module)
     same = [(a, b) for a in found for b in found if a < b and torch.equal(found[a], found[b])]
     assert same == [("clip", "lambda_grpo")], str(same)

@@ -11,9 +11,10 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.routing import router_columns
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.distributed.ranks import run_ranks
 from tests.unit.training.test_rspo import config_of, moe, rollout
 
@@ -25,19 +26,20 @@ def step(model: CausalLM, micro_batches: list[list[int]]) -> tuple[Batch, float,
     """Score, move the weights, and run the backward passes: the scored batch, the loss, the mean shift."""
     config, routers = config_of(router_shift_floor=0.5), Routers(model)
     batch = rollout()
-    batch = batch.with_columns(**router_columns(model, routers, batch, micro_batches, 1.0))
+    batch = batch.with_columns(**router_columns(model, routers, batch, micro_batches))
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.mul_(1.15)
-    counts, total, shift = Counts.of(batch, config.algorithm), 0.0, 0.0
+    spec, total, shift = LossSpec.of(config), 0.0, 0.0
+    mini, beside = MiniBatch.of(batch, spec), SideModels(routers=routers)
     for index, rows in enumerate(micro_batches):
         with accumulating(model, is_last=index == len(micro_batches) - 1):
-            loss, sums, _ = micro_batch_loss(model, micro_batch(batch, rows), Terms(config, routers=routers), counts)
+            loss, sums, _ = micro_batch_loss(model, micro_batch(batch, rows), spec, mini, beside)
             loss.backward()
         total += float(loss.detach())
         if rows:
             lengths = batch["completion_ids"].lengths[torch.tensor(rows)]
-            shift += sums.result()["router_shift/mean"] * int(lengths.sum()) / counts.num_tokens
+            shift += sums.result()["router_shift/mean"] * int(lengths.sum()) / mini.counts.num_tokens
     return batch, total, shift
 
 

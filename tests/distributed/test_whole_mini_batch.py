@@ -17,8 +17,8 @@ from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.weights import ModelRecipe, StateSource
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.extras import with_whole
-from hybrid_rl.training.step import Terms
+from hybrid_rl.training.mini_batch import look_ahead
+from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.workers.reference import Reference
 from tests.distributed.ranks import run_ranks
 from tests.reference import grpo_case
@@ -73,14 +73,15 @@ def trained(
     """What is known beforehand of the first mini-batch, the entropy weight after each update, and the model."""
     config = config_of(target)
     balance = LoadBalance.of(model, COEF)
-    terms = with_whole(model, batch, micro_batches, Terms(config, balance=balance), context)
-    assert terms.least_entropy is not None and terms.expert_load is not None
+    spec = LossSpec.of(config)
+    mini = look_ahead(model, batch, micro_batches, spec, MiniBatch.of(batch, spec), balance, context)
+    assert mini.least_entropy is not None and mini.expert_load is not None
     actor = Actor(model, config, context, num_optimizer_steps=NUM_UPDATES)
     weights = []
     for version in range(NUM_UPDATES):
         actor.update(batch, [micro_batches], version)
         weights.append(actor.entropy_weight.state_dict())
-    return {"least": float(terms.least_entropy), "counts": terms.expert_load.counts, "weights": weights}
+    return {"least": float(mini.least_entropy), "counts": mini.expert_load.counts, "weights": weights}
 
 
 def on_ranks(rank: int, num_ranks: int, target: float) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def followed(rank: int, num_ranks: int, share: float) -> tuple[dict[str, torch.T
     assert isinstance(reference.model, ShardedCausalLM)
     reference.take(policy, share)
     batch, cut = share_of(rank)
-    column = reference.logprobs(batch, [cut], 1.0)
+    column = reference.logprobs(batch, [cut])
     named = reference.model.module.named_parameters()
     return {name: parameter.full_tensor() for name, parameter in named}, column.values  # type: ignore[operator]
 
@@ -156,5 +157,5 @@ def test_a_sharded_reference_takes_what_a_whole_one_takes(share: float) -> None:
         for name, parameter in whole.items():
             torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
         batch, cut = share_of(rank)
-        mine = reference.logprobs(batch, [cut], 1.0).values
+        mine = reference.logprobs(batch, [cut]).values
         torch.testing.assert_close(logprobs, mine, rtol=0, atol=1e-5)

@@ -60,6 +60,6 @@ def test_one_rank_computes_in_bfloat16_on_fp32_shards() -> None:
     assert {p.grad.dtype for p in model.module.parameters()} == {torch.float32}
     with model.twin.bound():
         assert {p.dtype for p in model.twin.module.parameters()} == {torch.bfloat16}
-        twin = batch_logprobs(CausalLM(model.twin.module), case_batch(), ROWS, 1.0)
-    mine = batch_logprobs(model, case_batch(), ROWS, 1.0)
+        twin = batch_logprobs(CausalLM(model.twin.module), case_batch(), ROWS)
+    mine = batch_logprobs(model, case_batch(), ROWS)
     torch.testing.assert_close(mine.values, twin.values, rtol=0, atol=0.05)  # bfloat16 has 8 bits

@@ -102,6 +102,32 @@ def test_training_on_saved_rollouts_is_the_run_that_saved_them(make_trainer, rec
     assert files(folder) == before and not (replayed.run_folder / "rollouts").exists()
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"prompts_per_mini_batch": 2, "old_logprobs": "recompute", "beta": 0.1},
+        {"beta": 0.1, "kl_estimator": "exact", "use_bias_correction_kl": False, "tokens_per_micro_batch": 24},
+        {"advantage": "rloo", "kl": "reward", "beta": 0.1},
+    ],
+    ids=["mini-batches", "exact KL", "KL in the reward"],
+)
+def test_saved_rollouts_are_trained_on_at_the_temperature_that_they_were_made_at(
+    make_trainer, records, keys: dict
+) -> None:
+    """Bit for bit, though the configuration says another one by now: logprobs, KL, gaps, losses and weights."""
+    recorded_model, replayed_model = build_model(), build_model()
+    recorded = make_trainer(recorded_model, save_rollouts=True, temperature=0.7, **keys)
+    recorded.fit()
+    path = str(recorded.run_folder / "rollouts")
+    replayed = make_trainer(replayed_model, mode="train", rollouts_path=path, temperature=1.0, **keys)
+    replayed.fit()
+    mine = records(replayed, comparable=True)
+    assert mine == records(recorded, comparable=True)
+    # The engine sampled at 0.7, and so does the trainer compute.
+    assert all(line["sampling/sampling_logp_difference/max"] < 1e-5 for line in mine if "loss" in line)
+    assert same_weights(weights(replayed_model), weights(recorded_model))
+
+
 def test_training_mode_generates_nothing_but_probes(make_trainer, monkeypatch) -> None:
     recorded = make_trainer(save_rollouts=True)
     recorded.fit()

@@ -353,3 +353,16 @@ def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
         replay(tmp_path, 3, 2, 2, ["length", "other"], version=1)
     with pytest.raises(DataError, match="does not exist"):
         replay(tmp_path / "nowhere", 3, 2, 2, ["length"], version=1)
+
+
+def test_a_rollout_without_one_temperature_is_refused(tmp_path):
+    """An older file has none, and to take the configuration's for it would give wrong ratios without a word."""
+    batch = rollout(length).batch
+    bare = batch.without("temperature")
+    save_rollout(tmp_path, 1, 0, 1, bare)
+    with pytest.raises(DataError, match=r"the rollout of step 1: the batch has no column temperature.*add the column"):
+        replay(tmp_path, 1, 2, 2, ["length"], version=1)
+    mixed = bare.with_columns(temperature=torch.tensor([0.7, 0.7, 1.0, 0.7], dtype=torch.float64))
+    save_rollout(tmp_path, 2, 0, 1, mixed)
+    with pytest.raises(DataError, match=r"the rollout of step 2: .* at the temperatures \[0.7, 1.0\]; train on one"):
+        replay(tmp_path, 2, 2, 2, ["length"], version=1)

@@ -20,7 +20,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.training import actor as actor_module
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.estimate import with_advantages
+from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 
 V, TEMPERATURE, VERSION = 7, 0.8, 3
 GROUP = 5  # pass_at_k compares subsets of 4
@@ -128,6 +128,7 @@ def tiny_batch(config: TrainerConfig, *, dense: bool, engine_noise: float) -> Ba
         {
             "prompt_ids": prompts,
             "completion_ids": completions,
+            "temperature": torch.full((10,), TEMPERATURE, dtype=torch.float64),
             "group": torch.arange(10) if shown else torch.arange(10) // GROUP,
             "trajectory": torch.arange(10),
             "finish_reason": ["length" if place in (2, 5) else "stop" for place in range(10)],
@@ -170,12 +171,12 @@ def train(
     batch = tiny_batch(config, dense=dense, engine_noise=engine_noise)
     plan = [[list(range(start, 10, cut)) for start in range(cut)]]
     batch = batch.with_columns(**actor.columns(batch, plan))
-    batch = with_advantages(batch, config, context, actor.kl_weight.beta)
+    batch = with_advantages(batch, AdvantageSpec.of(config), context, actor.kl_weight.beta)
     found = Trained(config, batch)
     prepared_column = actor_module.prepared_column
 
-    def remembering(*arguments: Any) -> Jagged | None:
-        column = prepared_column(*arguments)
+    def remembering(*arguments: Any, **options: Any) -> Jagged | None:
+        column = prepared_column(*arguments, **options)
         found.batch = batch if column is None else batch.with_columns(prepared=column)
         return column
 

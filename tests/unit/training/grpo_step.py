@@ -10,8 +10,9 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import Plan, make_plan, micro_batch
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
 
@@ -32,7 +33,12 @@ def case_config(**keys: Any) -> TrainerConfig:
     return resolve(loaded, given)
 
 
-def case_batch(old: Rows | None = None, ref: Rows | None = None, rewards: Sequence[float] = grpo_case.REWARDS) -> Batch:
+def case_batch(
+    old: Rows | None = None,
+    ref: Rows | None = None,
+    rewards: Sequence[float] = grpo_case.REWARDS,
+    temperature: float = 1.0,
+) -> Batch:
     """The 16 samples as a batch, advantages not yet computed."""
     samples = grpo_case.build_samples()
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
@@ -40,6 +46,7 @@ def case_batch(old: Rows | None = None, ref: Rows | None = None, rewards: Sequen
         "prompt_ids": Jagged.from_rows([sample.prompt_ids for sample in samples], torch.int64),
         "completion_ids": completions,
         "completion_mask": completions.with_values(torch.ones_like(completions.values, dtype=torch.bool)),
+        "temperature": torch.full((len(samples),), temperature, dtype=torch.float64),
         "group": torch.tensor([sample.group for sample in samples]),
         "finish_reason": ["length" if sample.truncated else "stop" for sample in samples],
         "rewards": torch.tensor(list(rewards), dtype=torch.float64),
@@ -62,9 +69,10 @@ def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     return make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
 
 
-def terms_of(config: TrainerConfig) -> Terms:
-    """Of the first training step."""
-    return Terms(config, beta=config.kl.beta)
+def terms_of(config: TrainerConfig, counts: Counts) -> tuple[LossSpec, MiniBatch]:
+    """The loss, and what is known of the mini-batch in the first training step."""
+    spec = LossSpec.of(config)
+    return spec, MiniBatch(counts, beta=spec.beta, entropy_coef=spec.entropy_coef)
 
 
 def loss_and_gradient(
@@ -77,11 +85,11 @@ def loss_and_gradient(
     """Loss, flat gradient and metrics of one optimizer step over these micro-batches. counts: of all ranks, None where
     this is the only one."""
     model = CausalLM(grpo_case.build_model(dtype))
-    counts = counts or Counts.of(batch, config.algorithm)
+    counts = counts or Counts.of(batch, LossSpec.of(config))
     sums, total = MetricSums(), 0.0
     for rows in micro_batches:
         with KeepFloat64():
-            loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows), terms_of(config), counts)
+            loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows), *terms_of(config, counts))
         loss.backward()
         total += loss.item()
         sums.merge(stats)

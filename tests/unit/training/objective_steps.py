@@ -11,10 +11,12 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
-from hybrid_rl.training.extras import LearnedNumbers, prepared_column
+from hybrid_rl.training.learned import LearnedNumbers
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.mini_batch import prepared_column
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import distribution_columns
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, load_recorded
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
@@ -62,7 +64,7 @@ def step_batch(config: TrainerConfig) -> Batch:
         model = CausalLM(build_model(torch.float32))
         num_top: int = config.policy_loss.num_top  # type: ignore[attr-defined]
         found = distribution_columns(
-            model, batch, [list(range(batch.num_samples))], 1.0, num_top=num_top, wants_squares=False
+            model, batch, [list(range(batch.num_samples))], num_top=num_top, wants_squares=False
         )
         columns |= {column: found[column] for column in ("old_top_ids", "old_top_logprobs")}
     return batch.with_columns(**columns)
@@ -70,7 +72,7 @@ def step_batch(config: TrainerConfig) -> Batch:
 
 def prepared_batch(batch: Batch, config: TrainerConfig, micro_batches: list[list[int]], context: RankContext) -> Batch:
     """With what the loss wants to know of the whole mini-batch. Collective."""
-    column: Jagged | None = prepared_column(batch, [micro_batches], config, context, VERSION)
+    column: Jagged | None = prepared_column(batch, [micro_batches], LossSpec.of(config), context, seed=VERSION)
     return batch if column is None else batch.with_columns(prepared=column)
 
 
@@ -80,17 +82,18 @@ def backward(
     """Backward passes of these micro-batches: the loss, and the gradient of what is learned beside the model."""
     numbers = LearnedNumbers(config.policy_loss)
     dtype = next(model.module.parameters()).dtype
-    terms = Terms(config, config.kl.beta, VERSION, numbers.parameters)  # type: ignore[attr-defined]
-    if terms.is_exact_kl:
+    spec, beside = LossSpec.of(config), SideModels()
+    mini = MiniBatch(counts, VERSION, spec.beta, spec.entropy_coef, numbers.parameters)
+    if spec.is_exact_kl:
         reference = build_model(dtype)
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.mul_(1.1)
-        terms = Terms(config, terms.beta, VERSION, reference=CausalLM(reference))
+        beside = SideModels(CausalLM(reference))
     total = 0.0
     for rows in micro_batches:
         with KeepFloat64() if dtype == torch.float64 else nullcontext():
-            loss, _, _ = micro_batch_loss(model, micro_batch(batch, rows), terms, counts)
+            loss, _, _ = micro_batch_loss(model, micro_batch(batch, rows), spec, mini, beside)
         loss.backward()
         total += float(loss.detach())
     return total, None if numbers.parameters is None else numbers.parameters.grad

@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel, Qwen2
 from hybrid_rl.batch import Batch
 from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, read_optimizer_into, write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.controller import RankContext
+from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import joined
 from hybrid_rl.models.heads.value_head import value_model_of
@@ -283,12 +283,14 @@ def test_metrics_join_over_ranks() -> None:
 
     def share(value: Any) -> list[Any]:
         shares.append(value)
-        return [value]
+        return [value] * 3
 
     def metrics(rank: int, gather: Any) -> Any:
         part = parts[rank]
         mine = torch.ones(len(part["completion_ids"].values), dtype=torch.bool)
-        return value_metrics(part, mine, dataclasses.replace(HERE, rank=rank, gather=gather))
+        return value_metrics(
+            part, mine, dataclasses.replace(HERE, rank=rank, mesh=RankMesh({"dp_shard": 3}), gather=gather)
+        )
 
     for rank in range(3):
         metrics(rank, share)

@@ -8,8 +8,9 @@ import torch
 
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.balance import split_over_ranks
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.step import Counts, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec
 from tests.reference.grpo_case import REWARDS, build_model, load_recorded
 from tests.unit.training.grpo_step import (
     case_batch,
@@ -99,12 +100,12 @@ def test_a_rank_of_empty_micro_batches_gives_every_parameter_a_gradient_of_zero(
     batch = batch.select([])
     model = CausalLM(build_model(torch.float32))
     of_others = Counts(100, 16, 40)
-    loss, _, _ = micro_batch_loss(model, micro_batch(batch, []), terms_of(config), of_others)
+    loss, _, _ = micro_batch_loss(model, micro_batch(batch, []), *terms_of(config, of_others))
     loss.backward()
     assert loss.item() == 0.0
     gradients = [parameter.grad for parameter in model.module.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
-    assert Counts.of(batch, config.algorithm) == Counts()
+    assert Counts.of(batch, LossSpec.of(config)) == Counts()
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, 6])
@@ -114,7 +115,7 @@ def test_gradients_of_ranks_add_up(loss_type: str, num_ranks: int) -> None:
     nothing. Denominators are those of all ranks."""
     batch, config = batch_and_config(loss_type)
     expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
-    counts = Counts.of(batch, config.algorithm)
+    counts = Counts.of(batch, LossSpec.of(config))
     whole = batch.without("advantages").with_columns(
         prompt_length=batch["prompt_ids"].lengths, completion_length=batch["completion_ids"].lengths
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.algos.token_masks import next_entropy_coef
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums
@@ -67,16 +68,20 @@ def entropies(trained: Any, share: float) -> list[float]:
     return found
 
 
+def weight_of(config: TrainerConfig) -> EntropyWeight:
+    return EntropyWeight(config.entropy, config.algorithm.entropy_coef, is_subset=False)
+
+
 def test_a_resumed_run_goes_on_from_its_weight() -> None:
     config = resolved({"entropy_target": 1.0, "entropy_coef": 0.2})
-    first, sums = EntropyWeight(config), MetricSums()
-    assert EntropyWeight(resolved({"entropy_coef": 0.2})).applied == 0.2 and first.applied == 0.0
+    first, sums = weight_of(config), MetricSums()
+    assert weight_of(resolved({"entropy_coef": 0.2})).applied == 0.2 and first.applied == 0.0
     sums.mean("entropy", 5.0, 10)
     first.follow(sums, RankContext())
-    second = EntropyWeight(config)
+    second = weight_of(config)
     second.load_state_dict(first.state_dict())
     assert second.applied == first.applied == pytest.approx(0.205)
-    assert EntropyWeight(config).state_dict() == {"entropy_coef": 0.2, "entropy": None}
+    assert weight_of(config).state_dict() == {"entropy_coef": 0.2, "entropy": None}
 
 
 def test_the_start_lies_within_the_bounds() -> None:
@@ -89,7 +94,7 @@ def test_the_start_lies_within_the_bounds() -> None:
 def test_a_step_without_tokens_in_the_loss_measures_nothing() -> None:
     """It is no step of entropy 0, which lies below every target: nothing rises, and nothing is paid after it."""
     config = resolved({"entropy_target": 1.0, "entropy_coef": 0.2})
-    weight, high = EntropyWeight(config), MetricSums()
+    weight, high = weight_of(config), MetricSums()
     weight.follow(MetricSums(), RankContext())
     assert weight.state_dict() == {"entropy_coef": 0.2, "entropy": None} and weight.applied == 0.0
     high.mean("entropy", 50.0, 10)

@@ -13,17 +13,17 @@ import torch
 
 from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs, Advantages
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
 from hybrid_rl.options import key
-from hybrid_rl.training.estimate import with_advantages
+from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 
 COMPLETIONS = Jagged.from_rows([[5, 6], [7], [8, 9, 4], [3]], torch.int64)
 
 
-def config_of(**keys: Any) -> TrainerConfig:
-    return resolve(*load_config({"num_generations": 2, **keys}))
+def spec_of(**keys: Any) -> AdvantageSpec:
+    return AdvantageSpec.of(resolve(*load_config({"num_generations": 2, **keys})))
 
 
 def batch_of(rewards: list[float], **columns: list[float]) -> Batch:
@@ -44,14 +44,14 @@ def batch_of(rewards: list[float], **columns: list[float]) -> Batch:
 @pytest.mark.parametrize("size", [1e13, 1e38, 1e155, 1e300])
 def test_rewards_too_large_for_a_gradient_end_the_run_with_their_value(keys: dict[str, Any], size: float) -> None:
     with pytest.raises(DataError, match=rf"of .* with the reward {re.escape(f'{size:.4g}')}; .*1e\+12"):
-        with_advantages(batch_of([size, -size, 1.0, 0.0]), config_of(**keys), RankContext(), 0.0)
+        with_advantages(batch_of([size, -size, 1.0, 0.0]), spec_of(**keys), RankContext(), 0.0)
 
 
 @pytest.mark.parametrize("size", [1e13, 1e155, 1e300])
 @pytest.mark.parametrize("scale", ["group", "batch", "mad"])
 def test_rewards_of_any_size_are_normalised_right(scale: str, size: float) -> None:
     """Two and two: 1 / sqrt(2) of the group's deviation; the batch has 4 rewards; mad: 1.4826 times half the gap."""
-    batch = with_advantages(batch_of([size, -size, size, -size]), config_of(scale_rewards=scale), RankContext(), 0.0)
+    batch = with_advantages(batch_of([size, -size, size, -size]), spec_of(scale_rewards=scale), RankContext(), 0.0)
     expected = {"group": 1 / math.sqrt(2), "batch": math.sqrt(3) / 2, "mad": 1 / 1.4826}[scale]
     signs = [1, 1, -1, 1, 0, 1, -1]
     assert batch["advantages"].values.tolist() == pytest.approx([sign * expected for sign in signs], rel=1e-6)
@@ -68,10 +68,8 @@ class Own(AdvantageEstimator):
         return Advantages(torch.tensor(self.numbers, dtype=torch.float64))
 
 
-def own(*numbers: float) -> TrainerConfig:
-    config = config_of()
-    object.__setattr__(config, "advantage", Own(numbers=numbers))
-    return config
+def own(*numbers: float) -> AdvantageSpec:
+    return AdvantageSpec(Own(numbers=numbers))
 
 
 def test_what_an_estimator_gives_at_masked_tokens_is_left_out() -> None:
@@ -94,5 +92,5 @@ def test_a_token_that_neither_policy_nor_reference_can_make_has_no_penalty_to_ad
     columns = {name: [-1.0, -math.inf, -1.0, -1.0, -1.0, -1.0, -1.0] for name in ("old_logprobs", "ref_logprobs")}
     with pytest.raises(DataError, match="kl=reward: the penalty of a token is nan, with ln p = -inf of the policy"):
         with_advantages(
-            batch_of([1.0, 0, 1, 0], **columns), config_of(kl="reward", beta=0.1, advantage="rloo"), RankContext(), 0.1
+            batch_of([1.0, 0, 1, 0], **columns), spec_of(kl="reward", beta=0.1, advantage="rloo"), RankContext(), 0.1
         )

@@ -8,8 +8,9 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.step import Counts, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec
 from tests.tiny import build_model
 from tests.unit.models.families import BASE
 from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
@@ -54,7 +55,7 @@ def test_a_micro_batch_without_samples() -> None:
     config = case_config(loss_type="dapo", beta=0.0)
     batch = with_advantages(case_batch())
     micro = micro_batch(batch, [], idle_token=model.idle_token)
-    loss, _, _ = micro_batch_loss(model, micro, terms_of(config), Counts.of(batch, config.algorithm))
+    loss, _, _ = micro_batch_loss(model, micro, *terms_of(config, Counts.of(batch, LossSpec.of(config))))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert finite(model.module)

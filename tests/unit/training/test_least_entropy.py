@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.training.extras import with_whole
-from hybrid_rl.training.step import Terms, loss_mask
+from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.training.mini_batch import look_ahead
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, loss_mask
 from tests.unit.training.combination_case import START, TEMPERATURE, TableModel, resolved, tiny_batch, train
 
 KEYS: dict[str, Any] = {"top_entropy_quantile": 0.3, "entropy_coef": 0.1, "mask_truncated_completions": True}
@@ -39,8 +39,9 @@ def test_all_ranks_count() -> None:
         shown.append(mine)
         return [mine, there]
 
-    context: Any = SimpleNamespace(gather=gather)
-    found = with_whole(model, batch, [[3, 0], [], [4]], Terms(config), context).least_entropy  # type: ignore[arg-type]
+    context = RankContext(mesh=RankMesh({"dp_shard": 2}), gather=gather)
+    mini, micro_batches = MiniBatch(Counts()), [[3, 0], [], [4]]
+    found = look_ahead(model, batch, micro_batches, LossSpec.of(config), mini, None, context).least_entropy  # type: ignore[arg-type]
     chosen = batch.select([3, 0, 4])
     logs = (START / TEMPERATURE).log_softmax(1).float()
     before = [

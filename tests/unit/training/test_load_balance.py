@@ -17,9 +17,10 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.extras import with_whole
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.mini_batch import look_ahead
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
 from tests.tiny import VOCABULARY
 from tests.unit.models.families import BASE
@@ -69,15 +70,15 @@ def step(
     model: CausalLM, batch: Batch, coef: float, micro_batches: list[list[int]] = ALL, **keys: Any
 ) -> tuple[float, Tensor, float]:
     """Loss, gradient and the metric aux_loss of a mini-batch."""
-    config = case_config(loss_type="dapo", **keys)
+    spec = LossSpec.of(case_config(loss_type="dapo", **keys))
     balance = LoadBalance.of(model, coef)
-    terms = Terms(config, balance=balance)
+    mini = MiniBatch.of(batch, spec)
     if balance is not None and len(micro_batches) > 1:
-        terms = with_whole(model, batch, micro_batches, terms, RankContext())
-    counts, sums, total = Counts.of(batch, config.algorithm), MetricSums(), 0.0
+        mini = look_ahead(model, batch, micro_batches, spec, mini, balance, RankContext())
+    beside, sums, total = SideModels(balance=balance), MetricSums(), 0.0
     model.module.zero_grad()
     for rows in micro_batches:
-        loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows, model.idle_token), terms, counts)
+        loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows, model.idle_token), spec, mini, beside)
         loss.backward()
         sums.merge(stats)
         total += float(loss.detach())

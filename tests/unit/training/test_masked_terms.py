@@ -11,7 +11,8 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training import critic
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference.grpo_case import build_model
 from tests.unit.training.critic_case import critic_batch
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
@@ -56,8 +57,9 @@ def test_no_term_makes_a_gradient_of_what_is_not_in_the_loss(name: str) -> None:
     keys = TERMS[name]
     config = case_config(**keys, **({"beta": 0.1} if "kl_estimator" in keys else {}))
     batch, policy = batch_with_answers(), model()
-    terms = Terms(config, beta=0.1, reference=model())
-    loss, sums, logprobs = micro_batch_loss(policy, batch, terms, Counts.of(batch, config.algorithm))
+    spec = LossSpec.of(config)
+    mini = MiniBatch.of(batch, spec)
+    loss, sums, logprobs = micro_batch_loss(policy, batch, spec, mini, SideModels(model()))
     loss.backward()
     assert bool(logprobs.isneginf().any()) and bool(loss.isfinite())
     parameters = [p for p in policy.module.parameters() if p.requires_grad]

@@ -5,7 +5,7 @@ import torch
 
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
-from hybrid_rl.training.step import Counts
+from hybrid_rl.training.spec import Counts, LossSpec
 from tests.reference.grpo_case import build_model, flatten_gradient
 from tests.unit.training.objective_steps import STEPS, backward, prepared_batch, step_batch, step_config
 
@@ -19,7 +19,7 @@ def outcome(name: str, micro_batches: list[list[int]], dtype: torch.dtype) -> tu
     config = step_config(name)
     batch = prepared_batch(step_batch(config), config, [rows for rows in micro_batches if rows], RankContext())
     model = CausalLM(build_model(dtype))
-    loss, learned = backward(model, batch, config, micro_batches, Counts.of(batch, config.algorithm))
+    loss, learned = backward(model, batch, config, micro_batches, Counts.of(batch, LossSpec.of(config)))
     return loss, flatten_gradient(model.module), torch.zeros(1) if learned is None else learned
 
 

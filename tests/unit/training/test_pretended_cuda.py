@@ -19,10 +19,11 @@ from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
-from hybrid_rl.training.extras import LearnedNumbers
+from hybrid_rl.training.learned import LearnedNumbers
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import batch_logprobs
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from tests.pretended_cuda import CUDA, PretendedCuda, backward, pretended_cuda, to_cuda
 from tests.reference.grpo_case import build_model
 from tests.unit.training.critic_case import config_of, critic_batch, policy_with_head
@@ -72,10 +73,10 @@ def test_a_micro_batch_mixes_no_devices_and_waits_for_none(name: str) -> None:
         model: Any = Bigrams()
         reference: Any = Bigrams()
         numbers = LearnedNumbers(config.policy_loss, CUDA)
-        beta = config.kl.beta  # type: ignore[attr-defined]
-        terms = Terms(config, beta, VERSION, numbers.on_device, reference)
+        spec = LossSpec.of(config)
+        mini = MiniBatch(Counts(20, 3, 20), VERSION, spec.beta, spec.entropy_coef, numbers.on_device)
         cuda.forget()
-        loss, sums, _ = micro_batch_loss(model, batch, terms, Counts(20, 3, 20))
+        loss, sums, _ = micro_batch_loss(model, batch, spec, mini, SideModels(reference))
         loss.backward()  # type: ignore[no-untyped-call]
         assert loss.device == sums.unread().device == model.weight.grad.device == CUDA
         if numbers.on_device is not None:
@@ -129,7 +130,7 @@ def test_the_critic_reads_once_per_optimizer_step_and_once_at_the_end(monkeypatc
 def test_scoring_waits_once_for_all_micro_batches(cuda: PretendedCuda) -> None:
     model, batch = moved(), step_batch(case_config()).select(torch.tensor(ROWS))
     cuda.forget()
-    logprobs = batch_logprobs(model, batch, [[0], [1], [2]], 1.0)
+    logprobs = batch_logprobs(model, batch, [[0], [1], [2]])
     assert logprobs.values.device.type == "cpu" and torch.equal(logprobs.values, torch.ones_like(logprobs.values))
     assert sum(cuda.reads.values()) == 1 and not cuda.pageable
 

@@ -50,8 +50,8 @@ def test_every_place_is_written_once(make_bench) -> None:
     """Whatever the order of the plan, row i of the result belongs to sample i."""
     bench = make_bench()
     batch, model = bench.rollout(), bench.worker._actor.model
-    one_by_one = batch_logprobs(model, batch, [[row] for row in range(batch.num_samples)], 1.0)
-    backwards = batch_logprobs(model, batch, [[5, 2, 11], [10, 0], [9, 8, 1, 3, 4, 6, 7]], 1.0)
+    one_by_one = batch_logprobs(model, batch, [[row] for row in range(batch.num_samples)])
+    backwards = batch_logprobs(model, batch, [[5, 2, 11], [10, 0], [9, 8, 1, 3, 4, 6, 7]])
     torch.testing.assert_close(backwards.values, one_by_one.values, rtol=0, atol=1e-6)
 
 

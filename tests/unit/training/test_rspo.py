@@ -20,8 +20,9 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.step import Counts, Terms, micro_batch_loss
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
 from tests.tiny import VOCABULARY
 from tests.unit.training import conftest
@@ -92,11 +93,11 @@ def plain_scores(module: Any, batch: Batch) -> Tensor:
 def loss_and_gradient(
     model: CausalLM, batch: Batch, config: TrainerConfig, micro_batches: list[list[int]]
 ) -> tuple[float, Tensor, dict[str, float]]:
-    terms = Terms(config, routers=Routers(model) if "router_scores" in config.policy_loss.needs else None)
-    counts, sums, total = Counts.of(batch, config.algorithm), MetricSums(), 0.0
+    spec, sums, total = LossSpec.of(config), MetricSums(), 0.0
+    mini, beside = MiniBatch.of(batch, spec), SideModels(routers=Routers(model) if spec.reads_routers else None)
     model.module.zero_grad()
     for rows in micro_batches:
-        loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows), terms, counts)
+        loss, stats, _ = micro_batch_loss(model, micro_batch(batch, rows), spec, mini, beside)
         loss.backward()
         total += loss.item()
         sums.merge(stats)

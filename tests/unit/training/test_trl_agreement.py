@@ -18,7 +18,6 @@ CASES = load_recorded()
 TOLERANCE = 1e-6
 CONFIG_KEYS = (
     *("scale_rewards", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "mask_truncated_completions"),
-    "temperature",
 )
 
 
@@ -30,7 +29,8 @@ def ours(case: RecordedCase):
     # bnpo divides by the tokens of a micro-batch: over an unsplit batch that is dapo.
     loss_type = {"bnpo": "dapo"}.get(case.options["loss_type"], case.options["loss_type"])
     config = case_config(loss_type=loss_type, **keys)
-    batch = with_advantages(case_batch(case.old_logprobs, case.ref_logprobs), case.options["scale_rewards"])
+    batch = case_batch(case.old_logprobs, case.ref_logprobs, temperature=case.options["temperature"])
+    batch = with_advantages(batch, case.options["scale_rewards"])
     return batch, config
 
 

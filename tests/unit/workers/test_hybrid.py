@@ -106,7 +106,7 @@ def test_reference_stays_at_the_initial_weights(make_bench) -> None:
         ({"prompts_per_mini_batch": 1, "num_iterations": 3}, 12),
     ],
 )
-def test_optimizer_steps_and_schedule(make_bench, keys: dict, per_step: int) -> None:
+def test_take_steps_and_schedule(make_bench, keys: dict, per_step: int) -> None:
     """The schedule runs over the real number of optimizer steps: linear to 0 at the end of the last training step."""
     bench = make_bench(lr_scheduler_type="linear", num_training_steps=2, **keys)
     optimizer = bench.worker._actor.optimizer
@@ -283,13 +283,13 @@ def test_mini_batches_are_those_that_the_driver_assigned(make_bench, monkeypatch
     """Whole groups, in the order of the column, whatever the order of the samples."""
     bench = make_bench(prompts_per_mini_batch=1)
     batch = bench.prepared()
-    seen, step = [], type(bench.worker._actor)._optimizer_step
+    seen, step = [], type(bench.worker._actor)._take_step
 
     def spied(actor, batch, micro_batches, *arguments, **options):
         seen.append(sorted(row for micro in micro_batches for row in micro))
         return step(actor, batch, micro_batches, *arguments, **options)
 
-    monkeypatch.setattr(type(bench.worker._actor), "_optimizer_step", spied)
+    monkeypatch.setattr(type(bench.worker._actor), "_take_step", spied)
     bench.update(batch)
     assert seen == [(batch["mini_batch"] == index).nonzero()[:, 0].tolist() for index in range(4)]
     assert all(len(set(batch["group"][rows].tolist())) == 1 for rows in seen)

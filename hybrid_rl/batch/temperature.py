@@ -1,0 +1,25 @@
+"""The sampling temperature of a batch."""
+
+from __future__ import annotations
+
+from hybrid_rl.batch.batch import Batch
+from hybrid_rl.batch.ref import BatchRef
+from hybrid_rl.errors import DataError
+
+
+def sampling_temperature(batch: Batch | BatchRef) -> float:
+    """Read the temperature that all samples of a batch were made at, and that their logprobs are computed with.
+
+    Raises DataError for a batch without the column `temperature`, without a sample, or of several temperatures: one
+    forward pass divides all logits by one number.
+    """
+    if "temperature" not in batch:
+        raise DataError(
+            "the batch has no column temperature, so the distribution that its samples come from is not known; older "
+            "versions saved none. If you know it, load the batch, add the column and save it again: "
+            "batch.with_columns(temperature=torch.full((batch.num_samples,), 1.0, dtype=torch.float64))"
+        )
+    found = batch["temperature"].unique().tolist()
+    if len(found) != 1:
+        raise DataError(f"the samples of a batch were made at the temperatures {found}; train on one at a time")
+    return float(found[0])

@@ -1,0 +1,120 @@
+"""What is found out about a mini-batch of all ranks before its first backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos import PolicyObjective, WholeMiniBatch
+from hybrid_rl.algos.token_masks import entropy_quantile
+from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.controller import RankContext
+from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
+from hybrid_rl.training.loss import model_outputs
+from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.routing import reading_balance
+from hybrid_rl.training.scoring import MicroBatches, token_columns
+from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
+
+
+def joined_counts(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext) -> list[Counts]:
+    """Count the denominators of each mini-batch over all ranks. Collective."""
+    rows = [[row for micro in mini for row in micro] for mini in plan]
+    mine = [Counts.of(batch.select(torch.tensor(r, dtype=torch.int64)), spec) for r in rows]
+    return [sum(parts, Counts()) for parts in zip(*context.data_gather(mine), strict=True)]
+
+
+def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext, *, seed: int) -> Jagged | None:
+    """Ask the policy loss what it must know of whole mini-batches, for this rank's tokens; None for a loss that needs
+    nothing of them.
+
+    Samples are shown to it in the order of their trajectories, so that ranks and plans do not matter. seed: of the
+    first mini-batch, the next ones follow. Collective.
+    """
+    objective = spec.policy_loss
+    if type(objective).prepare is PolicyObjective.prepare:
+        return None
+    completions = batch["completion_ids"]
+    place = completions.with_values(torch.arange(len(completions.values)))
+    mask = completions.with_values(spec.mask(batch))
+    columns = {"old_logprobs": batch["old_logprobs"], "advantages": batch["advantages"], "completion_mask": mask}
+    mine = Batch({**columns, "trajectory": batch["trajectory"], "group": batch["group"]})
+    column: Tensor | None = None
+    for index, mini in enumerate(plan):
+        rows = torch.tensor([row for micro in mini for row in micro], dtype=torch.int64)
+        everywhere = context.data_gather(mine.select(rows))
+        whole = Batch.concat(everywhere)
+        order = whole["trajectory"].argsort()
+        whole = whole.select(order)
+        prepared = objective.prepare(
+            WholeMiniBatch(
+                old_logprobs=whole["old_logprobs"].values,
+                advantages=whole["advantages"].values,
+                mask=whole["completion_mask"].values,
+                rows=whole["old_logprobs"].row_index(),
+                num_rows=whole.num_samples,
+                groups=whole["group"],
+                seed=seed + index,
+            )
+        )
+        if prepared is None:
+            return None
+        if column is None:
+            column = torch.zeros((len(completions.values), *prepared.shape[1:]))
+        start = sum(part.num_samples for part in everywhere[: context.data_rank])
+        position = order.argsort()[start : start + len(rows)]  # of my samples in the order of trajectories
+        if len(rows):
+            column[place.select(rows).values] = (
+                whole["old_logprobs"].with_values(prepared.float()).select(position).values
+            )
+    return None if column is None else completions.with_values(column)
+
+
+def look_ahead(
+    model: CausalLM,
+    batch: Batch,
+    micro_batches: MicroBatches,
+    spec: LossSpec,
+    mini: MiniBatch,
+    balance: LoadBalance | None,
+    context: RankContext,
+) -> MiniBatch:
+    """Find out what must be known of the mini-batch of all ranks before its first backward pass: the entropy from which
+    on tokens are in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
+    load-balancing loss), both on the model's device.
+
+    One forward pass over all micro-batches of this rank for both, none if neither is needed. Collective.
+    """
+    loads = list[ExpertLoad]()
+    masks_truncated = spec.mask_truncated_completions
+    if not spec.has_entropy_threshold and balance is None:
+        return mini
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row, found = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device), dict[str, Tensor]()
+        with reading_balance(balance, micro, row, mask_truncated_completions=masks_truncated) as reading:
+            if spec.has_entropy_threshold:
+                found["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
+            else:  # routers need no head
+                model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+        if reading is not None:
+            loads.append(reading.load())
+        return found
+
+    columns = token_columns(batch, micro_batches, compute)
+    if balance is not None:
+        first, *others = context.data_gather(sum(loads[1:], loads[0]).to("cpu"))
+        mini = replace(mini, expert_load=sum(others, first).to(model.device))
+    if not spec.has_entropy_threshold:
+        return mini
+    rows = torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+    mask = spec.mask(batch)
+    mine = columns["entropy"].select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
+    whole = torch.cat(context.data_gather(mine))
+    everything = torch.ones_like(whole, dtype=torch.bool)
+    least = entropy_quantile(whole, everything, spec.top_entropy_quantile, num_tokens=len(whole))
+    return replace(mini, least_entropy=least.to(model.device))

@@ -1,0 +1,157 @@
+"""What a policy loss is made of: its terms as values, and numbers of the mini-batch that a micro-batch belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rl.algos import Correction, KLInLoss, KLTerm, Needs, PolicyObjective
+from hybrid_rl.algos.correction import NoCorrection
+from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.batch import Batch
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.experts.router import Routers
+
+
+def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
+    """Find the completion tokens that take part in the loss, bool [M]: made by the policy, of a sample that was scored
+    and, on request, not cut off by the length limit."""
+    mask, rows = batch["completion_mask"].values, batch["completion_ids"].row_index()
+    keep = ~batch["rewards"].isnan()
+    if mask_truncated_completions:
+        keep &= torch.tensor([reason != "length" for reason in batch["finish_reason"]])
+    return mask & keep[rows]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The terms of a policy loss. Nothing in it changes during a run; what does is in `MiniBatch`.
+
+    policy_loss, kl, correction: records of algos. loss_type: how tokens are weighted (`algos.masked.token_weights`);
+    max_completion_length: the fixed length that "dr_grpo" divides by. The other fields mean what the keys of the same
+    name mean in `AlgorithmConfig`, and are off unless given. The temperature is not here: samples carry theirs.
+    """
+
+    policy_loss: PolicyObjective
+    loss_type: str
+    max_completion_length: int
+    kl: KLTerm = NoKL()  # noqa: RUF009
+    correction: Correction = NoCorrection()  # noqa: RUF009
+    mask_truncated_completions: bool = False
+    off_policy_mask_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    positive_nll_coef: float = 0.0
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> LossSpec:
+        """Take the values from a resolved configuration."""
+        algorithm = config.algorithm
+        return cls(
+            policy_loss=config.policy_loss,
+            loss_type=algorithm.loss_type,
+            max_completion_length=config.rollout.max_completion_length,
+            kl=config.kl,
+            correction=config.correction,
+            mask_truncated_completions=algorithm.mask_truncated_completions,
+            off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
+            top_entropy_quantile=algorithm.top_entropy_quantile,
+            entropy_coef=algorithm.entropy_coef,
+            positive_nll_coef=algorithm.positive_nll_coef,
+        )
+
+    @property
+    def beta(self) -> float:
+        """The weight of the KL penalty in the loss at the start of a run, 0 without one."""
+        return self.kl.beta if isinstance(self.kl, KLInLoss) else 0.0
+
+    @property
+    def is_exact_kl(self) -> bool:
+        """Whether the KL in the loss is that of whole distributions."""
+        return isinstance(self.kl, KLInLoss) and self.kl.kl_estimator == "exact"
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """Whether ln p of the whole vocabulary is needed at every token."""
+        return self.is_exact_kl or Needs.LOG_PROBS in self.policy_loss.needs
+
+    @property
+    def reads_routers(self) -> bool:
+        """Whether the scores of the policy's routers are needed, before the update and in it."""
+        return Needs.ROUTER_SCORES in self.policy_loss.needs
+
+    @property
+    def num_top(self) -> int:
+        """How many of the old policy's best tokens are needed, 0 for none."""
+        return int(self.policy_loss.num_top) if Needs.OLD_TOP in self.policy_loss.needs else 0  # type: ignore[attr-defined]
+
+    @property
+    def has_entropy_threshold(self) -> bool:
+        """Whether only the tokens of the highest entropy are in the policy loss."""
+        return self.top_entropy_quantile < 1
+
+    def mask(self, batch: Batch) -> Tensor:
+        """Find the completion tokens in the loss, bool [M]."""
+        return loss_mask(batch, mask_truncated_completions=self.mask_truncated_completions)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Denominators of a mini-batch over all ranks: tokens in the loss, samples that were scored, and tokens in the loss
+    of samples with a positive reward."""
+
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_positive_tokens: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, spec: LossSpec) -> Counts:
+        """Count a rank's share of a mini-batch."""
+        mask = spec.mask(batch)
+        positive = mask & (batch["rewards"] > 0)[batch["completion_ids"].row_index()]
+        return cls(int(mask.sum()), int((~batch["rewards"].isnan()).sum()), int(positive.sum()))
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.num_tokens + other.num_tokens,
+            self.num_samples + other.num_samples,
+            self.num_positive_tokens + other.num_positive_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What the loss of a micro-batch needs to know of its mini-batch over all ranks.
+
+    version: of the policy at the start of the training step. beta, entropy_coef: present weights of the KL penalty in
+    the loss and of the entropy bonus. parameters: numbers learned beside the model, float64 [P]. least_entropy: float64
+    [], of a token in the policy loss, and expert_load: how often each expert is chosen; None if the micro-batch is the
+    whole mini-batch.
+    """
+
+    counts: Counts
+    version: int = 0
+    beta: float = 0.0
+    entropy_coef: float = 0.0
+    parameters: Tensor | None = None
+    least_entropy: Tensor | None = None
+    expert_load: ExpertLoad | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, spec: LossSpec, version: int = 0) -> MiniBatch:
+        """Describe a mini-batch that lies on this rank alone, with the weights that a run begins with."""
+        return cls(Counts.of(batch, spec), version, spec.beta, spec.entropy_coef)
+
+
+@dataclass(frozen=True)
+class SideModels:
+    """What some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's routers,
+    for a loss of their scores; the balance of its experts, if that is part of the loss."""
+
+    reference: CausalLM | None = None
+    routers: Routers | None = None
+    balance: LoadBalance | None = None
