@@ -125,7 +125,8 @@ class Trainer(Tenant):
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)
-        self._update_weights(self.global_step)
+        self._handoff = largest(self.policy.update_weights(self.global_step))
+        self._policy_version = self.global_step
         self._has_begun = self._log.begin(self.global_step)
         self._enter()
 
@@ -176,7 +177,7 @@ class Trainer(Tenant):
                 self._commit()
                 with timings.measure("update"):
                     update = joined(self.policy.update(batch, step))
-                self._update_weights(step)
+                self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager
@@ -220,15 +221,13 @@ class Trainer(Tenant):
         self._guard.commit()
         self._note_training()
 
-    def _update_weights(self, version: int) -> None:
-        self._handoff = largest(self.policy.update_weights(version))
-        self._policy_version = version
-
     def _complete(
         self, step: int, batch: AnyBatch, update: Mapping[str, float], collected: Collected, start: float
     ) -> StepResult:
         """Count the step, then log, evaluate and save as due. update: metrics of the optimizer steps."""
         self._global_step = step
+        if self.config.mode != "rollout":
+            self._policy_version = step
         self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         self._guard.complete()
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}

@@ -144,9 +144,8 @@ class Collector:
                 greedy_baseline=plan.greedy_baseline,
                 success_reward=self._success_reward,
             )
-        call = RolloutCall(
-            plan.num_generations, plan.params, version, state, f"train/{state.global_step}", self._next_id
-        )
+        num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
+        call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = _Tally(self._max_failure_share, self._next_id)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
@@ -155,9 +154,11 @@ class Collector:
             metrics |= refill.metrics()
         else:
             rows = _take(plan.sampler, plan.num_prompts, plan.num_prompts)
+            call = self._with_ids(call, len(rows))
             if plan.demonstrates:
-                return tally.collected(self._demonstrated(rows, replace(call, num_generations=1), tally), {})
-            batch = self._roll_out(rows, call, tally)
+                answer = self._workers.demonstrations(_tasks(rows), call)
+                return tally.collected(self._counted(answer, call, tally), {})
+            batch = self._counted(self._workers.rollout(_tasks(rows), call), call, tally)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
@@ -214,22 +215,17 @@ class Collector:
     def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
         """Samples for these prompts in their order, with ids of their own."""
         call = self._with_ids(call, len(rows))
-        batch, reports = self._workers.rollout(_tasks(rows), call)
-        batch = _in_order(batch)
+        return self._counted(self._workers.rollout(_tasks(rows), call), call, tally)
+
+    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
+        """Count what a rollout cost and showed. Returns its samples, prompt by prompt."""
+        batch, reports = _in_order(answer[0]), answer[1]
         tally.add(batch, reports, call)
         self._tell_of_retries(reports, call)
         return batch
 
-    def _demonstrated(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
-        """The data set's own completions of these prompts, in the same form (`Demonstrations`)."""
-        call = self._with_ids(call, len(rows))
-        batch, reports = self._workers.demonstrations(_tasks(rows), call)
-        batch = _in_order(batch)
-        tally.add(batch, reports, call)
-        return batch
-
     def _with_ids(self, call: RolloutCall, num_rows: int) -> RolloutCall:
-        """The call with ids for its samples that no other one has."""
+        """Give the call ids for its samples that no other call has."""
         call = replace(call, first_id=self._next_id)
         self._next_id += num_rows * call.num_generations
         return call
