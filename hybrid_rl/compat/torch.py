@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as local_shape_and_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -117,9 +116,9 @@ def use_compiled(module: nn.Module, form: Callable[..., Any] | None) -> None:
     module._compiled_call_impl = form
 
 
-def mark_stepped(optimizer: Optimizer) -> None:
+def mark_stepped(optimizer: Any) -> None:
     """Tell schedules that the optimizer has been called: else the first one to step warns of a mistake."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer._opt_called = True
 
 
 def set_schedule(schedule: LambdaLR, num_steps: int, rates: Sequence[float]) -> None:

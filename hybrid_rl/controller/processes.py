@@ -45,7 +45,7 @@ def family(pids: Sequence[int]) -> list[psutil.Process]:
 def is_running(process: psutil.Process) -> bool:
     """Whether a process runs; one that has ended and was not waited for yet does not."""
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.status() != "zombie")
     except psutil.NoSuchProcess:
         return False
 
