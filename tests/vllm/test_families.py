@@ -45,7 +45,7 @@ REFUSALS = {
     "llama4": "no experts whose input is weighted by the router",
     "minicpm3": HEAD_SIZE,
     "minimax-m2": ANOTHER_CONFIG,
-    "phi": "makes lm_head.bias again whenever it loads weights",
+    "phi": "creates lm_head.bias every time it loads weights",
     "phimoe": "vLLM cannot run this model: its first step ended with",
     "solar-open": "this model cannot take new weights; set rollout.engine=inplace",
     "youtu": HEAD_SIZE,

@@ -119,7 +119,7 @@ def test_a_step_that_broke_off_publishes_again_before_it_generates(watch: Callab
     bench = watch(old_logprobs="recompute")
     first = bench.rollout()
     bench.group.score(first, 1)
-    engine = bench.worker._side.engine
+    engine = bench.worker._side._engine
     assert (engine.state.value, engine.policy_version) == ("asleep", -1)
     bench.ledger.log.clear()
     again = bench.rollout()
@@ -179,7 +179,7 @@ def test_an_engine_that_failed_goes_to_sleep_and_training_can_be_saved(
     failed = r"the engine failed \(RuntimeError: no memory\); make a new one.*save\(\).*resume="
     with pytest.raises(EngineStateError, match=failed):
         bench.rollout(2)
-    engine = bench.worker._side.engine
+    engine = bench.worker._side._engine
     assert engine.num_unfinished
     # Blocks of requests that a failed pass left half done cannot be dropped.
     monkeypatch.setattr(bench.llm, "reset_prefix_cache", lambda **_: False)
@@ -208,7 +208,7 @@ def test_a_failure_while_weights_are_published_again_is_tried_again_by_the_next_
             patch.setattr(owner, name, fails)
             with pytest.raises(OSError, match="no space left"):
                 bench.rollout()
-        assert bench.worker._side.engine.policy_version == -1
+        assert bench.worker._side._engine.policy_version == -1
     assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
 
 
@@ -217,7 +217,7 @@ def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watche
     bench = watch()
     with bench.worker.lease(PUBLISHING):
         assert bench.llm.asleep == {KV_CACHE}
-    assert bench.worker._side.engine.policy_version == 0 and bench.ledger.host_bytes == 0
+    assert bench.worker._side._engine.policy_version == 0 and bench.ledger.host_bytes == 0
     first = bench.rollout()
     with bench.worker.lease(PUBLISHING):
         pass
@@ -239,7 +239,7 @@ def test_nothing_of_the_engine_is_held_when_its_memory_goes(watch: Callable[...,
 def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Callable[..., Watched]) -> None:
     """A scheduler that works ahead has a token of the old weights on its way when new ones come."""
     bench = watch()
-    engine = bench.worker._side.engine
+    engine = bench.worker._side._engine
     sent = request(7, 4, 6, temperature=0.0)
     engine.submit([sent], 0)
     for _ in range(3):

@@ -65,7 +65,7 @@ def log_derived(weights: LoadedWeights) -> None:
     if reasons:
         name, reason = next(iter(reasons.items()))
         logger.warning(
-            "%d of %d weights of vLLM's model are loaded anew at every handoff, from whole tensors, instead of being "
+            "%d of %d weights of vLLM's model are loaded again at every handoff, from whole tensors, instead of being "
             "written where they are, e.g. %s: %s. That is several times slower.",
             len(reasons),
             len(weights.trace.destinations),

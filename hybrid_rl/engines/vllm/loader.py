@@ -224,7 +224,7 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     made = sorted(_engine_tensors(model).keys() - live.keys())
     if made:
         raise ConfigError(
-            f"vLLM's {type(model).__name__} makes {made[0]} again whenever it loads weights, so that no handoff can "
+            f"vLLM's {type(model).__name__} creates {made[0]} every time it loads weights, so that no handoff can "
             f"write it; set rollout.engine=inplace"
         )
     unwritten = [name for name, reason in trace.untraced.items() if reason == UNWRITTEN]
