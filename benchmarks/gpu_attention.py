@@ -22,7 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
-from hybrid_rl.models import AttentionOptions, backends  # noqa: E402
+from hybrid_rl.models import AttentionOptions  # noqa: E402
+from hybrid_rl.models.attention import backends  # noqa: E402
 from hybrid_rl.models.row import Layout  # noqa: E402
 
 LENGTHS = {
