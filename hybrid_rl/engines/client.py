@@ -103,12 +103,14 @@ class EngineClient:
         finally:
             self._is_open = self._begins = False
 
-    def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
+    def stream(
+        self, requests: Sequence[RolloutRequest], version: int, *, can_interrupt: bool = True
+    ) -> Iterator[list[FinishedSample]]:
         """Run requests to their end, in a session of their own unless one is open; yields what finished after every
         engine step.
 
         If the consumer stops early, by an error or an interrupt, what still runs is aborted: the engine is left empty.
-        Raises KeyboardInterrupt, between two engine steps, if an interrupt was requested.
+        Raises KeyboardInterrupt, between two engine steps, if an interrupt was requested and `can_interrupt`.
         """
         joins = self._is_open and not self._is_exclusive
         with nullcontext() if joins else self.session(is_exclusive=True):
@@ -117,7 +119,7 @@ class EngineClient:
                 # A rank that shares the engine stays until nobody's requests are unfinished.
                 self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
                 while not handle.is_done or self._num_unfinished:
-                    if interrupt_requested():
+                    if can_interrupt and interrupt_requested():
                         raise KeyboardInterrupt
                     with self._driver:
                         self._advance()
@@ -128,8 +130,10 @@ class EngineClient:
                 raise
 
     def generate(self, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
-        """Run requests to their end; results in the order of the requests."""
-        finished = {sample.id: sample for events in self.stream(requests, version) for sample in events}
+        """Run requests to their end, even if an interrupt is requested: for the few of a probe, which is part of an
+        update. Results are in the order of the requests."""
+        events = self.stream(requests, version, can_interrupt=False)
+        finished = {sample.id: sample for arrived in events for sample in arrived}
         return [finished[request.id] for request in requests]
 
     # ------------------------------------------------------------------------------------------------- requests
