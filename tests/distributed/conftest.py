@@ -36,6 +36,7 @@ from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
+from tests.groups import OpenGroup
 
 FOLDER = Path(sys.argv[1])
 

@@ -112,7 +112,7 @@ def test_a_parameter_that_vllm_makes_as_it_loads_is_refused() -> None:
     """A model that vLLM runs through transformers gets a bias of its head when its loader meets one."""
     with (
         stand_in_model(PHI, "TransformersForCausalLM", 0, 1, torch.float32, "cpu") as model,
-        pytest.raises(ConfigError, match="makes lm_head.bias anew whenever it loads.*set rollout.engine=inplace"),
+        pytest.raises(ConfigError, match="creates lm_head.bias every time it loads weights.*set rollout.engine=inplace"),
     ):
         trace_model(model, views_on_meta(PHI))
 
@@ -121,7 +121,7 @@ def test_phi_is_refused_where_vllm_runs_it_through_transformers() -> None:
     """As it does from 0.32 at the latest; 0.25.1 has code of its own, whose head has a bias from the start."""
     with stand_in_model(PHI, "PhiForCausalLM", 0, 1, torch.float32, "cpu") as model:
         if importlib.util.find_spec("vllm.model_executor.models.phi") is None:
-            with pytest.raises(ConfigError, match="makes lm_head.bias anew"):
+            with pytest.raises(ConfigError, match="creates lm_head.bias every time"):
                 trace_model(model, views_on_meta(PHI))
         else:
             trace = trace_model(model, views_on_meta(PHI))
