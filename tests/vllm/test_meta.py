@@ -112,7 +112,9 @@ def test_a_parameter_that_vllm_makes_as_it_loads_is_refused() -> None:
     """A model that vLLM runs through transformers gets a bias of its head when its loader meets one."""
     with (
         stand_in_model(PHI, "TransformersForCausalLM", 0, 1, torch.float32, "cpu") as model,
-        pytest.raises(ConfigError, match="creates lm_head.bias every time it loads weights.*set rollout.engine=inplace"),
+        pytest.raises(
+            ConfigError, match="creates lm_head.bias every time it loads weights.*set rollout.engine=inplace"
+        ),
     ):
         trace_model(model, views_on_meta(PHI))
 
