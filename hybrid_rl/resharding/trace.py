@@ -6,8 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,50 +82,14 @@ class Trace:
 
     def digest(self) -> str:
         """A short hash of everything in the trace."""
-        found = hashlib.blake2b(self._head().encode(), digest_size=8)
+        found = hashlib.blake2b(self.head().encode(), digest_size=8)
         for table in (self.copies, self.fills):
             for item in fields(table):
                 found.update(np.ascontiguousarray(getattr(table, item.name)).tobytes())
         return found.hexdigest()
 
-    def save(self, path: Path) -> None:
-        """Write the trace to an .npz file, compressed."""
-        columns: dict[str, Any] = {"head": np.frombuffer(self._head().encode(), dtype=np.uint8)}
-        for prefix, table in (("copies", self.copies), ("fills", self.fills)):
-            for item in fields(table):
-                column = getattr(table, item.name)
-                # Neighbouring rows are similar, and differences of integers compress well.
-                change = column if column.dtype == np.float64 else np.diff(column, axis=0, prepend=0)
-                columns[f"{prefix}.{item.name}"] = np.ascontiguousarray(change.T)
-        np.savez_compressed(path, **columns)
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read what `save` wrote. Raises HandoffError if the file is not a trace."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                columns = {name: stored[name] for name in stored.files}
-            head = json.loads(columns["head"].tobytes().decode())
-        except (OSError, ValueError, KeyError) as error:
-            raise HandoffError(f"cannot read a trace from {path}: {error}") from error
-
-        def table(kind: Any, prefix: str) -> Any:
-            found = {item.name: columns[f"{prefix}.{item.name}"].T for item in fields(kind)}
-            return kind(**{n: c if c.dtype == np.float64 else np.cumsum(c, axis=0) for n, c in found.items()})
-
-        return cls(
-            tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in head["sources"]),
-            tuple(
-                DestinationSpec(name, tuple(shape), tuple(strides), getattr(torch, dtype))
-                for name, shape, strides, dtype in head["destinations"]
-            ),
-            table(Copies, "copies"),
-            table(Fills, "fills"),
-            head["untraced"],
-            tuple(head["unused"]),
-        )
-
-    def _head(self) -> str:
+    def head(self) -> str:
+        """Return everything in the trace but its tables, as JSON."""
         return json.dumps(
             {
                 "sources": [(s.name, s.shape, str(s.dtype)[len("torch.") :]) for s in self.sources],

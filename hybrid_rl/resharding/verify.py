@@ -159,18 +159,7 @@ class Verifier:
     def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
         """Return where the engine keeps the boxes that it takes, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
-        known = {sharded.spec.name: (i, sharded.spec.shape) for i, sharded in enumerate(self._layout.tensors)}
-        numbers = np.full(len(trace.sources), -1, dtype=np.int64)
-        for i in np.unique(trace.copies.source).tolist():
-            spec = trace.sources[i]
-            number, shape = known.get(spec.name, (-1, None))
-            if shape != spec.shape:
-                raise HandoffError(
-                    f"the engine takes {spec.name} {list(spec.shape)}, the trainer has "
-                    f"{'none' if shape is None else list(shape)}; build both from one config"
-                )
-            numbers[i] = number
-        copies, parameter = trace.copies, numbers[trace.copies.source]
+        copies, parameter = trace.copies, self._layout.numbers_of(trace.sources, trace.copies.source)
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
         boxes = HashedBoxes(
             tensor=copies.destination,

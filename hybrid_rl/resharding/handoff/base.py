@@ -235,7 +235,7 @@ def pull(
         num_pieces=sum(len(share.pieces) for share in plan.shares),
         num_buckets=num_launches,
         staging_bytes=staging_bytes,
-        minimum_bytes=plan.report.minimum.written_bytes,
+        minimum_bytes=plan.minimum_bytes,
     )
 
 

@@ -148,7 +148,7 @@ class DistributedSource(Source):
             num_pieces=sum(len(share.pieces) for share in plan.shares),
             num_buckets=num_launches + len(senders),
             staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
-            minimum_bytes=plan.report.minimum.written_bytes,
+            minimum_bytes=plan.minimum_bytes,
         )
 
     def full(self, name: str) -> Tensor:

@@ -109,7 +109,7 @@ class MixedSource(Source):
             num_pieces=first.num_pieces + second.num_pieces,
             num_buckets=first.num_buckets + second.num_buckets,
             staging_bytes=max(first.staging_bytes, second.staging_bytes),
-            minimum_bytes=plan.report.minimum.written_bytes,
+            minimum_bytes=plan.minimum_bytes,
         )
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.planned import fsdp_layout
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
 from hybrid_rl.tensors.boxes import local_box
@@ -101,7 +102,7 @@ def test_a_part_that_is_no_box_or_no_value_is_refused():
         ShardedTensor.of(spec(8), np.arange(2), [_StridedShard(0, split_factor=2)])
     with pytest.raises(HandoffError, match="no rank holds its values"):
         ShardedTensor.of(spec(8), np.arange(2), [Partial()])
-    layout = SourceLayout.fsdp([spec(1, 1, 1, 1, 1)], 2)
+    layout = fsdp_layout([spec(1, 1, 1, 1, 1)], 2)
     with pytest.raises(HandoffError, match="w has 5 dims; at most 4"):
         layout.parts(0)
 
@@ -117,7 +118,7 @@ def test_the_layout_of_a_sharded_module(world):
     assert found["1.running_mean"].owners.tolist() == [[0, 1, 2, 3]]  # a buffer, on all ranks
     for name, parameter in module.named_parameters():
         assert found[name].cell(0) == local_box(parameter)
-    planned = SourceLayout.fsdp(
+    planned = fsdp_layout(
         [t.spec for t in layout.tensors if "running" not in t.spec.name], 4, replicas=2, hosts=("a", "a", "b", "b")
     )
     kept = tuple(t for t in layout.tensors if "running" not in t.spec.name)
@@ -141,9 +142,9 @@ def test_plain_tensors_lie_where_they_are_said_to():
 
 def test_the_digest_tells_layouts_apart():
     def digest(num_rows=6, name="w", ranks=4, replicas=1, hosts=None):
-        return SourceLayout.fsdp([spec(num_rows, 2, name=name)], ranks, replicas=replicas, hosts=hosts).digest()
+        return fsdp_layout([spec(num_rows, 2, name=name)], ranks, replicas=replicas, hosts=hosts).digest()
 
-    layout = SourceLayout.fsdp([spec(6, 2)], 4)
+    layout = fsdp_layout([spec(6, 2)], 4)
     assert pickle.loads(pickle.dumps(layout)).digest() == layout.digest() == digest()
     others = [digest(7), digest(name="v"), digest(ranks=3), digest(replicas=2), digest(hosts="abcd")]
     swapped = SourceLayout((ShardedTensor.of(spec(6, 2), np.array([1, 0, 2, 3]), [Shard(0)]),), layout.hosts)

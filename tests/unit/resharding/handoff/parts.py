@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.planned import fsdp_layout
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Copies
@@ -40,7 +41,13 @@ def layout_of(
 ) -> SourceLayout:
     """As FSDP2 shards them."""
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
-    return SourceLayout.fsdp(specs, num_ranks, replicas=replicas, hosts=hosts)
+    return fsdp_layout(specs, num_ranks, replicas=replicas, hosts=hosts)
+
+
+def read_bytes_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of fp32 shards that a plan reads from its own rank, and from others."""
+    sizes = [(bucket.source_rank == plan.rank, 4 * int(bucket.pieces.num_elements.sum())) for bucket in plan.buckets]
+    return sum(size for is_own, size in sizes if is_own), sum(size for is_own, size in sizes if not is_own)
 
 
 def shards_of(layout: SourceLayout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
