@@ -220,7 +220,9 @@ class ContractEngine(GuardedEngine):
             self.policy_version = version
         if self._first is None:
             self._first = {name: tensor.clone() for name, tensor in self._weights.items()}
-        return HandoffReport(version, num_bytes, len(self._weights), time.perf_counter() - start)
+        return HandoffReport(
+            num_bytes, version=version, num_tensors=len(self._weights), seconds=time.perf_counter() - start
+        )
 
     def _copy(self, source: Source, effect: Effect | None) -> int:
         """Write the weights; returns the bytes written."""

@@ -142,14 +142,8 @@ class DistributedSource(Source):
             link_bytes[link(share.source_rank)] += (
                 read_bytes(share, self._parts) if is_own else written_bytes(share, destinations)
             )
-        return Delivered(
-            num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
-            link_bytes=dict(link_bytes),
-            num_pieces=sum(len(share.pieces) for share in plan.shares),
-            num_buckets=num_launches + len(senders),
-            staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
-            minimum_bytes=plan.minimum_bytes,
-        )
+        staging = room_own + sum(buffer.numel() for buffer in (*room_in, *room_out))
+        return Delivered.of(plan, destinations, link_bytes, num_launches + len(senders), staging)
 
     def full(self, name: str) -> Tensor:
         """Broadcast the cells of one tensor from their first owners. Collective."""
