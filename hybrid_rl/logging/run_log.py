@@ -15,7 +15,7 @@ import transformers
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
-from hybrid_rl.checkpoint import resumed_folder, set_later_aside
+from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping

@@ -14,7 +14,7 @@ from hybrid_rl.data import PromptRow
 from hybrid_rl.engines import FinishedSample, RolloutRequest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.scored import ScoredRollout
-from hybrid_rl.workers import HybridWorker
+from hybrid_rl.workers.hybrid import HybridWorker
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
 ROWS = [
