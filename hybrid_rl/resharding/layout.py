@@ -59,11 +59,6 @@ class WeightLayout:
         """Bytes of all tensors."""
         return sum(spec.num_bytes for spec in self.tensors)
 
-    def digest(self) -> str:
-        """A short hash. Two sides with the same one have the same tensors in the same order."""
-        lines = "\n".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in self.tensors)
-        return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
-
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""

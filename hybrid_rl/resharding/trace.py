@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -72,13 +72,21 @@ class Trace:
             untraced={**self.untraced, **reasons},
         )
 
-    def fill(self, destinations: Sequence[Tensor]) -> None:
-        """Write the constants. destinations: in the order of the trace."""
-        for i in range(len(self.fills)):
-            target = destinations[int(self.fills.destination[i])]
+    def constants(self, destinations: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield of each constant the number of its destination, a view of its place there, and the value.
+
+        destinations: in the order of the trace.
+        """
+        for i, number in enumerate(self.fills.destination.tolist()):
+            target = destinations[number]
             first = target.storage_offset() + int(self.fills.offset[i])
             view = target.as_strided(self.fills.shape[i].tolist(), self.fills.strides[i].tolist(), first)
-            view.fill_(float(self.fills.value[i]))
+            yield number, view, float(self.fills.value[i])
+
+    def fill(self, destinations: Sequence[Tensor]) -> None:
+        """Write the constants. destinations: in the order of the trace."""
+        for _, view, value in self.constants(destinations):
+            view.fill_(value)
 
     def digest(self) -> str:
         """A short hash of everything in the trace."""

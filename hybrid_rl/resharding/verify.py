@@ -215,12 +215,8 @@ def _num_bytes(boxes: HashedBoxes) -> int:
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:
     """Return the names of the destinations whose constants differ from those of their loader."""
     wrong: dict[str, None] = {}
-    for i in range(len(trace.fills)):
-        number = int(trace.fills.destination[i])
-        target = destinations[number]
-        first = target.storage_offset() + int(trace.fills.offset[i])
-        view = target.as_strided(trace.fills.shape[i].tolist(), trace.fills.strides[i].tolist(), first)
-        value = torch.full((), float(trace.fills.value[i]), dtype=target.dtype, device=target.device)
+    for number, view, constant in trace.constants(destinations):
+        value = torch.full((), constant, dtype=view.dtype, device=view.device)
         if not bool(((view == value) | ((view != view) & (value != value))).all()):
             wrong[trace.destinations[number].name] = None
     return list(wrong)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, HandoffReport, Parts, Source, number_of, pull
+from hybrid_rl.resharding.adopt import place_of
+from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, number_of, pull
 from hybrid_rl.resharding.layout import SourceLayout, WeightLayout, named_weights
 from hybrid_rl.resharding.plan import Plan
-
-__all__ = ["HandoffReport", "TensorSource", "check_shared"]
 
 
 @dataclass(eq=False)
@@ -73,9 +72,7 @@ def check_shared(source: TensorSource, engine: Mapping[str, Tensor]) -> int:
     if missing:
         raise HandoffError(f"trainer and engine differ in {len(missing)} weights, e.g. {missing[:3]}")
     for name, tensor in source.tensors.items():
-        mine, theirs = (
-            (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in (engine[name], tensor)
-        )
+        mine, theirs = place_of(engine[name]), place_of(tensor)
         if mine != theirs:
             raise HandoffError(f"weight {name!r} is not the trainer's own tensor: engine {mine}, trainer {theirs}")
     return len(engine)
