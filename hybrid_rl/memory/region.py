@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ class Region:
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise MemoryStateError(f"region {self.tag!r} is closed and cannot be {what}; make a new one")
+
+
+def capacity_for(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that a region of copies of these tensors takes."""
+    return sum(_round_up(tensor.nbytes, ALIGNMENT_BYTES) for tensor in tensors)
 
 
 def _round_up(number: int, step: int) -> int:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hybrid_rl.compat.torch import StridedShard, split_over_axis
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.tables import MAX_DIMS, Column
-from hybrid_rl.tensors.boxes import Box
 
 Cuts = tuple[tuple[int, ...], ...]
 PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold the tensor
@@ -100,13 +99,6 @@ class ShardedTensor:
                 f"{self.spec.name} has {len(self.cuts)} dims; at most {MAX_DIMS} can be resharded: reshape it"
             )
         return len(self.cuts)
-
-    def cell(self, rank: int) -> Box | None:
-        """Return the box of the global tensor that a rank holds; None if it holds nothing."""
-        found = np.argwhere(self.owners == rank)
-        if not len(found):
-            return None
-        return tuple(slice(cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, found[0].tolist(), strict=False))
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,14 @@ class Source(ABC):
     ranks and, if an engine lives in a process of its own, that one.
     """
 
+    _layout: SourceLayout
+    _gather: Gather = staticmethod(alone)
     _last_version = -1
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
-    @abstractmethod
     def layout(self) -> SourceLayout:
         """Names and shapes of the weights, in the order by which plans number them, and the ranks of their parts."""
+        return self._layout
 
     @abstractmethod
     def deliver(
@@ -123,7 +125,7 @@ class Source(ABC):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all participants; all must call it."""
-        return [value]
+        return self._gather(value)
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes, ordered by name."""

@@ -81,14 +81,6 @@ class DistributedSource(Source):
         self._orders: dict[int, _Order] = {}
         self._version = -1
 
-    def layout(self) -> SourceLayout:
-        """The layout, as given."""
-        return self._layout
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks of the group."""
-        return self._gather(value)
-
     def held(self) -> dict[int, Parts]:
         """Return this rank's own parts."""
         return {self._rank: self._parts}

@@ -21,7 +21,7 @@ class TensorSource(Source):
     """The trainer's weights in this process, by name; there is no other participant."""
 
     tensors: Mapping[str, Tensor]
-    _layout: SourceLayout | None = field(default=None, init=False, repr=False)
+    _made: SourceLayout | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorSource:
@@ -30,9 +30,9 @@ class TensorSource(Source):
 
     def layout(self) -> SourceLayout:
         """The layout in which rank 0 of this host holds everything."""
-        if self._layout is None:
-            self._layout = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
-        return self._layout
+        if self._made is None:
+            self._made = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
+        return self._made
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes; cheap, for engines that read the trainer's own memory."""

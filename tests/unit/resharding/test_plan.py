@@ -18,6 +18,7 @@ from benchmarks.planned import PlanReport, Traffic, fsdp_layout, report_of
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import make_plan
+from tests.unit.resharding.cells import cell_of
 from tests.unit.resharding.loading import Loading
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 2), (2, 2), (2, 3), (3, 2), (2, 4)]
@@ -32,7 +33,10 @@ def written(loading: Loading, layout: SourceLayout, plan) -> tuple[list[np.ndarr
     """The memory of the destinations after a plan was carried out by hand, and how often each element was written."""
     named = {f"s{i}": tensor for i, tensor in enumerate(loading.sources)}
     parts = [
-        [None if box is None else named[t.spec.name][box].flatten() for box in map(t.cell, range(len(layout.hosts)))]
+        [
+            None if box is None else named[t.spec.name][box].flatten()
+            for box in (cell_of(t, rank) for rank in range(len(layout.hosts)))
+        ]
         for t in layout.tensors
     ]
     memory = [np.full(t.untyped_storage().nbytes() // t.itemsize, -1.0) for t in loading.destinations]
@@ -183,7 +187,7 @@ def test_overlaps_are_those_of_torch_distributed_checkpoint(data):
     plan = make_plan(loading.trace(), layout, 0)
     wanted = ChunkStorageMetadata(torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box]))
     tensor, expected = layout.tensors[0], []
-    cells = [cell for cell in map(tensor.cell, range(len(layout.hosts))) if cell is not None]
+    cells = [cell for cell in (cell_of(tensor, rank) for rank in range(len(layout.hosts))) if cell is not None]
     for cell in {tuple((part.start, part.stop) for part in cell) for cell in cells}:
         held = ChunkStorageMetadata(torch.Size([a for a, _ in cell]), torch.Size([b - a for a, b in cell]))
         if _check_shard_metadata_pair_overlap(held, wanted):
@@ -192,7 +196,7 @@ def test_overlaps_are_those_of_torch_distributed_checkpoint(data):
     assert report_of(plan, loading.trace(), layout).total.read_bytes == 4 * sum(size for size, _ in expected)
     found = {}
     for bucket in plan.buckets:
-        cell = tensor.cell(bucket.source_rank)
+        cell = cell_of(tensor, bucket.source_rank)
         key = tuple(part.start for part in cell)
         extents = [part.stop - part.start for part in cell]
         for i in range(len(bucket.pieces)):

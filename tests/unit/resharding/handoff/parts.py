@@ -18,6 +18,7 @@ from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
+from tests.unit.resharding.cells import cell_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (11, 6),
@@ -52,7 +53,7 @@ def read_bytes_of(plan: Plan) -> tuple[int, int]:
 
 def shards_of(layout: SourceLayout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """What a rank holds, as tensors of their own."""
-    boxes = {sharded.spec.name: sharded.cell(rank) for sharded in layout.tensors}
+    boxes = {sharded.spec.name: cell_of(sharded, rank) for sharded in layout.tensors}
     return {name: tensors[name][box].clone() for name, box in boxes.items() if box is not None}
 
 
