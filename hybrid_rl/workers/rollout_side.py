@@ -151,13 +151,10 @@ class ColocatedSide(RolloutSide):
             return weights, cache
 
         def sleeping(resident: Resident, tag: str, after: tuple[str, ...] = ()) -> Resident:
-            return replace(
-                resident,
-                policy="discard",
-                wake=lambda: self.client.at_rest().wake({tag}),
-                sleep_all=self._sleep,
-                after=after,
-            )
+            def wake() -> None:
+                self.client.at_rest().wake({tag})
+
+            return replace(resident, wake=wake, sleep_all=self._sleep, after=after)
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 
