@@ -96,7 +96,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     lost = tmp_path / "3" / OPTIMIZER_FOLDER / "shard-00002-model-00001-of-00001.safetensors"
     lost.unlink()
     state = state_of(None, filled=False)
-    with pytest.raises(CheckpointError, match="is incomplete: 8 elements of exp_avg.even.weight are in none"):
+    with pytest.raises(CheckpointError, match="is incomplete: none of its files has 8 elements of exp_avg.even.weight"):
         read_optimizer_into(tmp_path / "3", state)
     assert not any(tensor.any() for tensor in state["exp_avg"].values())
 
