@@ -2,7 +2,7 @@
 
 The models are built on meta, by transformers as the trainer and by vLLM as the engine, with stand-ins for the other
 ranks; nothing is downloaded and no weight exists. Of a tensor-parallel group the first and the last rank are written.
-`Trace.load` of hybrid_rl.resharding.trace reads the files.
+`load_trace` of benchmarks.planned reads the files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
+from benchmarks.planned import save_trace  # noqa: E402
 from benchmarks.vllm_meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"
@@ -94,7 +95,7 @@ def main() -> None:
                 started = time.process_time()
                 trace = trace_on_meta(config, architecture, views, rank, size, torch.bfloat16)
                 path = arguments.folder / f"{name}-tp{size}-rank{rank}.npz"
-                trace.save(path)
+                save_trace(trace, path)
                 seconds = time.process_time() - started
                 print(
                     f"{path.name}: {len(trace.copies)} copies, {len(trace.fills)} fills, {len(trace.untraced)} "

@@ -23,9 +23,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
+from benchmarks.planned import Traffic, fsdp_layout, load_trace, report_of, traffic  # noqa: E402
 from hybrid_rl.resharding.layout import SourceLayout  # noqa: E402
 from hybrid_rl.resharding.pieces import overlaps  # noqa: E402
-from hybrid_rl.resharding.plan import Traffic, make_plan, traffic  # noqa: E402
+from hybrid_rl.resharding.plan import make_plan  # noqa: E402
 from hybrid_rl.resharding.tables import MAX_DIMS, Copies  # noqa: E402
 from hybrid_rl.resharding.trace import Trace  # noqa: E402
 
@@ -45,7 +46,7 @@ class Case:
 
     def trace(self, rank: int) -> Trace:
         """The trace of a rank's engine. Only those of the first and the last tensor-parallel rank are kept."""
-        return Trace.load(LAYOUTS / f"{self.model}-tp{self.tp}-rank{rank % self.tp}.npz")
+        return load_trace(LAYOUTS / f"{self.model}-tp{self.tp}-rank{rank % self.tp}.npz")
 
     def ranks(self, count: int) -> list[int]:
         """So many ranks to plan, each the first or the last of its engine, spread over all engines."""
@@ -84,15 +85,16 @@ def measure(case: Case, given: Namespace) -> dict[str, Any]:
     hosts = [f"host{rank // RANKS_PER_HOST}" for rank in range(case.num_ranks)]
     sources = case.trace(0).sources
     begin = time.perf_counter()
-    layout = SourceLayout.fsdp(sources, case.num_ranks, replicas=case.replicas, hosts=hosts)
+    layout = fsdp_layout(sources, case.num_ranks, replicas=case.replicas, hosts=hosts)
     layout_seconds = time.perf_counter() - begin
     seconds, cpu_seconds, reports, received = [], [], [], []
     for rank in case.ranks(given.repeats):
         trace = case.trace(rank)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        reports.append(make_plan(trace, layout, rank).report)
+        plan = make_plan(trace, layout, rank)
         seconds.append(time.perf_counter() - begin)
         cpu_seconds.append(time.process_time() - cpu_begin)
+        reports.append(report_of(plan, trace, layout))
         received.append(gathered(layout, rank))
     written = fmean(found.total.written_bytes for found in reports)
     num_elements = sum(spec.num_bytes // spec.dtype.itemsize for spec in sources)
@@ -114,7 +116,7 @@ def measure(case: Case, given: Namespace) -> dict[str, Any]:
         "remote_sent_bytes": fmean(found.remote.written_bytes for found in reports),
         "written_bytes": written,
         "minimum_written_bytes": fmean(found.minimum.written_bytes for found in reports),
-        "staging_bytes": max(found.point_to_point_staging_bytes for found in reports),
+        "staging_bytes": max(found.staging_bytes for found in reports),
         "gather_host_bytes": fmean(links["host"].read_bytes for links in received),
         "gather_remote_bytes": fmean(links["remote"].read_bytes for links in received),
         # Every tensor in full in the trainer's dtype, again in the engine's, and the rank's share by load_weights.

@@ -189,8 +189,8 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     """Start the ranks of a run without a model, query them, and end them."""
     from hybrid_rl.run.start import RayRanks, local_device
     from hybrid_rl.training.balance import split_over_ranks
-    from hybrid_rl.workers import RankGroup
     from hybrid_rl.workers.base import WorkerBase
+    from hybrid_rl.workers.groups import RankGroup
     from hybrid_rl.workers.preflight import probe_ranks
 
     ranks: Backend

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch, BatchRef
-from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
+from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
+from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data import PromptSampler
 from hybrid_rl.errors import (
@@ -36,7 +37,7 @@ from hybrid_rl.run.others import Tenant, make_way, tell_of
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_told
-from hybrid_rl.workers import PolicyGroup
+from hybrid_rl.workers.groups import PolicyGroup
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -30,10 +30,10 @@ from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory import Region
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from tests.engine_faults import Effect, Fault, Faults
+from tests.sleeping_region import SleepingRegion
 
 
 class ContractModel(nn.Module):
@@ -93,7 +93,7 @@ class ContractEngine(GuardedEngine):
             template = named_weights(ContractModel(vocab_size, hidden_size))
         self._layout = WeightLayout.of(template.items())
         self._buffer_names = tuple(name for name, tensor in template.items() if not isinstance(tensor, nn.Parameter))
-        self.weights_region, self.kv_region = Region(WEIGHTS), Region(KV_CACHE)
+        self.weights_region, self.kv_region = SleepingRegion(WEIGHTS), SleepingRegion(KV_CACHE)
         self._weights = {
             spec.name: self.weights_region.allocate(spec.shape, spec.dtype) for spec in self._layout.tensors
         }
@@ -220,7 +220,9 @@ class ContractEngine(GuardedEngine):
             self.policy_version = version
         if self._first is None:
             self._first = {name: tensor.clone() for name, tensor in self._weights.items()}
-        return HandoffReport(version, num_bytes, len(self._weights), time.perf_counter() - start)
+        return HandoffReport(
+            num_bytes, version=version, num_tensors=len(self._weights), seconds=time.perf_counter() - start
+        )
 
     def _copy(self, source: Source, effect: Effect | None) -> int:
         """Write the weights; returns the bytes written."""

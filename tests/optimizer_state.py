@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE
+from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE
 
 
 def read_optimizer(folder: Path) -> dict[str, Any]:

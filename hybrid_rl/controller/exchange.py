@@ -19,19 +19,7 @@ Splitter = Callable[[Batch | BatchRef, int], Sequence[Tensor]]
 must always be split the same way."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call."""
-
-    args: tuple[Any, ...]
-
-    def map(self, change: Callable[[Any], Any]) -> Arguments:
-        """The same arguments, each replaced by what `change` makes of it."""
-        return Arguments(tuple(change(value) for value in self.args))
-
-    def first_batch(self) -> Batch | BatchRef | None:
-        """The first batch among the arguments."""
-        return next((value for value in self.args if isinstance(value, Batch | BatchRef)), None)
+Arguments = tuple[Any, ...]  # of one call
 
 
 @dataclass(frozen=True)
@@ -56,8 +44,8 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
         def deal(part: int) -> Callable[[Any], Any]:
             return lambda value: value[part::num_parts] if isinstance(value, list) else value
 
-        return Parts([arguments.map(deal(part)) for part in range(num_parts)])
-    batch = arguments.first_batch()
+        return Parts([tuple(map(deal(part), arguments)) for part in range(num_parts)])
+    batch = next((value for value in arguments if isinstance(value, Batch | BatchRef)), None)
     if batch is None:
         raise TypeError(f"{method}() is split by groups but was called without a batch")
     samples = splitter(batch, num_parts) if num_parts > 1 else [torch.arange(batch.num_samples)]
@@ -72,7 +60,7 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
     def choose(index: Tensor) -> Callable[[Any], Any]:
         return lambda value: value.select(index) if value is batch else value
 
-    return Parts([arguments.map(choose(index)) for index in samples], batch, samples)
+    return Parts([tuple(map(choose(index), arguments)) for index in samples], batch, samples)
 
 
 def collect(

@@ -23,15 +23,12 @@ class Backend(Protocol):
     @property
     def has_ended(self) -> bool:
         """Whether there are no ranks any more that could be called."""
-        ...
 
     def call(self, method: Callable[..., object], *args: Any) -> Any:
         """Run a dispatched method of the worker class on all ranks, as its declaration says."""
-        ...
 
     def close(self) -> None:
         """End all ranks; idempotent."""
-        ...
 
 
 class WorkerGroup:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hybrid_rl.controller.dispatch import dispatch_of
-from hybrid_rl.controller.exchange import Arguments, Parts, collect
+from hybrid_rl.controller.exchange import Parts, collect
 from hybrid_rl.controller.ranks import RankContext
 from hybrid_rl.process.interrupts import deferred_interrupt
 
@@ -20,11 +20,9 @@ class Worker(Protocol):
 
     def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
         """Have these residents in memory inside the block."""
-        ...
 
     def close(self) -> None:
         """Release everything; called once."""
-        ...
 
 
 CPU = torch.device("cpu")
@@ -72,7 +70,7 @@ class LocalBackend:
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")
             raise
-        return collect(name, record, Parts([Arguments(args)]), self._context.mesh, {0: answer})
+        return collect(name, record, Parts([args]), self._context.mesh, {0: answer})
 
     def close(self) -> None:
         """Release the worker; a second call does nothing."""

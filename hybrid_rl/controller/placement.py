@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -90,11 +89,6 @@ def rank_order(places: Sequence[Place]) -> list[Place]:
         return tuple(str(part).zfill(3) for part in address), place.node, gpu, place.bundle
 
     return sorted(places, key=key)
-
-
-def ranks_per_node(nodes: Sequence[str]) -> Mapping[str, int]:
-    """The number of bundles on each node. nodes: the node of each bundle."""
-    return Counter(nodes)
 
 
 def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loopback: bool) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -262,7 +263,7 @@ class _Ranks:
                 f"others use it; {ray.available_resources()} is free"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        counts, by_id = placement.ranks_per_node(list(node_of.values())), {node.id: node for node in nodes}
+        counts, by_id = Counter(node_of.values()), {node.id: node for node in nodes}
         actor = cast(Any, ray.remote)(concurrency_groups={"control": 1}, max_restarts=0)(RankServer)
         started = []
         for index in range(num_ranks):

@@ -32,27 +32,21 @@ class Ranks(Transport, Protocol):
 
     def open(self, timeout: timedelta) -> tuple[str, int]:
         """Start them, and open the store where they meet; its address. Raises ConfigError where there is no room."""
-        ...
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """Start a method of the servers; messages: its arguments on each rank."""
-        ...
 
     def put(self, value: Any) -> Any:
         """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
-        ...
 
     def get(self, handle: Any) -> Any:
         """The object behind a handle."""
-        ...
 
     def is_handle(self, value: Any) -> bool:
         """Whether this is what `put` returns."""
-        ...
 
     def close(self, call_id: int) -> None:
         """Let the workers close, for a bounded time, then end their processes."""
-        ...
 
 
 class RemoteBackend:
@@ -116,7 +110,7 @@ class RemoteBackend:
                 f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
                 f"checkpoint)"
             )
-        parts = cut(name, record, Arguments(args), self._mesh.num_shards(record.axes), self._splitter)
+        parts = cut(name, record, args, self._mesh.num_shards(record.axes), self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
         self._ranks.send(

@@ -148,9 +148,8 @@ class RankServer:
             def resolve(value: Any) -> Any:
                 return value.resolve(self.get, objects=record.objects) if isinstance(value, BatchRef) else value
 
-            arguments = unpack(data, handles).map(resolve)
             with nullcontext() if record.needs is None else self._worker.lease(record.needs):
-                answer = getattr(self._worker, call.method)(*arguments.args)
+                answer = getattr(self._worker, call.method)(*map(resolve, unpack(data, handles)))
             if not call.wants_answer:
                 return None
             return pack(self._keep(answer, call.known), self.is_handle, f"the answer of {call.method}()")

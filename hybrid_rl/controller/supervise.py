@@ -25,23 +25,18 @@ class Transport(Protocol):
 
     def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
         """Wait for all of these ranks, at most `timeout` seconds; the outcomes that have come, each returned once."""
-        ...
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
         """Ask these ranks for their health without waiting; the answers since the last call."""
-        ...
 
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:
         """Ask these ranks to end the call at a safe point."""
-        ...
 
     def describe(self, rank: int) -> str:
         """Describe the process of a rank that does not answer, as seen from outside."""
-        ...
 
     def kill(self) -> None:
         """End all ranks at once."""
-        ...
 
 
 def supervise(transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions) -> dict[int, Any]:

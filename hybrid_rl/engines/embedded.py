@@ -65,7 +65,7 @@ class EmbeddedEngine(GuardedEngine):
         self._requeue_running()
         self._expect_moves()
         self.policy_version = version
-        return HandoffReport(version, 0, num_tensors, time.perf_counter() - start)
+        return HandoffReport(0, version=version, num_tensors=num_tensors, seconds=time.perf_counter() - start)
 
     @abstractmethod
     def _requeue_running(self) -> None:

@@ -83,11 +83,6 @@ class JsonLines:
         if self.path.exists() and self.path.stat().st_size > size:
             os.truncate(self.path, size)
 
-    @property
-    def num_pending(self) -> int:
-        """Number of records that are only in memory."""
-        return len(self._pending)
-
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) + "\n"
@@ -162,10 +157,6 @@ class RunFolder:
                     file.write((b"\n" if there and not there.endswith(b"\n") else b"") + dropped)
         except OSError as error:
             raise ConfigError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
-
-    def has_record(self, step: int) -> bool:
-        """Whether the metrics of a step have been recorded."""
-        return step in self.steps()
 
     def steps(self) -> list[int]:
         """The steps whose metrics have been recorded, in the order of the file."""

@@ -15,7 +15,7 @@ import transformers
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
-from hybrid_rl.checkpoint import resumed_folder, set_later_aside
+from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping
@@ -58,7 +58,8 @@ class RunLog:
 
     def tell_resumed(self, state: Mapping[str, Any]) -> None:
         """Log where the run resumes, and which keys have changed. state: of the checkpoint."""
-        place = "" if self._checkpoint is None or _same(self._checkpoint.parent, self.path) else f" in {self.path}"
+        is_elsewhere = self._checkpoint is not None and self._checkpoint.parent.resolve() != self.path.resolve()
+        place = f" in {self.path}" if is_elsewhere else ""
         self.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
         if changed := changes(state.get("config", {}), to_dict(self._config)):
             self.message(f"changed: {changed}")
@@ -71,7 +72,7 @@ class RunLog:
             self._write_config()
             return False
         self._tell_of_config()
-        return self._checkpoint is not None and self._run.has_record(0)
+        return self._checkpoint is not None and 0 in self._run.steps()
 
     def take_up(self) -> None:
         """Take a resumed folder into use before anything is written to it: checkpoints, records and rollouts of later
@@ -197,10 +198,6 @@ class RunLog:
             if not self._run.is_continued:
                 (self._run.path / "config.yaml").unlink(missing_ok=True)
             self._run.path.rmdir()  # fails unless it is empty
-
-
-def _same(first: Path, second: Path) -> bool:
-    return first.resolve() == second.resolve()
 
 
 def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:

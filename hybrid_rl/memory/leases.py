@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Literal
+from typing import Any
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.process.interrupts import deferred_interrupt
 
-Policy = Literal["keep", "discard", "offload"]
 Gather = Callable[[Any], list[Any]]  # from one object per rank to those of all ranks, in rank order
 
 
@@ -30,8 +29,7 @@ class Resident:
 
     tag: its name.
     num_bytes: its size while awake.
-    policy: the effect of sleep: keep (it never sleeps), discard (the content is lost), offload (the content returns).
-    sleep, wake: do the work; only the leases call them.
+    sleep, wake: do the work; only the leases call them. None: it stays in memory.
     sleep_all: replaces sleep if several residents have one owner. Those that share it and go to sleep in the same
     transition do so in one call, which receives their tags.
     after: tags that, in a transition that moves both, wake before it and go to sleep after it.
@@ -39,17 +37,14 @@ class Resident:
 
     tag: str
     num_bytes: Callable[[], int]
-    policy: Policy = "keep"
     sleep: Callable[[], None] | None = None
     wake: Callable[[], None] | None = None
     after: tuple[str, ...] = ()
     sleep_all: Callable[[frozenset[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.policy != "keep" and ((self.sleep is None) == (self.sleep_all is None) or self.wake is None):
-            raise ValueError(
-                f"resident {self.tag!r} with policy={self.policy} needs sleep and wake; sleep_all may replace sleep"
-            )
+        if (self.sleep is not None) + (self.sleep_all is not None) != (self.wake is not None):
+            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither; sleep_all may replace sleep")
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class _RankState:
 
 
 class Leases:
-    """The residents of this process and their state. Residents with a policy other than keep start asleep.
+    """The residents of this process and their state. Residents that can sleep start asleep.
 
     gather: returns the objects of all ranks, in rank order; None = one rank. It is called once per outermost lease, so
     all ranks of a group must take their leases together.
@@ -105,7 +100,7 @@ class Leases:
         residents = self._residents | {resident.tag: resident}
         self._order = _wake_order(residents)
         self._residents = residents
-        if resident.policy == "keep":
+        if resident.wake is None:
             self._awake.add(resident.tag)
 
     @property
@@ -179,7 +174,7 @@ class Leases:
                 )
 
     def _move_to(self, wanted: frozenset[str]) -> None:
-        leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._sleeps(tag)]
+        leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._residents[tag].wake]
         coming = [tag for tag in self._order if tag in wanted - self._awake]
         while leaving:
             together = self._together(leaving)
@@ -193,9 +188,6 @@ class Leases:
             seconds = self._do(f"wake of {tag!r}", wake)
             self._awake.add(tag)
             self._note(tag, True, seconds)
-
-    def _sleeps(self, tag: str) -> bool:
-        return self._residents[tag].policy != "keep"
 
     def _together(self, leaving: Sequence[str]) -> list[str]:
         """The first of these tags and all others that go to sleep in the same call."""

@@ -56,12 +56,15 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
     return views
 
 
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common if they are the same memory, read in the same way."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
+
+
 def check_adopted(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
     """Prove that the trainer's tensors are the engine's memory. Raises HandoffError for one that no longer is."""
     for name, view in views.items():
-        mine, theirs = (
-            (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in (view, tensors[name])
-        )
+        mine, theirs = place_of(view), place_of(tensors[name])
         if mine != theirs:
             raise HandoffError(
                 f"weight {name!r} is not in the memory that trainer and engine share: engine {mine}, trainer {theirs}; "

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces, Table
+from hybrid_rl.resharding.tables import Column, Pieces, Table
 
 _OPERATOR = "strided_copy"
 _CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's numbers of dtypes that convert
@@ -103,13 +103,15 @@ def copy_pieces(
     if operator is None:
         _copy_torch(pieces, sources, destinations, hashes, seeds)
         return
-    table = _Columns(len(pieces))
-    table.put(0, read.addresses[pieces.source] + pieces.source_offset * read.sizes[pieces.source])
-    table.put(1, written.addresses[pieces.destination] + pieces.destination_offset * written.sizes[pieces.destination])
-    table.put(2, read.types[pieces.source])
-    table.put(3, written.types[pieces.destination])
-    table.put_dims(0, pieces.shape, pieces.source_strides, pieces.destination_strides, pieces.global_strides)
-    table.run(operator, pieces.global_offset, pieces.source, hashes, seeds, device)
+    source, target = pieces.source, pieces.destination
+    columns = (
+        read.addresses[source] + pieces.source_offset * read.sizes[source],
+        written.addresses[target] + pieces.destination_offset * written.sizes[target],
+        read.types[source],
+        written.types[target],
+    )
+    dims = pieces.shape, pieces.source_strides, pieces.destination_strides, pieces.global_strides
+    _launch(operator, columns, dims, pieces.global_offset, source, hashes, seeds, device)
 
 
 def hash_pieces(
@@ -139,53 +141,11 @@ def hash_pieces(
     if operator is None:
         _hash_torch(boxes, tensors, dtypes, hashes, seeds)
         return
-    table = _Columns(len(boxes))
-    table.put(0, read.addresses[boxes.tensor] + boxes.offset * read.sizes[boxes.tensor])
-    table.put(2, read.types[boxes.tensor])
-    table.put(3, np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)[boxes.dtype])
-    table.put_dims(0, boxes.shape, boxes.strides, np.zeros_like(boxes.strides), boxes.global_strides)
-    table.run(operator, boxes.global_offset, boxes.parameter, hashes, seeds, device)
-
-
-def content_hash(
-    view: Tensor,
-    seed: int,
-    global_offset: int,
-    global_strides: Sequence[int],
-    dtype: torch.dtype | None = None,
-) -> int:
-    """Return the content hash of a view of at most MAX_DIMS dims, as a part of a global tensor; int64.
-
-    global_offset: element number of its first element; global_strides: step in element numbers along each dim.
-    dtype: the one whose bits are hashed; the view's own if None.
-
-    Raises:
-        HandoffError: too many dims, or a dtype that does not convert.
-    """
-    if view.dim() > MAX_DIMS or len(global_strides) != view.dim():
-        raise HandoffError(
-            f"a view of shape {list(view.shape)} with global strides {list(global_strides)}: give one per dim, and "
-            f"at most {MAX_DIMS}; flatten dims that are contiguous"
-        )
-    zero = np.zeros(1, dtype=np.int64)
-    boxes = HashedBoxes(
-        tensor=zero,
-        offset=zero,
-        strides=_row(view.stride(), 0),
-        shape=_row(view.shape, 1),
-        dtype=zero,
-        parameter=zero,
-        global_offset=zero + global_offset,
-        global_strides=_row(global_strides, 0),
-    )
-    hashes = torch.zeros(1, dtype=torch.int64, device=view.device)
-    seeds = torch.tensor([seed], dtype=torch.int64)
-    hash_pieces(boxes, [view], [view.dtype if dtype is None else dtype], hashes=hashes, seeds=seeds)
-    return int(hashes)
-
-
-def _row(values: Sequence[int], fill: int) -> Column:
-    return np.array([[*values, *[fill] * (MAX_DIMS - len(values))]], dtype=np.int64)
+    address = read.addresses[boxes.tensor] + boxes.offset * read.sizes[boxes.tensor]
+    types = np.array([_type_of(dtype) for dtype in dtypes], dtype=np.int64)
+    columns = address, np.zeros_like(address), read.types[boxes.tensor], types[boxes.dtype]
+    dims = boxes.shape, boxes.strides, np.zeros_like(boxes.strides), boxes.global_strides
+    _launch(operator, columns, dims, boxes.global_offset, boxes.parameter, hashes, seeds, device)
 
 
 # ---------------------------------------------------------------------------------------------------------- checking
@@ -281,36 +241,29 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
 # ----------------------------------------------------------------------------------------------------------- compiled
 
 
-class _Columns:
-    """The table that csrc takes, int64 [P, columns]; csrc/strided_copy.h names the columns."""
+def _launch(
+    operator: Any,
+    columns: Sequence[Column],
+    dims: Sequence[Column],
+    number: Column,
+    slot: Column,
+    hashes: Tensor | None,
+    seeds: Tensor | None,
+    device: torch.device,
+) -> None:
+    """Call the operator with its table, int64 [P, columns], whose columns csrc/strided_copy.h names.
 
-    def __init__(self, num_pieces: int) -> None:
-        self._table = np.zeros((num_pieces, 7 + 4 * MAX_DIMS), dtype=np.int64)
-
-    def put(self, column: int, values: Column) -> None:
-        """Fill a column: 0 and 1 addresses, 2 and 3 types."""
-        self._table[:, column] = values
-
-    def put_dims(self, first: int, *columns: Column) -> None:
-        """Fill the columns of dims: shape, strides in source, destination and global tensor."""
-        self._table[:, 4 : 4 + 4 * MAX_DIMS] = np.concatenate(columns, axis=1)
-
-    def run(
-        self,
-        operator: Any,
-        number: Column,
-        slot: Column,
-        hashes: Tensor | None,
-        seeds: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        """Fill the columns of the hash and call the operator."""
-        if hashes is None or seeds is None:
-            hashes = torch.empty(0, dtype=torch.int64, device=device)
-        else:
-            self._table[:, -3], self._table[:, -1] = number, slot
-            self._table[:, -2] = seeds.cpu().numpy()[slot]
-        operator(torch.from_numpy(self._table), hashes)
+    columns: address of source and destination, type of source and destination.
+    dims: shape, and strides in source, destination and global tensor.
+    number, slot: of the first element in the global tensor, and of the tensor in `hashes` and `seeds`.
+    """
+    hashed = [np.zeros_like(slot)] * 3
+    if hashes is None or seeds is None:
+        hashes = torch.empty(0, dtype=torch.int64, device=device)
+    else:
+        hashed = [number, seeds.cpu().numpy()[slot], slot]
+    table = np.concatenate([np.stack(columns, axis=1), *dims, np.stack(hashed, axis=1)], axis=1)
+    operator(torch.from_numpy(table), hashes)
 
 
 # ------------------------------------------------------------------------------------------------------------ PyTorch

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hybrid_rl.compat.torch import StridedShard, split_over_axis
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.tables import MAX_DIMS, Column
-from hybrid_rl.tensors.boxes import Box
 
 Cuts = tuple[tuple[int, ...], ...]
 PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold the tensor
@@ -58,11 +57,6 @@ class WeightLayout:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.num_bytes for spec in self.tensors)
-
-    def digest(self) -> str:
-        """A short hash. Two sides with the same one have the same tensors in the same order."""
-        lines = "\n".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in self.tensors)
-        return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -106,13 +100,6 @@ class ShardedTensor:
             )
         return len(self.cuts)
 
-    def cell(self, rank: int) -> Box | None:
-        """Return the box of the global tensor that a rank holds; None if it holds nothing."""
-        found = np.argwhere(self.owners == rank)
-        if not len(found):
-            return None
-        return tuple(slice(cuts[i], cuts[i + 1]) for cuts, i in zip(self.cuts, found[0].tolist(), strict=False))
-
 
 @dataclass(frozen=True)
 class SourceLayout:
@@ -143,23 +130,22 @@ class SourceLayout:
             tensors.append(ShardedTensor.of(spec, mesh, placements))
         return cls(tuple(tensors), tuple(hosts))
 
-    @classmethod
-    def fsdp(
-        cls, specs: Iterable[TensorSpec], num_ranks: int, *, replicas: int = 1, hosts: Sequence[str] | None = None
-    ) -> SourceLayout:
-        """Make the layout that FSDP2 would give tensors on hypothetical ranks: dim 0 sharded, scalars on every rank.
+    def numbers_of(self, specs: Sequence[TensorSpec], used: Column) -> Column:
+        """Return the number in this layout of each tensor that an engine uses. used: indices in `specs`.
 
-        replicas: groups of num_ranks / replicas consecutive ranks that each hold everything (HSDP).
-        hosts: by rank; by default all ranks are on one.
+        Raises HandoffError if the layout lacks one of them, or has it in another shape.
         """
-        if num_ranks % replicas:
-            raise HandoffError(f"replicas={replicas} does not divide num_ranks={num_ranks}; choose a divisor of it")
-        mesh = np.arange(num_ranks, dtype=np.int32).reshape(replicas, -1)
-        tensors = [
-            ShardedTensor.of(spec, mesh, (Replicate(), Shard(0) if spec.shape else Replicate()))
-            for spec in sorted(specs, key=lambda spec: spec.name)
-        ]
-        return cls(tuple(tensors), tuple(hosts) if hosts is not None else ("localhost",) * num_ranks)
+        known = {tensor.spec.name: (number, tensor.spec.shape) for number, tensor in enumerate(self.tensors)}
+        found = np.full(len(specs), -1, dtype=np.int64)
+        for index in np.unique(used).tolist():
+            spec = specs[index]
+            found[index], shape = known.get(spec.name, (-1, None))
+            if shape != spec.shape:
+                raise HandoffError(
+                    f"the engine takes {spec.name} {list(spec.shape)}, the trainer "
+                    f"{'does not have it' if shape is None else f'has {list(shape)}'}; build both from one config"
+                )
+        return found[used]
 
     def parts(self, rank: int) -> tuple[Column, Column]:
         """Return the box of every tensor that a rank holds: low and high, int64 [tensors, MAX_DIMS].

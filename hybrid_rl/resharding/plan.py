@@ -16,53 +16,11 @@ import numpy as np
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.pieces import divided, overlaps, simplified
-from hybrid_rl.resharding.tables import Column, Copies, Pieces
+from hybrid_rl.resharding.tables import Column, Pieces
 from hybrid_rl.resharding.tiling import check_tiling
 from hybrid_rl.resharding.trace import Trace
 
 BUCKET_BYTES = 256 * 1024**2
-LINKS = ("local", "host", "remote")
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of the same elements: as read, in the source's dtype, and as written, in the destination's dtype."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.read_bytes + other.read_bytes, self.written_bytes + other.written_bytes)
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """The bytes that a plan moves.
-
-    local: from the rank itself; host: from other ranks of its host; remote: from other hosts.
-    minimum: each element of the engine's tensors read and written once.
-    constant_bytes: written without being read, such as padding.
-    largest_bucket_bytes: among buckets from other ranks.
-    """
-
-    local: Traffic
-    host: Traffic
-    remote: Traffic
-    minimum: Traffic
-    constant_bytes: int
-    num_pieces: int
-    num_buckets: int
-    largest_bucket_bytes: int
-
-    @property
-    def total(self) -> Traffic:
-        """Over all links."""
-        return self.local + self.host + self.remote
-
-    @property
-    def point_to_point_staging_bytes(self) -> int:
-        """Extra peak memory of a receiver: one bucket that arrives, and one that is copied out."""
-        return 2 * self.largest_bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -85,13 +43,17 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Plan:
-    """The copies of one rank. The pieces' `source` is an index in the layout's tensors, `destination` one in the
-    trace's destinations. Buckets begin with the rank's own part and continue with the next rank's, so that no two ranks
-    read from the same one at the same time."""
+    """The copies of one rank.
+
+    buckets: begin with the rank's own part and continue with the next rank's, so that no two ranks read from the same
+    one at the same time. The pieces' `source` is an index in the layout's tensors, `destination` one in the trace's
+    destinations.
+    minimum_bytes: of the engine's tensors, if every element but constants is written once.
+    """
 
     rank: int
     buckets: tuple[Bucket, ...]
-    report: PlanReport
+    minimum_bytes: int
 
     @cached_property
     def shares(self) -> tuple[RankShare, ...]:
@@ -100,7 +62,7 @@ class Plan:
         return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
 
     def of_ranks(self, ranks: Collection[int]) -> Plan:
-        """Return the part of the plan that comes from these ranks; the report stays that of the whole."""
+        """Return the part of the plan that comes from these ranks; the minimum stays that of the whole."""
         return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.source_rank in ranks))
 
     @cached_property
@@ -124,9 +86,8 @@ def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: in
     check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
     if not 0 <= rank < len(layout.hosts):
         raise HandoffError(f"rank {rank} is not one of the {len(layout.hosts)} ranks of the layout")
-    copies = _in_layout(trace, layout)
+    copies = replace(trace.copies, source=layout.numbers_of(trace.sources, trace.copies.source))
     written = np.array([spec.dtype.itemsize for spec in trace.destinations], dtype=np.int64)
-    read = np.array([tensor.spec.dtype.itemsize for tensor in layout.tensors], dtype=np.int64)
     if bucket_bytes < written.max(initial=1):
         raise HandoffError(f"bucket_bytes={bucket_bytes} is smaller than one element; use some megabytes")
     pieces = simplified(overlaps(copies, layout, written[copies.destination], rank))
@@ -138,34 +99,7 @@ def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: in
         Bucket(int(pieces.source_rank[begin]), pieces.select(slice(begin, end)), int(num_bytes[begin:end].sum()))
         for begin, end in _cut(pieces.source_rank, num_bytes, bucket_bytes)
     )
-    links = traffic(pieces, layout, rank, read, written)
-    fill_elements = trace.fills.shape.prod(axis=1)
-    report = PlanReport(
-        **links,
-        minimum=_minimum(trace, copies, read, written),
-        constant_bytes=int((fill_elements * written[trace.fills.destination]).sum()),
-        num_pieces=len(pieces),
-        num_buckets=len(buckets),
-        largest_bucket_bytes=max([0, *(b.num_bytes for b in buckets if b.source_rank != rank)]),
-    )
-    return Plan(rank, buckets, report)
-
-
-def _in_layout(trace: Trace, layout: SourceLayout) -> Copies:
-    """Return the copies with sources numbered as in the layout."""
-    index = {tensor.spec.name: i for i, tensor in enumerate(layout.tensors)}
-    used = np.unique(trace.copies.source)
-    found = np.full(len(trace.sources), -1, dtype=np.int64)
-    for number in used.tolist():
-        spec = trace.sources[number]
-        held = layout.tensors[index[spec.name]].spec if spec.name in index else None
-        if held is None or held.shape != spec.shape:
-            there = "does not have it" if held is None else f"has {list(held.shape)}"
-            raise HandoffError(
-                f"the engine takes {spec.name} {list(spec.shape)}, the trainer {there}; build both from one config"
-            )
-        found[number] = index[spec.name]
-    return replace(trace.copies, source=found[trace.copies.source])
+    return Plan(rank, buckets, _minimum_bytes(trace, written))
 
 
 def _cut(source_rank: Column, num_bytes: Column, bucket_bytes: int) -> Iterator[tuple[int, int]]:
@@ -180,24 +114,9 @@ def _cut(source_rank: Column, num_bytes: Column, bucket_bytes: int) -> Iterator[
             begin = min(fits, end)
 
 
-def traffic(pieces: Pieces, layout: SourceLayout, rank: int, read: Column, written: Column) -> dict[str, Traffic]:
-    """Return what a rank reads over each link (LINKS). read [sources], written [destinations]: bytes of an element."""
-    near = np.array([host == layout.hosts[rank] for host in layout.hosts])
-    link = np.where(pieces.source_rank == rank, 0, np.where(near[pieces.source_rank], 1, 2))
-    elements = pieces.num_elements
-    return {
-        name: Traffic(
-            int((elements * read[pieces.source])[link == number].sum()),
-            int((elements * written[pieces.destination])[link == number].sum()),
-        )
-        for number, name in enumerate(LINKS)
-    }
-
-
-def _minimum(trace: Trace, copies: Copies, read: Column, written: Column) -> Traffic:
-    """Count each element once: written are the destinations' elements without constants, read those that are copied."""
+def _minimum_bytes(trace: Trace, written: Column) -> int:
+    """Count the destinations' elements once, without constants. written [destinations]: bytes of an element."""
     elements = np.array([spec.num_elements for spec in trace.destinations], dtype=np.int64)
     elements[[spec.name in trace.untraced for spec in trace.destinations]] = 0
     np.subtract.at(elements, trace.fills.destination, trace.fills.shape.prod(axis=1))
-    taken = (copies.high - copies.low).prod(axis=1)
-    return Traffic(int((taken * read[copies.source]).sum()), int((elements * written).sum()))
+    return int((elements * written).sum())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,60 +72,32 @@ class Trace:
             untraced={**self.untraced, **reasons},
         )
 
-    def fill(self, destinations: Sequence[Tensor]) -> None:
-        """Write the constants. destinations: in the order of the trace."""
-        for i in range(len(self.fills)):
-            target = destinations[int(self.fills.destination[i])]
+    def constants(self, destinations: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield of each constant the number of its destination, a view of its place there, and the value.
+
+        destinations: in the order of the trace.
+        """
+        for i, number in enumerate(self.fills.destination.tolist()):
+            target = destinations[number]
             first = target.storage_offset() + int(self.fills.offset[i])
             view = target.as_strided(self.fills.shape[i].tolist(), self.fills.strides[i].tolist(), first)
-            view.fill_(float(self.fills.value[i]))
+            yield number, view, float(self.fills.value[i])
+
+    def fill(self, destinations: Sequence[Tensor]) -> None:
+        """Write the constants. destinations: in the order of the trace."""
+        for _, view, value in self.constants(destinations):
+            view.fill_(value)
 
     def digest(self) -> str:
         """A short hash of everything in the trace."""
-        found = hashlib.blake2b(self._head().encode(), digest_size=8)
+        found = hashlib.blake2b(self.head().encode(), digest_size=8)
         for table in (self.copies, self.fills):
             for item in fields(table):
                 found.update(np.ascontiguousarray(getattr(table, item.name)).tobytes())
         return found.hexdigest()
 
-    def save(self, path: Path) -> None:
-        """Write the trace to an .npz file, compressed."""
-        columns: dict[str, Any] = {"head": np.frombuffer(self._head().encode(), dtype=np.uint8)}
-        for prefix, table in (("copies", self.copies), ("fills", self.fills)):
-            for item in fields(table):
-                column = getattr(table, item.name)
-                # Neighbouring rows are similar, and differences of integers compress well.
-                change = column if column.dtype == np.float64 else np.diff(column, axis=0, prepend=0)
-                columns[f"{prefix}.{item.name}"] = np.ascontiguousarray(change.T)
-        np.savez_compressed(path, **columns)
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read what `save` wrote. Raises HandoffError if the file is not a trace."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                columns = {name: stored[name] for name in stored.files}
-            head = json.loads(columns["head"].tobytes().decode())
-        except (OSError, ValueError, KeyError) as error:
-            raise HandoffError(f"cannot read a trace from {path}: {error}") from error
-
-        def table(kind: Any, prefix: str) -> Any:
-            found = {item.name: columns[f"{prefix}.{item.name}"].T for item in fields(kind)}
-            return kind(**{n: c if c.dtype == np.float64 else np.cumsum(c, axis=0) for n, c in found.items()})
-
-        return cls(
-            tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in head["sources"]),
-            tuple(
-                DestinationSpec(name, tuple(shape), tuple(strides), getattr(torch, dtype))
-                for name, shape, strides, dtype in head["destinations"]
-            ),
-            table(Copies, "copies"),
-            table(Fills, "fills"),
-            head["untraced"],
-            tuple(head["unused"]),
-        )
-
-    def _head(self) -> str:
+    def head(self) -> str:
+        """Return everything in the trace but its tables, as JSON."""
         return json.dumps(
             {
                 "sources": [(s.name, s.shape, str(s.dtype)[len("torch.") :]) for s in self.sources],

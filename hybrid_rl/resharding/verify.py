@@ -159,18 +159,7 @@ class Verifier:
     def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
         """Return where the engine keeps the boxes that it takes, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
-        known = {sharded.spec.name: (i, sharded.spec.shape) for i, sharded in enumerate(self._layout.tensors)}
-        numbers = np.full(len(trace.sources), -1, dtype=np.int64)
-        for i in np.unique(trace.copies.source).tolist():
-            spec = trace.sources[i]
-            number, shape = known.get(spec.name, (-1, None))
-            if shape != spec.shape:
-                raise HandoffError(
-                    f"the engine takes {spec.name} {list(spec.shape)}, the trainer has "
-                    f"{'none' if shape is None else list(shape)}; build both from one config"
-                )
-            numbers[i] = number
-        copies, parameter = trace.copies, numbers[trace.copies.source]
+        copies, parameter = trace.copies, self._layout.numbers_of(trace.sources, trace.copies.source)
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
         boxes = HashedBoxes(
             tensor=copies.destination,
@@ -226,12 +215,8 @@ def _num_bytes(boxes: HashedBoxes) -> int:
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:
     """Return the names of the destinations whose constants differ from those of their loader."""
     wrong: dict[str, None] = {}
-    for i in range(len(trace.fills)):
-        number = int(trace.fills.destination[i])
-        target = destinations[number]
-        first = target.storage_offset() + int(trace.fills.offset[i])
-        view = target.as_strided(trace.fills.shape[i].tolist(), trace.fills.strides[i].tolist(), first)
-        value = torch.full((), float(trace.fills.value[i]), dtype=target.dtype, device=target.device)
+    for number, view, constant in trace.constants(destinations):
+        value = torch.full((), constant, dtype=view.dtype, device=view.device)
         if not bool(((view == value) | ((view != view) & (value != value))).all()):
             wrong[trace.destinations[number].name] = None
     return list(wrong)

@@ -15,7 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.algos import Needs
-from hybrid_rl.checkpoint import check_model
+from hybrid_rl.checkpoint.manifest import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
@@ -29,8 +29,7 @@ from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.load import DTYPES, elsewhere, first_line, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
-from hybrid_rl.workers import RewardSetup
-from hybrid_rl.workers.setup import demonstration_encoder
+from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -18,7 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch.files import rollout_steps
-from hybrid_rl.checkpoint import check_model_texts, check_resumed, find_checkpoint, read_state, resumed_folder
+from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
+from hybrid_rl.checkpoint.manifest import check_model_texts
+from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -51,7 +53,7 @@ from hybrid_rl.run.checks import (
 from hybrid_rl.run.inputs import Data, load_data
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
-from hybrid_rl.workers import RewardSetup
+from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
 

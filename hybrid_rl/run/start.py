@@ -24,8 +24,11 @@ from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.weights.sources import blocks_of
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
-from hybrid_rl.workers import HybridWorker, PolicyGroup, ReferenceGroup, ReferenceWorker, WorkerSetup
+from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
+from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
+from hybrid_rl.workers.reference import ReferenceWorker
+from hybrid_rl.workers.setup import WorkerSetup
 
 
 def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.checkpoint import checkpoints_of
+from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import BrokenModelError, DivergedError
 

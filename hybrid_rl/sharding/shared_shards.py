@@ -7,7 +7,7 @@ import torch
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory import Region
-from hybrid_rl.memory.region import ALIGNMENT_BYTES
+from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.sharding.fsdp import Shards
 
 
@@ -22,8 +22,7 @@ def move_to_region(shards: Shards, tag: str) -> Region:
     wrong = [p for p in params if fsdp2.padded_shard(p).device.type != "cpu"]
     if wrong:
         raise MemoryStateError(f"{len(wrong)} parameter shards have no host memory, e.g. {wrong[0]!r}; load them first")
-    size = sum(-(-fsdp2.padded_shard(p).nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in params)
-    region = Region(tag, capacity_bytes=max(1, size))
+    region = Region(tag, capacity_bytes=capacity_for(map(fsdp2.padded_shard, params)))
     for param in params:
         padded = fsdp2.padded_shard(param)
         fsdp2.move_shard(param, region.allocate(tuple(padded.shape), padded.dtype).copy_(padded))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
+from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError

@@ -13,7 +13,7 @@ import torch
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
-from hybrid_rl.checkpoint import write_checkpoint
+from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.engines import RolloutRequest, SamplingParams
 from hybrid_rl.engines.base import KV_CACHE

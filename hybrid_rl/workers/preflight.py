@@ -143,7 +143,6 @@ class ProbedRanks(Protocol):
 
     def probe_rank(self) -> list[RankProbe]:
         """What each rank found out about itself."""
-        ...
 
 
 def preflight(group: ProbedRanks) -> None:

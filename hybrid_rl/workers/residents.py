@@ -48,7 +48,7 @@ def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
-    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), policy="discard", sleep=sleep, wake=wake)
+    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake)
 
 
 def _local_bytes(parameter: Tensor) -> int:
@@ -61,7 +61,6 @@ def kv_cache_resident(client: EngineClient) -> Resident:
     return Resident(
         KV_CACHE,
         lambda: client.engine.kv_cache_bytes,
-        policy="discard",
         sleep=lambda: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),

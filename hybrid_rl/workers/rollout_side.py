@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid_rl.config.schema import ColocatedRolloutConfig
@@ -104,7 +105,7 @@ class EmbeddedSide(RolloutSide):
     def publish(self, version: int) -> HandoffReport:
         """Hand over the actor's tensors themselves; the bytes are those that each rank has gathered."""
         report = self.client.at_rest().update_weights(TensorSource.of(self._model.module), version)
-        return HandoffReport(version, gathered_bytes(self._model), report.num_tensors, report.seconds)
+        return replace(report, num_bytes=gathered_bytes(self._model))
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """The clause: a handoff checks that every tensor lies where the trainer's does."""
@@ -142,34 +143,20 @@ class ColocatedSide(RolloutSide):
 
     def _residents(self) -> Sequence[Resident]:
         engine = self._engine
-
-        def num_weight_bytes() -> int:
-            return engine.weight_bytes
-
-        def num_cache_bytes() -> int:
-            return engine.kv_cache_bytes
-
+        weights = Resident(ENGINE_WEIGHTS, lambda: engine.weight_bytes)
+        cache = Resident(KV_CACHE, lambda: engine.kv_cache_bytes)
         if not engine.can_sleep:
             # Whatever the leases ask for, they stay in memory: nothing may claim that their bytes are free.
             self.client.at_rest().wake(TAGS)
-            return (Resident(ENGINE_WEIGHTS, num_weight_bytes), Resident(KV_CACHE, num_cache_bytes))
-        return (
-            Resident(
-                ENGINE_WEIGHTS,
-                num_weight_bytes,
-                policy="discard",
-                wake=lambda: self.client.at_rest().wake({WEIGHTS}),
-                sleep_all=self._sleep,
-            ),
-            Resident(
-                KV_CACHE,
-                num_cache_bytes,
-                policy="discard",
-                wake=lambda: self.client.at_rest().wake({KV_CACHE}),
-                after=(ENGINE_WEIGHTS,),
-                sleep_all=self._sleep,
-            ),
-        )
+            return weights, cache
+
+        def sleeping(resident: Resident, tag: str, after: tuple[str, ...] = ()) -> Resident:
+            def wake() -> None:
+                self.client.at_rest().wake({tag})
+
+            return replace(resident, wake=wake, sleep_all=self._sleep, after=after)
+
+        return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 
     def _sleep(self, tags: frozenset[str]) -> None:
         """Release both in one call: vLLM copies nothing then."""

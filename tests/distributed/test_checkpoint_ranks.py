@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, read_optimizer_into, read_state, write_checkpoint
+from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, read_optimizer_into, read_state
+from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from tests.distributed.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_rl.checkpoint import write_checkpoint
+from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.metrics import MetricSums, joined

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory import Leases, Region, Resident
+from hybrid_rl.memory import Leases, Resident
 from tests.distributed.ranks import run_ranks
 from tests.engine_faults import Fault
+from tests.sleeping_region import SleepingRegion
 from tests.unit.engines.engines import contract
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ class Rank:
             told = f"{tag} of {self.all_of(tag)}" if collective else tag
             self.log.append(f"wake {told}")
 
-        return Resident(tag, lambda: 10, "discard", lambda: self.log.append(f"sleep {tag}"), wake, after)
+        return Resident(tag, lambda: 10, lambda: self.log.append(f"sleep {tag}"), wake, after)
 
     def attempt(self, leases: Leases, *tags: str) -> str:
         """Take a lease: "held", or the error's text."""
@@ -100,11 +101,10 @@ def engines(mine: Rank) -> Any:
     rig = contract(faults=[Fault("wake", "raise", 3)] if mine.rank == 1 else ())
     engine = rig.engine
 
-    def resident(tag: str, region: Region, *after: str) -> Resident:
+    def resident(tag: str, region: SleepingRegion, *after: str) -> Resident:
         return Resident(
             tag,
             lambda: region.num_bytes,
-            "discard",
             lambda: engine.sleep({tag}),
             lambda: engine.wake({tag}),
             after,

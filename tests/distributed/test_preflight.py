@@ -14,8 +14,8 @@ from hybrid_rl.cli import main
 from hybrid_rl.controller import RankContext, RankMesh, dispatch
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.workers import RankGroup
 from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.groups import RankGroup
 from hybrid_rl.workers.preflight import ALL_REDUCE, COPY, PRODUCT, RankProbe, preflight, probe_rank
 from tests.distributed.ranks import run_ranks
 from tests.distributed.workers import split_whole_groups

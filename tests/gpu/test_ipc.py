@@ -27,6 +27,7 @@ from tests.unit.resharding.handoff.parts import (
     globals_of,
     is_equal,
     layout_of,
+    read_bytes_of,
     shards_of,
     trace_of,
 )
@@ -96,8 +97,9 @@ def reads_in_place(rank, num_ranks, one_gpu, num_parts):
         allocated.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
     assert delivered.staging_bytes == 0 and delivered.num_bytes == delivered.minimum_bytes
     far = "host" if device.type == "cpu" else "local" if one_gpu else "peer"
-    wanted = {"local": plan.report.local.read_bytes}
-    wanted[far] = wanted.get(far, 0) + plan.report.host.read_bytes
+    own, others = read_bytes_of(plan)
+    wanted = {"local": own}
+    wanted[far] = wanted.get(far, 0) + others
     assert delivered.link_bytes == wanted
     assert len(set(allocated[10:])) == 1, allocated
     gather(None)

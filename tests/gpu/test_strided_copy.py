@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import native
-from hybrid_rl.resharding.execute import content_hash, copy_pieces
+from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
+from tests.content_hash import content_hash
 from tests.gpu.device import DEVICE, cuda_only
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)

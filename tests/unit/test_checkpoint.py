@@ -16,21 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.checkpoint import (
-    MANIFEST_FILE,
-    OPTIMIZER_FOLDER,
-    SCALARS_FILE,
-    STATE_FILE,
-    check_checkpoint,
-    check_model,
-    check_model_texts,
-    check_resumed,
-    find_checkpoint,
-    newest_checkpoint,
-    read_optimizer_into,
-    read_state,
-    write_checkpoint,
-)
+from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, newest_checkpoint
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model, check_model_texts
+from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, STATE_FILE, read_optimizer_into, read_state
+from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.owners import Owner
 from tests.optimizer_state import read_optimizer

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.planned import fsdp_layout, load_trace
 from hybrid_rl import native
 from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces
-from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
-from hybrid_rl.resharding.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).parent / "launch_model"
@@ -263,8 +262,8 @@ def random_box(draw: np.random.Generator) -> Box:
 def real(path: Path, num_ranks: int, count: int, draw: np.random.Generator) -> list[Box]:
     """Some pieces that the last engine of `num_ranks` ranks takes of a model of real size: shapes cut to what a
     stand-in can run, strides to what holds them with the same rest by 64, offsets to that rest."""
-    trace = Trace.load(path)
-    plan = make_plan(trace, SourceLayout.fsdp(trace.sources, num_ranks), num_ranks - 1)
+    trace = load_trace(path)
+    plan = make_plan(trace, fsdp_layout(trace.sources, num_ranks), num_ranks - 1)
     pieces = Pieces.join([bucket.pieces for bucket in plan.buckets])
     number = pieces.num_elements
     kinds = np.unique(np.stack([pieces.shape.max(axis=1), number], axis=1), axis=0, return_index=True)[1]

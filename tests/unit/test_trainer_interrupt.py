@@ -34,7 +34,7 @@ import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
 from hybrid_rl.engines.inplace import InPlaceEngine
-from hybrid_rl.workers import HybridWorker
+from hybrid_rl.workers.hybrid import HybridWorker
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 where, when, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.checkpoint import newest_checkpoint
+from hybrid_rl.checkpoint.finding import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
 from tests.optimizer_state import read_optimizer
 from tests.tiny import build_model, sums

@@ -19,9 +19,9 @@ from hybrid_rl.engines.vllm import engine as engine_module
 from hybrid_rl.engines.vllm.weights import WeightWriter
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.workers import HybridWorker, WorkerSetup
-from hybrid_rl.workers.hybrid import PUBLISHING
+from hybrid_rl.workers.hybrid import PUBLISHING, HybridWorker
 from hybrid_rl.workers.residents import ENGINE_WEIGHTS
+from hybrid_rl.workers.setup import WorkerSetup
 from tests.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.training.conftest import Bench

@@ -281,17 +281,8 @@ class VLLMEngine(ColocatedEngine):
             delivered = self._writer.write(source, version, self._llm.vllm_config.model_config)
             self._forget_prefixes()
         self.policy_version = version
-        return HandoffReport(
-            version,
-            delivered.num_bytes,
-            len(self._layout.tensors),
-            time.perf_counter() - start,
-            link_bytes=delivered.link_bytes,
-            num_pieces=delivered.num_pieces,
-            num_buckets=delivered.num_buckets,
-            staging_bytes=delivered.staging_bytes,
-            minimum_bytes=delivered.minimum_bytes,
-        )
+        seconds = time.perf_counter() - start
+        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._layout.tensors), seconds=seconds)
 
     def weight_layout(self) -> WeightLayout:
         """Names, shapes and dtypes of the weights; the names are the trainer's."""

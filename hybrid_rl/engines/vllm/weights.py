@@ -75,7 +75,7 @@ class WeightWriter:
             self.weights.check_places()
             if self._adopted:
                 check_adopted({name: source.full(name) for name in self._adopted}, self._adopted)
-                return Delivered(0, {}, 0, 0)
+                return Delivered(0)
             self.weights.trace.fill(self.weights.destinations)
             delivered = source.deliver(self._plan(source), self.weights.destinations)
             num_reloaded = reload_derived(self.weights, self._views, source.full, model_config)

@@ -28,41 +28,43 @@ LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
 
 
 @dataclass(frozen=True)
-class HandoffReport:
-    """The record of one handoff.
+class Delivered:
+    """The execution of a plan on this rank.
 
     num_bytes: bytes written to the engine.
-    minimum_bytes: what that would be if every element were written once.
-    num_tensors: tensors checked or written.
     link_bytes: bytes that came over each link, as they travelled: in the source's dtype if its memory is read in place,
     in the engine's dtype if it is sent. The links: "local" (memory of this rank, or of its own GPU), "peer" (another
     GPU of the node, read over the link between the two), "host" (another process of the node, otherwise), "remote"
     (another node), "disk".
     num_pieces, num_buckets: copies, and the launches that executed them.
     staging_bytes: temporary memory, at most at a time.
+    minimum_bytes: what num_bytes would be if every element were written once.
     """
 
-    version: int
     num_bytes: int
-    num_tensors: int
-    seconds: float
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     num_pieces: int = 0
     num_buckets: int = 0
     staging_bytes: int = 0
     minimum_bytes: int = 0
 
+    @classmethod
+    def of(
+        cls, plan: Plan, destinations: Sequence[Tensor], link_bytes: Mapping[str, int], num_buckets: int, staging: int
+    ) -> Delivered:
+        """Describe the execution of all of a plan. staging: bytes."""
+        num_bytes = sum(written_bytes(share, destinations) for share in plan.shares)
+        num_pieces = sum(len(share.pieces) for share in plan.shares)
+        return cls(num_bytes, dict(link_bytes), num_pieces, num_buckets, staging, plan.minimum_bytes)
 
-@dataclass(frozen=True)
-class Delivered:
-    """The execution of a plan on this rank; same fields as HandoffReport."""
 
-    num_bytes: int
-    link_bytes: Mapping[str, int]
-    num_pieces: int
-    num_buckets: int
-    staging_bytes: int = 0
-    minimum_bytes: int = 0
+@dataclass(frozen=True, kw_only=True)
+class HandoffReport(Delivered):
+    """The record of one handoff. num_tensors: tensors checked or written."""
+
+    version: int
+    num_tensors: int
+    seconds: float
 
 
 def alone(value: Any) -> list[Any]:
@@ -89,12 +91,14 @@ class Source(ABC):
     ranks and, if an engine lives in a process of its own, that one.
     """
 
+    _layout: SourceLayout
+    _gather: Gather = staticmethod(alone)
     _last_version = -1
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
-    @abstractmethod
     def layout(self) -> SourceLayout:
         """Names and shapes of the weights, in the order by which plans number them, and the ranks of their parts."""
+        return self._layout
 
     @abstractmethod
     def deliver(
@@ -121,7 +125,7 @@ class Source(ABC):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all participants; all must call it."""
-        return [value]
+        return self._gather(value)
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes, ordered by name."""
@@ -229,14 +233,7 @@ def pull(
         launches, staged = copy_share(share, held, destinations, hashes, seeds)
         num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
         link_bytes[link(share.source_rank)] += read_bytes(share, held)
-    return Delivered(
-        num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
-        link_bytes=dict(link_bytes),
-        num_pieces=sum(len(share.pieces) for share in plan.shares),
-        num_buckets=num_launches,
-        staging_bytes=staging_bytes,
-        minimum_bytes=plan.report.minimum.written_bytes,
-    )
+    return Delivered.of(plan, destinations, link_bytes, num_launches, staging_bytes)
 
 
 def copy_share(

@@ -134,14 +134,6 @@ class DiskSource(Source):
             raise self._replaced()
         self._opened: dict[int, list[Tensor | None]] = {}
 
-    def layout(self) -> SourceLayout:
-        """See Source."""
-        return self._layout
-
-    def gather(self, value: Any) -> list[Any]:
-        """See Source."""
-        return self._gather(value)
-
     def prepare(self, version: int) -> None:
         """See Source. Raises HandoffError for a version other than that of the folder."""
         super().prepare(version)

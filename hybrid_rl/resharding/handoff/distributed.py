@@ -9,6 +9,7 @@ the message itself three writes per byte. While a round travels, the previous on
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ from hybrid_rl.resharding.handoff.base import (
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.plan import Plan
-from hybrid_rl.resharding.tables import MAX_DIMS, Column, Pieces
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,6 @@ class DistributedSource(Source):
         self._orders: dict[int, _Order] = {}
         self._version = -1
 
-    def layout(self) -> SourceLayout:
-        """The layout, as given."""
-        return self._layout
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks of the group."""
-        return self._gather(value)
-
     def held(self) -> dict[int, Parts]:
         """Return this rank's own parts."""
         return {self._rank: self._parts}
@@ -105,9 +97,9 @@ class DistributedSource(Source):
         self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
     ) -> Delivered:
         """Send and receive all rounds, and write the engine. Collective."""
-        dtype = np.array([dtype_code(tensor.dtype) for tensor in destinations], dtype=np.int64)
-        num_rounds = self._agree(plan, dtype)
-        incoming = dict(enumerate(self._messages(plan, dtype)))
+        incoming = dict(enumerate(self._messages(plan, destinations)))
+        senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
+        num_rounds = self._agree(plan, senders, incoming)
         outgoing = [
             {receiver: order.messages[k] for receiver, order in self._orders.items() if k in order.messages}
             for k in range(num_rounds)
@@ -118,7 +110,6 @@ class DistributedSource(Source):
         under_way: list[dist.Work] = []
         num_launches = room_own = 0
         own = [share for share in plan.shares if share.source_rank == self._rank]
-        senders = [bucket.source_rank for bucket in plan.buckets if bucket.source_rank != self._rank]
         for k in range(num_rounds + 1):
             started: list[dist.Work] = []
             if k < num_rounds:
@@ -142,14 +133,8 @@ class DistributedSource(Source):
             link_bytes[link(share.source_rank)] += (
                 read_bytes(share, self._parts) if is_own else written_bytes(share, destinations)
             )
-        return Delivered(
-            num_bytes=sum(written_bytes(share, destinations) for share in plan.shares),
-            link_bytes=dict(link_bytes),
-            num_pieces=sum(len(share.pieces) for share in plan.shares),
-            num_buckets=num_launches + len(senders),
-            staging_bytes=room_own + sum(buffer.numel() for buffer in (*room_in, *room_out)),
-            minimum_bytes=plan.report.minimum.written_bytes,
-        )
+        staging = room_own + sum(buffer.numel() for buffer in (*room_in, *room_out))
+        return Delivered.of(plan, destinations, link_bytes, num_launches + len(senders), staging)
 
     def full(self, name: str) -> Tensor:
         """Broadcast the cells of one tensor from their first owners. Collective."""
@@ -168,8 +153,9 @@ class DistributedSource(Source):
 
     # ---------------------------------------------------------------------------------------------------- messages
 
-    def _messages(self, plan: Plan, dtype: Column) -> list[Message]:
+    def _messages(self, plan: Plan, destinations: Sequence[Tensor]) -> list[Message]:
         """Return the messages that this rank receives, by round."""
+        dtype = np.array([dtype_code(tensor.dtype) for tensor in destinations], dtype=np.int64)
         remote = (bucket.pieces for bucket in plan.buckets if bucket.source_rank != self._rank)
         return [Message.of(pieces, dtype[pieces.destination]) for pieces in remote]
 
@@ -206,12 +192,12 @@ class DistributedSource(Source):
 
     # --------------------------------------------------------------------------------------------------- agreement
 
-    def _agree(self, plan: Plan, dtype: Column) -> int:
+    def _agree(self, plan: Plan, senders: Sequence[int], incoming: Mapping[int, Message]) -> int:
         """Send orders to senders that do not have them yet; return the number of rounds of all ranks."""
-        digest = f"{plan.digest} {hashlib.blake2b(dtype.tobytes(), digest_size=8).hexdigest()}"
-        num_rounds = sum(bucket.source_rank != self._rank for bucket in plan.buckets)
+        dtypes = hashlib.blake2b(b"".join(message.dtype.tobytes() for message in incoming.values()), digest_size=8)
+        digest = f"{plan.digest} {dtypes.hexdigest()}"
         known = {receiver: order.digest for receiver, order in self._orders.items()}
-        answers = self.tell(("plan", self._version, digest, (num_rounds, known)))
+        answers = self.tell(("plan", self._version, digest, (len(senders), known)))
         wanted = [answer[2] for answer in answers]
         changed = [
             receiver
@@ -219,25 +205,25 @@ class DistributedSource(Source):
             if any(answer[3][1].get(receiver) != digest for rank, answer in enumerate(answers) if rank != receiver)
         ]
         if changed:
-            self._exchange(changed, wanted, plan, dtype)
+            self._exchange(changed, wanted, senders, incoming)
         return int(max(answer[3][0] for answer in answers))
 
-    def _exchange(self, changed: Sequence[int], wanted: Sequence[str], plan: Plan, dtype: Column) -> None:
-        """Send the tables of this rank's plan to the ranks that it reads from, and receive theirs."""
+    def _exchange(
+        self, changed: Sequence[int], wanted: Sequence[str], senders: Sequence[int], incoming: Mapping[int, Message]
+    ) -> None:
+        """Send each rank that this one reads from its messages by round, and receive what others want from here."""
         others = [rank for rank in range(len(wanted)) if rank != self._rank]
-        tables = {rank: np.empty((0, _WIDTH), np.int64) for rank in others}
+        told = dict.fromkeys(others, b"")
         if self._rank in changed:
-            remote = [bucket for bucket in plan.buckets if bucket.source_rank != self._rank]
-            for rank in others:
-                rows = [_encoded(k, b.pieces, dtype) for k, b in enumerate(remote) if b.source_rank == rank]
-                tables[rank] = np.concatenate([tables[rank], *rows])
-        sizes = [answer[3] for answer in self.tell(("tables", self._version, "", {r: len(tables[r]) for r in others}))]
+            for rank in set(senders):
+                told[rank] = pickle.dumps({k: incoming[k] for k, sender in enumerate(senders) if sender == rank})
+        sizes = [answer[3] for answer in self.tell(("orders", self._version, "", {r: len(told[r]) for r in others}))]
         operations, received = [], {}
         for rank in others:
-            if len(tables[rank]):
-                sent = torch.from_numpy(tables[rank]).to(self._device)
+            if told[rank]:
+                sent = torch.frombuffer(bytearray(told[rank]), dtype=torch.uint8).to(self._device)
                 operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=rank))
-            theirs = torch.empty((sizes[rank][self._rank], _WIDTH), dtype=torch.int64, device=self._device)
+            theirs = torch.empty(sizes[rank][self._rank], dtype=torch.uint8, device=self._device)
             if len(theirs):
                 operations.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=rank))
             if rank in changed:
@@ -245,38 +231,8 @@ class DistributedSource(Source):
         if operations:
             self._wait(self._calling(dist.batch_isend_irecv, operations))
         for rank, theirs in received.items():
-            self._orders[rank] = _Order(wanted[rank], _decoded(theirs.cpu().numpy()))
-
-
-# Columns of a table that is sent: round, source, offset, dtype, strides, shape.
-_WIDTH = 4 + 2 * MAX_DIMS
-
-
-def _encoded(k: int, pieces: Pieces, dtype: Column) -> Any:
-    columns = [np.full(len(pieces), k), pieces.source, pieces.source_offset, dtype[pieces.destination]]
-    return np.concatenate([np.stack(columns, 1), pieces.source_strides, pieces.shape], 1).astype(np.int64)
-
-
-def _decoded(table: Any) -> dict[int, Message]:
-    """Decode a table into messages by round. Where elements go, which only the receiver needs, is zero."""
-    messages = {}
-    for k in np.unique(table[:, 0]).tolist():
-        rows = table[table[:, 0] == k]
-        nothing, nowhere = np.zeros(len(rows), np.int64), np.zeros((len(rows), MAX_DIMS), np.int64)
-        pieces = Pieces(
-            source=rows[:, 1],
-            source_rank=nothing,
-            source_offset=rows[:, 2],
-            source_strides=rows[:, 4 : 4 + MAX_DIMS],
-            destination=nothing,
-            destination_offset=nothing,
-            destination_strides=nowhere,
-            shape=rows[:, 4 + MAX_DIMS :],
-            global_offset=nothing,
-            global_strides=nowhere,
-        )
-        messages[k] = Message.of(pieces, rows[:, 3])
-    return messages
+            messages = pickle.loads(theirs.cpu().numpy().tobytes()) if len(theirs) else {}
+            self._orders[rank] = _Order(wanted[rank], messages)
 
 
 def _room(sizes: Sequence[int], device: torch.device) -> list[Tensor]:

@@ -18,14 +18,13 @@ import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory import Region
-from hybrid_rl.memory.region import ALIGNMENT_BYTES
+from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.resharding.handoff.base import (
     HOST,
     LOCAL,
@@ -121,22 +120,19 @@ class IpcExport:
         self._layout = layout
         self._tensors = dict(tensors)
         parts = local_parts(self._layout, self.rank, self._tensors)
-        outside = [
-            number
+        outside = {
+            number: part
             for number, part in enumerate(parts)
             if part is not None
             and part.device.type == "cpu"
             and (not part.is_contiguous() or all(region.offset_of(part) is None for region in regions))
-        ]
-        sizes = {number: _part(parts, number).nbytes for number in outside}
-        self.copied_bytes = sum(sizes.values())
+        }
+        self.copied_bytes = sum(part.nbytes for part in outside.values())
         self._copies: dict[int, Tensor] = {}
         self._own_region: Region | None = None
         if outside:
-            capacity = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes.values())
-            self._own_region = Region("ipc_copies", capacity_bytes=capacity)
-            for number in outside:
-                part = _part(parts, number)
+            self._own_region = Region("ipc_copies", capacity_bytes=capacity_for(outside.values()))
+            for number, part in outside.items():
                 self._copies[number] = self._own_region.allocate(tuple(part.shape), part.dtype)
         self._regions = [*regions, *([self._own_region] if self._own_region else [])]
         self._addresses = [None if part is None else part.data_ptr() for part in parts]
@@ -227,18 +223,10 @@ class IpcSource(Source):
         exports = [exported if where == host else None for exported, where in answers]
         return cls(layout, exports, own=export, device=device, gather=gather)
 
-    def layout(self) -> SourceLayout:
-        """The layout, as given."""
-        return self._layout
-
     @property
     def exports(self) -> tuple[Exported | None, ...]:
         """The exports that, with layout and plan, let a process that is not a rank read the same shards."""
         return self._exports
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all participants."""
-        return self._gather(value)
 
     def prepare(self, version: int) -> None:
         """Refresh this rank's export."""
@@ -254,16 +242,13 @@ class IpcSource(Source):
 
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the mapped parts; not collective."""
-        device = next((part.device for part in self.held_parts() if part is not None), torch.device("cpu"))
+        own = () if self._own is None else self._own.parts
+        device = next((part.device for part in own if part is not None), torch.device("cpu"))
         return assembled(self._layout, name, self.parts, device)
 
     def held(self) -> dict[int, Parts]:
         """Return this rank's own parts, by rank."""
         return {} if self._own is None else {self._own.rank: self._own.parts}
-
-    def held_parts(self) -> Parts:
-        """This rank's own parts; empty in a process that is not a rank."""
-        return () if self._own is None else self._own.parts
 
     def close(self) -> None:
         """Close the export. Memory of other ranks is unmapped with the last tensor on it."""
@@ -312,12 +297,6 @@ class IpcSource(Source):
                 check_readable(self._device, gpu)
             self._mapped[rank] = _open(exported, self._device)
         return self._mapped[rank]
-
-
-def _part(parts: Parts, number: int) -> Tensor:
-    part = parts[number]
-    assert part is not None
-    return part
 
 
 def _file(region: Region) -> MemoryFile:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,16 +69,9 @@ class MixedSource(Source):
 
     def __init__(self, reader: IpcSource, messages: DistributedSource, sent: Collection[int]) -> None:
         self._reader, self._messages, self._sent = reader, messages, frozenset(sent)
+        self._layout, self._gather = reader.layout(), reader.gather
         self.waits_for = reader.waits_for
         self._split: tuple[Plan, Plan, Plan] | None = None
-
-    def layout(self) -> SourceLayout:
-        """The layout of both sources."""
-        return self._reader.layout()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all participants."""
-        return self._reader.gather(value)
 
     def held(self) -> Mapping[int, Parts]:
         """Return this rank's own parts, by rank."""
@@ -109,7 +101,7 @@ class MixedSource(Source):
             num_pieces=first.num_pieces + second.num_pieces,
             num_buckets=first.num_buckets + second.num_buckets,
             staging_bytes=max(first.staging_bytes, second.staging_bytes),
-            minimum_bytes=plan.report.minimum.written_bytes,
+            minimum_bytes=plan.minimum_bytes,
         )
 
     def close(self) -> None:

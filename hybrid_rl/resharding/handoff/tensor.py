@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, HandoffReport, Parts, Source, number_of, pull
+from hybrid_rl.resharding.adopt import place_of
+from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, number_of, pull
 from hybrid_rl.resharding.layout import SourceLayout, WeightLayout, named_weights
 from hybrid_rl.resharding.plan import Plan
-
-__all__ = ["HandoffReport", "TensorSource", "check_shared"]
 
 
 @dataclass(eq=False)
@@ -22,7 +21,7 @@ class TensorSource(Source):
     """The trainer's weights in this process, by name; there is no other participant."""
 
     tensors: Mapping[str, Tensor]
-    _layout: SourceLayout | None = field(default=None, init=False, repr=False)
+    _made: SourceLayout | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorSource:
@@ -31,9 +30,9 @@ class TensorSource(Source):
 
     def layout(self) -> SourceLayout:
         """The layout in which rank 0 of this host holds everything."""
-        if self._layout is None:
-            self._layout = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
-        return self._layout
+        if self._made is None:
+            self._made = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
+        return self._made
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes; cheap, for engines that read the trainer's own memory."""
@@ -73,9 +72,7 @@ def check_shared(source: TensorSource, engine: Mapping[str, Tensor]) -> int:
     if missing:
         raise HandoffError(f"trainer and engine differ in {len(missing)} weights, e.g. {missing[:3]}")
     for name, tensor in source.tensors.items():
-        mine, theirs = (
-            (t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype, t.device) for t in (engine[name], tensor)
-        )
+        mine, theirs = place_of(engine[name]), place_of(tensor)
         if mine != theirs:
             raise HandoffError(f"weight {name!r} is not the trainer's own tensor: engine {mine}, trainer {theirs}")
     return len(engine)

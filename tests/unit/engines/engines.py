@@ -15,7 +15,8 @@ from hybrid_rl.engines.base import TAGS
 from hybrid_rl.engines.hf import HFEngine
 from hybrid_rl.engines.inplace import InPlaceEngine
 from hybrid_rl.models import CausalLM
-from hybrid_rl.resharding.handoff.tensor import HandoffReport, TensorSource
+from hybrid_rl.resharding.handoff.base import HandoffReport
+from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.contract_engine import ContractEngine, ContractModel
 from tests.engine_faults import Fault
 from tests.unit.models.families import VOCABULARY, build

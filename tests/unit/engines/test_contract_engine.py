@@ -113,7 +113,6 @@ def leases_of(engine):
         return Resident(
             tag,
             lambda: region.num_bytes,
-            "discard",
             sleep=lambda: engine.sleep({tag}),
             wake=lambda: engine.wake({tag}),
             after=after,

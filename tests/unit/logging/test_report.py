@@ -37,9 +37,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 seen = []
 for step in range(10):
     file.write([{"step": step, "part": part, "text": "x" * 70} for part in range(2)])
-    seen.append((path.stat().st_size, file.num_pending))
+    seen.append((path.stat().st_size, len(file._pending)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-print(json.dumps({"seen": seen, "full": path.read_text(), "flushed": file.flush(), "left": file.num_pending}))
+print(json.dumps({"seen": seen, "full": path.read_text(), "flushed": file.flush(), "left": len(file._pending)}))
 """
 
 
@@ -93,7 +93,7 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             file.write([{"step": step}])
-        assert not file.flush() and file.num_pending == 3
+        assert not file.flush() and len(file._pending) == 3
         file.path = tmp_path / "metrics.jsonl"
         assert file.flush()
     assert [r["step"] for r in read_jsonl(file.path)] == [0, 1, 2]

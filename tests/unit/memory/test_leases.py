@@ -20,8 +20,8 @@ class Memory:
         self.present: set[str] = set()
         self.fails: dict[str, BaseException] = {}
 
-    def resident(self, tag: str, num_bytes: int, policy: str) -> Resident:
-        return Resident(tag, lambda: num_bytes, policy, self._act("sleep", tag), self._act("wake", tag))  # type: ignore[arg-type]
+    def resident(self, tag: str, num_bytes: int) -> Resident:
+        return Resident(tag, lambda: num_bytes, self._act("sleep", tag), self._act("wake", tag))
 
     def _act(self, verb: str, tag: str) -> Callable[[], None]:
         def act() -> None:
@@ -43,9 +43,9 @@ def memory() -> Memory:
 def leases(memory: Memory) -> Leases:
     return Leases(
         [
-            memory.resident("kv", 100, "discard"),
-            memory.resident("optimizer", 20, "offload"),
-            memory.resident("engine", 3, "offload"),
+            memory.resident("kv", 100),
+            memory.resident("optimizer", 20),
+            memory.resident("engine", 3),
             Resident("actor", lambda: 7),
         ]
     )
@@ -157,7 +157,7 @@ def test_after_a_failed_move_every_lease_refuses(
 
 
 def resident(memory: Memory, tag: str, *after: str) -> Resident:
-    return replace(memory.resident(tag, 1, "discard"), after=after)
+    return replace(memory.resident(tag, 1), after=after)
 
 
 def test_waking_follows_what_comes_after_what_and_sleeping_goes_back(memory: Memory) -> None:
@@ -203,9 +203,9 @@ def owned(memory: Memory) -> Leases:
         memory.log.append(f"sleep {'+'.join(sorted(tags))}")
 
     def owns(tag: str, *after: str) -> Resident:
-        return Resident(tag, lambda: 5, "discard", wake=memory._act("wake", tag), after=after, sleep_all=sleep_all)
+        return Resident(tag, lambda: 5, wake=memory._act("wake", tag), after=after, sleep_all=sleep_all)
 
-    others = [memory.resident("m", 1, "discard"), Resident("actor", lambda: 7)]
+    others = [memory.resident("m", 1), Resident("actor", lambda: 7)]
     return Leases([owns("kv", "weights"), owns("weights"), *others], give_back=lambda: memory.log.append("give back"))
 
 
@@ -247,7 +247,7 @@ def test_after_a_failure_between_sleep_and_wake_every_lease_refuses(memory: Memo
     def fail() -> None:
         raise RuntimeError("a kernel failed")
 
-    leases = Leases([memory.resident("kv", 1, "discard")], give_back=fail)
+    leases = Leases([memory.resident("kv", 1)], give_back=fail)
     with pytest.raises(RuntimeError, match="a kernel failed"), leases.lease({"kv"}):
         pass
     cause = "giving free memory back: RuntimeError: a kernel failed"
@@ -277,7 +277,7 @@ def same(mine: Any) -> Any:
 
 def test_every_outermost_lease_asks_once_before_anything_moves(memory: Memory) -> None:
     told = Told(lambda mine: memory.log.append("asked") or mine)
-    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    leases = Leases([memory.resident("kv", 1)], told)
     for _ in range(2):
         with leases.lease({"kv"}), leases.lease({"kv"}):
             pass
@@ -295,7 +295,7 @@ def test_every_outermost_lease_asks_once_before_anything_moves(memory: Memory) -
 )
 def test_one_rank_that_differs_stops_all(memory: Memory, difference: dict[str, Any], message: str) -> None:
     told = Told(same, lambda mine: replace(mine, **difference), same)
-    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    leases = Leases([memory.resident("kv", 1)], told)
     with pytest.raises(MemoryStateError, match=message), leases.lease({"kv"}):
         raise AssertionError("the block must not run")
     assert memory.log == []
@@ -306,14 +306,14 @@ def test_one_rank_that_differs_stops_all(memory: Memory, difference: dict[str, A
 
 def test_many_ranks_are_told_shortly(memory: Memory) -> None:
     told = Told(*[same] * 6, lambda mine: replace(mine, wanted=("kv",)))
-    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    leases = Leases([memory.resident("kv", 1)], told)
     with pytest.raises(MemoryStateError, match=r"ranks 0, 1, 2, 3 and 3 more: \[\]; rank 7"), leases.lease(()):
         pass
 
 
 def test_a_rank_that_cannot_take_part_says_so_to_the_others(memory: Memory) -> None:
     told = Told(same)
-    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    leases = Leases([memory.resident("kv", 1)], told)
     with pytest.raises(MemoryStateError, match="rank 0: residents"), leases.lease({"critic"}):
         pass
     memory.fails["wake kv"] = RuntimeError("out of memory")
@@ -329,7 +329,7 @@ def test_a_gather_that_fails_has_moved_nothing(memory: Memory) -> None:
         raise ConnectionError("rank 1 is gone")
 
     told = Told(fail)
-    leases = Leases([memory.resident("kv", 1, "discard")], told)
+    leases = Leases([memory.resident("kv", 1)], told)
     with pytest.raises(ConnectionError), leases.lease({"kv"}):
         pass
     assert memory.log == [] and leases.awake == frozenset()
@@ -349,14 +349,14 @@ def test_a_tag_names_one_resident(leases: Leases) -> None:
         leases.add(Resident("actor", lambda: 0))
 
 
-@pytest.mark.parametrize("policy", ["discard", "offload"])
-def test_what_sleeps_says_how(policy: str) -> None:
-    with pytest.raises(ValueError, match=f"'kv' with policy={policy} needs sleep and wake"):
-        Resident("kv", lambda: 0, policy, sleep=lambda: None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("given", ["sleep", "wake", "sleep_all", "sleep sleep_all", "sleep sleep_all wake"])
+def test_what_sleeps_also_wakes(given: str) -> None:
+    with pytest.raises(ValueError, match="'kv' needs sleep and wake, or neither"):
+        Resident("kv", lambda: 0, **{name: lambda *_: None for name in given.split()})
 
 
 def test_what_is_kept_is_never_put_to_sleep(memory: Memory) -> None:
-    leases = Leases([memory.resident("actor", 1, "keep"), memory.resident("kv", 1, "discard")])
+    leases = Leases([Resident("actor", lambda: 1), memory.resident("kv", 1)])
     for tags in ({"kv"}, {"actor"}, set()):
         with leases.lease(tags):
             assert "actor" in leases.awake

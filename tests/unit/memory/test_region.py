@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.errors import MemoryStateError, NotYetSupportedError
-from hybrid_rl.memory import Region
+from hybrid_rl.errors import MemoryStateError
+from tests.sleeping_region import SleepingRegion
 
 MIB = 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
 
-def filled(region: Region, num_bytes: int, value: int = 7) -> torch.Tensor:
+def filled(region: SleepingRegion, num_bytes: int, value: int = 7) -> torch.Tensor:
     return region.allocate((num_bytes,), torch.uint8).fill_(value)
 
 
@@ -27,7 +27,7 @@ def filled(region: Region, num_bytes: int, value: int = 7) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     tensors = [region.allocate(shape, dtype) for shape in ((3, 5), (), (1,), (2, 0, 3), (65,))]
     assert [tuple(t.shape) for t in tensors] == [(3, 5), (), (1,), (2, 0, 3), (65,)]
     assert all(t.dtype == dtype and t.is_contiguous() for t in tensors)
@@ -40,7 +40,7 @@ def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
 
 
 def test_a_tensor_saves_itself_and_not_its_region(tmp_path: Path) -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     filled(region, MIB)
     path = tmp_path / "tensor.pt"
     torch.save(filled(region, 100, 3), path)
@@ -49,7 +49,7 @@ def test_a_tensor_saves_itself_and_not_its_region(tmp_path: Path) -> None:
 
 
 def test_tensors_are_found_in_the_file_of_their_region() -> None:
-    region, other = Region("test"), Region("other")
+    region, other = SleepingRegion("test"), SleepingRegion("other")
     first, second = filled(region, 100, 1), filled(region, 64, 2)
     # 100 bytes, rounded up to whole 64.
     assert (region.offset_of(first), region.offset_of(second)) == (0, 128)
@@ -64,7 +64,7 @@ def test_tensors_are_found_in_the_file_of_their_region() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
-    region = Region("kv", capacity_bytes=2 * mmap.PAGESIZE)
+    region = SleepingRegion("kv", capacity_bytes=2 * mmap.PAGESIZE)
     region.allocate((1,), torch.int64)
     with pytest.raises(MemoryStateError, match=r"'kv' holds 64 of 8192 bytes; a tensor \(2048,\) of torch.float32"):
         region.allocate((2048,), torch.float32)
@@ -74,23 +74,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 def test_an_unused_region_costs_nothing() -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     tensor = region.allocate((64 * MIB,), torch.uint8)
     assert region.occupied_bytes == 0 and region.num_bytes == 64 * MIB
     tensor[:: mmap.PAGESIZE] = 1
     assert region.occupied_bytes == 64 * MIB
 
 
-def test_only_the_cpu_so_far() -> None:
-    with pytest.raises(NotYetSupportedError, match="'actor' on device=cuda"):
-        Region("actor", device="cuda")
-
-
 # ------------------------------------------------------------------------------------------------------------ sleep
 
 
 def test_discard_releases_the_memory_and_the_content() -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     tensor = filled(region, 3 * MIB)
     address = tensor.data_ptr()
     assert region.occupied_bytes == 3 * MIB
@@ -103,7 +98,7 @@ def test_discard_releases_the_memory_and_the_content() -> None:
 
 
 def test_offload_brings_every_byte_back_to_its_place() -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     generator = torch.Generator().manual_seed(3)
     tensors = [
         region.allocate(shape, dtype).copy_(torch.randint(0, 2, shape, generator=generator))
@@ -121,7 +116,7 @@ def test_offload_brings_every_byte_back_to_its_place() -> None:
 
 
 def test_another_process_that_maps_the_file_sees_the_same_memory() -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     tensor = filled(region, 100)
     peer = mmap.mmap(os.dup(region.fd), mmap.PAGESIZE)
     assert peer[:100] == b"\7" * 100
@@ -135,7 +130,7 @@ def test_another_process_that_maps_the_file_sees_the_same_memory() -> None:
 
 
 def test_an_empty_region_sleeps_too() -> None:
-    region = Region("test")
+    region = SleepingRegion("test")
     region.sleep("discard")
     region.wake()
     assert filled(region, 4).tolist() == [7] * 4
@@ -146,7 +141,7 @@ def test_an_empty_region_sleeps_too() -> None:
 
 @pytest.mark.parametrize("policy", ["discard", "offload"])
 def test_nobody_sleeps_or_wakes_twice_nor_allocates_asleep(policy: str) -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, 10)
     with pytest.raises(MemoryStateError, match="'kv' is already awake"):
         region.wake()
@@ -162,7 +157,7 @@ def test_nobody_sleeps_or_wakes_twice_nor_allocates_asleep(policy: str) -> None:
 @pytest.mark.parametrize("use", [lambda tensor: tensor.fill_(1), lambda tensor: tensor.sum()], ids=["write", "read"])
 @pytest.mark.parametrize("policy", ["discard", "offload"])
 def test_waking_finds_out_what_was_used_asleep(policy: str, use: Callable[[torch.Tensor], object]) -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, 10)
     region.sleep(policy)  # type: ignore[arg-type]
     use(tensor)
@@ -173,14 +168,14 @@ def test_waking_finds_out_what_was_used_asleep(policy: str, use: Callable[[torch
 
 
 def test_an_unknown_policy_moves_nothing() -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, 10)
     with pytest.raises(ValueError, match="policy='keep'"):
         region.sleep("keep")  # type: ignore[arg-type]
     assert not region.is_asleep and tensor.sum() == 70
 
 
-def refuse(region: Region, *, after_losing: int) -> None:
+def refuse(region: SleepingRegion, *, after_losing: int) -> None:
     """The system releases the first bytes and then reports an error."""
 
     def fail() -> None:
@@ -191,7 +186,7 @@ def refuse(region: Region, *, after_losing: int) -> None:
 
 
 def test_offload_that_the_system_refuses_is_rolled_back() -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, 2 * mmap.PAGESIZE)
     refuse(region, after_losing=mmap.PAGESIZE)
     with pytest.raises(MemoryStateError, match="not permitted.*stays awake with its content"):
@@ -200,7 +195,7 @@ def test_offload_that_the_system_refuses_is_rolled_back() -> None:
 
 
 def test_discard_that_the_system_refuses_says_that_the_content_is_undefined() -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     filled(region, 10)
     refuse(region, after_losing=5)
     with pytest.raises(MemoryStateError, match="content is undefined"):
@@ -209,7 +204,7 @@ def test_discard_that_the_system_refuses_says_that_the_content_is_undefined() ->
 
 
 def test_no_memory_for_the_copy_and_nothing_has_moved() -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, 10)
     mapping = region._mapping
 
@@ -232,7 +227,7 @@ def test_no_memory_for_the_copy_and_nothing_has_moved() -> None:
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_close_gives_everything_back_and_tensors_stay_readable(asleep: bool) -> None:
-    region = Region("kv")
+    region = SleepingRegion("kv")
     tensor = filled(region, MIB)
     copy = os.dup(region.fd)
     if asleep:
@@ -253,7 +248,7 @@ def mappings(tag: str) -> int:
 def test_mapping_and_file_go_with_the_last_that_looks_at_them() -> None:
     gc.collect()
     num_files = len(os.listdir("/proc/self/fd"))
-    region = Region("gone")
+    region = SleepingRegion("gone")
     tensor = filled(region, MIB)
     assert mappings("gone") == 1
     del region

@@ -16,9 +16,11 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.planned import fsdp_layout
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
 from hybrid_rl.tensors.boxes import local_box
+from tests.unit.resharding.cells import cell_of
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]
 
@@ -53,7 +55,7 @@ def test_every_rank_holds_what_dtensor_says(case):
     tensor = ShardedTensor.of(spec(*shape), mesh, placements)
     for coordinate in np.ndindex(mesh.shape):
         extent, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
-        cell = tensor.cell(int(mesh[coordinate]))
+        cell = cell_of(tensor, int(mesh[coordinate]))
         if 0 in extent:
             assert cell is None
         else:
@@ -69,7 +71,7 @@ def test_parts_are_the_cells_of_all_tensors(case):
     layout = SourceLayout(tensors, ("here",) * mesh.size)
     for rank in range(mesh.size):
         low, high = layout.parts(rank)
-        cell = tensors[0].cell(rank)
+        cell = cell_of(tensors[0], rank)
         filled = [] if cell is None else [(part.start, part.stop) for part in cell] + [(0, 1)] * (4 - len(shape))
         assert list(zip(low[0], high[0], strict=True)) == (filled or [(0, 0)] * 4)
         assert high[1].tolist() == [1, 1, 1, 1] and low[1].tolist() == [0, 0, 0, 0]
@@ -80,7 +82,7 @@ def test_uneven_chunks_leave_ranks_without_a_part():
     tensor = ShardedTensor.of(spec(10, 3), np.arange(8), [Shard(0)])
     assert tensor.cuts == ((0, 2, 4, 6, 8, 10), (0, 3))
     assert tensor.owners.tolist() == [[[0]], [[1]], [[2]], [[3]], [[4]]]
-    assert tensor.cell(4) == (slice(8, 10), slice(0, 3)) and tensor.cell(5) is None
+    assert cell_of(tensor, 4) == (slice(8, 10), slice(0, 3)) and cell_of(tensor, 5) is None
 
 
 def test_two_axes_on_one_dim_and_copies():
@@ -93,7 +95,7 @@ def test_two_axes_on_one_dim_and_copies():
 def test_fsdp_over_tensor_parallelism_interleaves_its_chunks():
     # DTensor's own example: rows 0-1, 4-5, 2-3, 6-7 on ranks 0 to 3.
     tensor = ShardedTensor.of(spec(8, 8), np.arange(4).reshape(2, 2), [_StridedShard(0, split_factor=2), Shard(0)])
-    assert [tensor.cell(rank)[0] for rank in range(4)] == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
+    assert [cell_of(tensor, rank)[0] for rank in range(4)] == [slice(0, 2), slice(4, 6), slice(2, 4), slice(6, 8)]
 
 
 def test_a_part_that_is_no_box_or_no_value_is_refused():
@@ -101,7 +103,7 @@ def test_a_part_that_is_no_box_or_no_value_is_refused():
         ShardedTensor.of(spec(8), np.arange(2), [_StridedShard(0, split_factor=2)])
     with pytest.raises(HandoffError, match="no rank holds its values"):
         ShardedTensor.of(spec(8), np.arange(2), [Partial()])
-    layout = SourceLayout.fsdp([spec(1, 1, 1, 1, 1)], 2)
+    layout = fsdp_layout([spec(1, 1, 1, 1, 1)], 2)
     with pytest.raises(HandoffError, match="w has 5 dims; at most 4"):
         layout.parts(0)
 
@@ -116,8 +118,8 @@ def test_the_layout_of_a_sharded_module(world):
     assert found["0.weight"].cuts == ((0, 5, 10), (0, 6))
     assert found["1.running_mean"].owners.tolist() == [[0, 1, 2, 3]]  # a buffer, on all ranks
     for name, parameter in module.named_parameters():
-        assert found[name].cell(0) == local_box(parameter)
-    planned = SourceLayout.fsdp(
+        assert cell_of(found[name], 0) == local_box(parameter)
+    planned = fsdp_layout(
         [t.spec for t in layout.tensors if "running" not in t.spec.name], 4, replicas=2, hosts=("a", "a", "b", "b")
     )
     kept = tuple(t for t in layout.tensors if "running" not in t.spec.name)
@@ -136,14 +138,14 @@ def test_plain_tensors_lie_where_they_are_said_to():
     layout = SourceLayout.of(tensors, ("here",) * 3)
     assert [t.owners.tolist() for t in layout.tensors] == [[0, 1, 2], [[[0, 1, 2]]]]
     layout = SourceLayout.of(tensors, ("here",) * 3, plain_owners=[1])
-    assert layout.tensors[1].cell(1) == (slice(0, 3), slice(0, 2)) and layout.tensors[1].cell(0) is None
+    assert cell_of(layout.tensors[1], 1) == (slice(0, 3), slice(0, 2)) and cell_of(layout.tensors[1], 0) is None
 
 
 def test_the_digest_tells_layouts_apart():
     def digest(num_rows=6, name="w", ranks=4, replicas=1, hosts=None):
-        return SourceLayout.fsdp([spec(num_rows, 2, name=name)], ranks, replicas=replicas, hosts=hosts).digest()
+        return fsdp_layout([spec(num_rows, 2, name=name)], ranks, replicas=replicas, hosts=hosts).digest()
 
-    layout = SourceLayout.fsdp([spec(6, 2)], 4)
+    layout = fsdp_layout([spec(6, 2)], 4)
     assert pickle.loads(pickle.dumps(layout)).digest() == layout.digest() == digest()
     others = [digest(7), digest(name="v"), digest(ranks=3), digest(replicas=2), digest(hosts="abcd")]
     swapped = SourceLayout((ShardedTensor.of(spec(6, 2), np.array([1, 0, 2, 3]), [Shard(0)]),), layout.hosts)

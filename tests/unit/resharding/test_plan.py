@@ -14,9 +14,11 @@ from torch.distributed.checkpoint.resharding import (
 )
 from torch.distributed.tensor import Replicate, Shard
 
+from benchmarks.planned import PlanReport, Traffic, fsdp_layout, report_of
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
-from hybrid_rl.resharding.plan import Traffic, make_plan
+from hybrid_rl.resharding.plan import make_plan
+from tests.unit.resharding.cells import cell_of
 from tests.unit.resharding.loading import Loading
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 2), (2, 2), (2, 3), (3, 2), (2, 4)]
@@ -24,14 +26,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def layout_of(loading: Loading, num_ranks: int, **options) -> SourceLayout:
-    return SourceLayout.fsdp(loading.trace().sources, num_ranks, **options)
+    return fsdp_layout(loading.trace().sources, num_ranks, **options)
 
 
 def written(loading: Loading, layout: SourceLayout, plan) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The memory of the destinations after a plan was carried out by hand, and how often each element was written."""
     named = {f"s{i}": tensor for i, tensor in enumerate(loading.sources)}
     parts = [
-        [None if box is None else named[t.spec.name][box].flatten() for box in map(t.cell, range(len(layout.hosts)))]
+        [
+            None if box is None else named[t.spec.name][box].flatten()
+            for box in (cell_of(t, rank) for rank in range(len(layout.hosts)))
+        ]
         for t in layout.tensors
     ]
     memory = [np.full(t.untyped_storage().nbytes() // t.itemsize, -1.0) for t in loading.destinations]
@@ -67,12 +72,17 @@ def check(loading: Loading, layout: SourceLayout, rank: int, bucket_bytes: int):
     for bucket in plan.buckets:
         assert bucket.num_bytes == (bucket.pieces.num_elements * itemsize[bucket.pieces.destination]).sum()
         assert 0 < bucket.num_bytes <= bucket_bytes
-    report = plan.report
+    report = report_of(plan, trace, layout)
     assert report.total == report.minimum
     size = sum(t.numel() * t.itemsize for t in loading.destinations)
     assert report.total.written_bytes + report.constant_bytes == size
     assert report.num_pieces == sum(len(b.pieces) for b in plan.buckets) and report.num_buckets == len(plan.buckets)
     return plan
+
+
+def reported(loading: Loading, layout: SourceLayout, rank: int) -> PlanReport:
+    """The bytes of a plan, for which everything else holds too."""
+    return report_of(check(loading, layout, rank, 1 << 20), loading.trace(), layout)
 
 
 @st.composite
@@ -177,16 +187,16 @@ def test_overlaps_are_those_of_torch_distributed_checkpoint(data):
     plan = make_plan(loading.trace(), layout, 0)
     wanted = ChunkStorageMetadata(torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box]))
     tensor, expected = layout.tensors[0], []
-    cells = [cell for cell in map(tensor.cell, range(len(layout.hosts))) if cell is not None]
+    cells = [cell for cell in (cell_of(tensor, rank) for rank in range(len(layout.hosts))) if cell is not None]
     for cell in {tuple((part.start, part.stop) for part in cell) for cell in cells}:
         held = ChunkStorageMetadata(torch.Size([a for a, _ in cell]), torch.Size([b - a for a, b in cell]))
         if _check_shard_metadata_pair_overlap(held, wanted):
             regions = _shards_get_overlap_region_wrt_saved_tensor(held, wanted)
             expected.append((int(np.prod([r[3] for r in regions])), tuple(r[1] for r in regions)))
-    assert plan.report.total.read_bytes == 4 * sum(size for size, _ in expected)
+    assert report_of(plan, loading.trace(), layout).total.read_bytes == 4 * sum(size for size, _ in expected)
     found = {}
     for bucket in plan.buckets:
-        cell = tensor.cell(bucket.source_rank)
+        cell = cell_of(tensor, bucket.source_rank)
         key = tuple(part.start for part in cell)
         extents = [part.stop - part.start for part in cell]
         for i in range(len(bucket.pieces)):
@@ -211,11 +221,11 @@ def test_a_fused_and_padded_tensor_by_hand():
     assert bucket.pieces.shape.tolist() == [[4, 1, 1, 1]] * 2
     assert bucket.pieces.source_offset.tolist() == [0, 0] and bucket.pieces.global_offset.tolist() == [4, 4]
     assert bucket.pieces.destination_offset.tolist() == [0, 4]
-    report = plan.report
+    report = reported(loading, layout_of(loading, 2), 0)
     assert (report.local, report.host, report.remote) == (Traffic(), Traffic(32, 16), Traffic())
     assert report.minimum == Traffic(32, 16) and report.constant_bytes == 4
-    assert report.point_to_point_staging_bytes == 32
-    assert check(loading, layout_of(loading, 2), 1, 1 << 20).report.local == Traffic(32, 16)
+    assert report.staging_bytes == 32
+    assert reported(loading, layout_of(loading, 2), 1).local == Traffic(32, 16)
 
 
 def test_a_large_piece_is_cut_by_rows():
@@ -257,8 +267,9 @@ def test_the_nearest_copy_is_read():
     loading, layout = replicated(1, 4, hosts=("a", "a", "b", "a"))
     plan = check(loading, layout, 3, 1024)
     assert [bucket.source_rank for bucket in plan.buckets] == [3, 0]
-    assert plan.report.local == plan.report.host == Traffic(16, 16) and plan.report.remote == Traffic()
-    assert check(loading, layout, 2, 1024).report.remote == Traffic(16, 16)
+    report = reported(loading, layout, 3)
+    assert report.local == report.host == Traffic(16, 16) and report.remote == Traffic()
+    assert reported(loading, layout, 2).remote == Traffic(16, 16)
 
 
 def test_copies_equally_near_share_the_work():
@@ -268,7 +279,7 @@ def test_copies_equally_near_share_the_work():
     plan = check(loading, layout, 4, 1024)
     loads = {bucket.source_rank: bucket.num_bytes for bucket in plan.buckets}
     assert loads == {0: 64, 1: 64, 2: 64, 3: 64}
-    assert plan.report.remote == Traffic(256, 256)
+    assert reported(loading, layout, 4).remote == Traffic(256, 256)
 
 
 def test_parts_and_tensors_of_any_shape_share_the_work():
@@ -321,9 +332,9 @@ def test_layouts_that_do_not_fit_are_refused():
     loading.copy(s, [(0, 4), (0, 2)], d, loading.destinations[d])
     trace = loading.trace()
     with pytest.raises(HandoffError, match=r"the engine takes s0 \[4, 2\], the trainer does not have it"):
-        make_plan(trace, SourceLayout.fsdp([TensorSpec("s1", (4, 2), torch.float32)], 2), 0)
+        make_plan(trace, fsdp_layout([TensorSpec("s1", (4, 2), torch.float32)], 2), 0)
     with pytest.raises(HandoffError, match=r"the engine takes s0 \[4, 2\], the trainer has \[2, 4\]"):
-        make_plan(trace, SourceLayout.fsdp([TensorSpec("s0", (2, 4), torch.float32)], 2), 0)
+        make_plan(trace, fsdp_layout([TensorSpec("s0", (2, 4), torch.float32)], 2), 0)
     with pytest.raises(HandoffError, match="rank 2 is not one of the 2 ranks"):
         make_plan(trace, layout_of(loading, 2), 2)
     with pytest.raises(HandoffError, match="of 8 elements 8 are missing"):

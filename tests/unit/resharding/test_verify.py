@@ -196,7 +196,7 @@ def test_an_engine_of_another_model_is_refused():
     tensors = globals_of()
     trace = engine_trace(tensors, 0, 1, torch.float32)
     del tensors["out"]
-    with pytest.raises(HandoffError, match=r"the engine takes out \[6, 8\], the trainer has none"):
+    with pytest.raises(HandoffError, match=r"the engine takes out \[6, 8\], the trainer does not have it"):
         Verifier(trace, TensorSource(tensors).layout())
 
 

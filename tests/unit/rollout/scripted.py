@@ -9,12 +9,12 @@ from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.ref import store
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.dispatch import dispatch_of
-from hybrid_rl.controller.exchange import Arguments, collect, cut
+from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data import PromptRow
 from hybrid_rl.engines import FinishedSample, RolloutRequest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.scored import ScoredRollout
-from hybrid_rl.workers import HybridWorker
+from hybrid_rl.workers.hybrid import HybridWorker
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
 ROWS = [
@@ -68,7 +68,7 @@ class Workers:
 
     def rollout(self, *args: Any) -> Any:
         record, num_ranks = dispatch_of(HybridWorker.rollout), len(self.ranks)
-        parts = cut("rollout", record, Arguments(args), num_ranks, lambda *_: [])
+        parts = cut("rollout", record, args, num_ranks, lambda *_: [])
         answers = {}
         for rank, (scored, arguments) in enumerate(zip(self.ranks, parts.arguments, strict=True)):
             batch, report = scored.run(*arguments.args)

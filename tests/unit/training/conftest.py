@@ -16,7 +16,9 @@ from hybrid_rl.metrics import joined, largest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
-from hybrid_rl.workers import HybridWorker, PolicyGroup, RewardSetup, WorkerSetup
+from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
 
 PROMPTS = ("1+2=", "12+30=", "7", "3+4+5+6=")

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel, Qwen2ForTokenClassification
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.checkpoint import OPTIMIZER_FOLDER, read_optimizer_into, write_checkpoint
+from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, read_optimizer_into
+from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import CheckpointError, ModelError

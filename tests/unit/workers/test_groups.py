@@ -13,8 +13,10 @@ import torch
 
 from hybrid_rl.batch import AnyBatch, Batch, BatchRef, store
 from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
-from hybrid_rl.workers import HybridWorker, PolicyGroup, ReferenceGroup, ReferenceWorker
 from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.reference import ReferenceWorker
 
 PAIRS = [
     pytest.param(group, worker, name, id=f"{group.__name__}.{name}")

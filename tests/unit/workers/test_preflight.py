@@ -11,8 +11,8 @@ import torch
 
 from hybrid_rl.controller import LocalBackend, RankContext
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.workers import RankGroup
 from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.groups import RankGroup
 from hybrid_rl.workers.preflight import (
     ALL_REDUCE,
     COPY,

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.planned import fsdp_layout
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
+from tests.unit.resharding.cells import cell_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding": (11, 6),
@@ -40,12 +42,18 @@ def layout_of(
 ) -> SourceLayout:
     """As FSDP2 shards them."""
     specs = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
-    return SourceLayout.fsdp(specs, num_ranks, replicas=replicas, hosts=hosts)
+    return fsdp_layout(specs, num_ranks, replicas=replicas, hosts=hosts)
+
+
+def read_bytes_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of fp32 shards that a plan reads from its own rank, and from others."""
+    sizes = [(bucket.source_rank == plan.rank, 4 * int(bucket.pieces.num_elements.sum())) for bucket in plan.buckets]
+    return sum(size for is_own, size in sizes if is_own), sum(size for is_own, size in sizes if not is_own)
 
 
 def shards_of(layout: SourceLayout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     """What a rank holds, as tensors of their own."""
-    boxes = {sharded.spec.name: sharded.cell(rank) for sharded in layout.tensors}
+    boxes = {sharded.spec.name: cell_of(sharded, rank) for sharded in layout.tensors}
     return {name: tensors[name][box].clone() for name, box in boxes.items() if box is not None}
 
 

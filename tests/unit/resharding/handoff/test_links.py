@@ -23,6 +23,7 @@ from tests.unit.resharding.handoff.parts import (
     globals_of,
     is_equal,
     layout_of,
+    read_bytes_of,
     run_threads,
     shards_of,
 )
@@ -113,8 +114,8 @@ def test_a_gpu_reads_its_peers_in_place_and_touches_no_other_device(monkeypatch,
         assert type(source) is IpcSource and not sent.plans
         assert delivered.staging_bytes == 0 and node.count("stage") == 0
         # fp32 shards travel as they are and become bf16 in the kernel.
-        assert delivered.link_bytes == {"local": plan.report.local.read_bytes, "peer": plan.report.host.read_bytes}
-        assert delivered.num_bytes == delivered.minimum_bytes == plan.report.minimum.written_bytes
+        assert delivered.link_bytes == dict(zip(("local", "peer"), read_bytes_of(plan), strict=True))
+        assert delivered.num_bytes == delivered.minimum_bytes == sum(read_bytes_of(plan)) // 2
         ranks_read = {bucket.source_rank for bucket in plan.buckets}
         assert delivered.num_buckets == len(ranks_read)
         launches = [of for who, what, of in node.events if (who, what) == (rank, "launch")]
@@ -133,7 +134,7 @@ def test_shards_on_the_gpu_of_another_process_are_local(monkeypatch, sent):
     node = Node(monkeypatch, [GPUS[:1]] * 2, ["GPU-a", "GPU-a"])
     for _, source, delivered, plan in handed_over(node):
         assert type(source) is IpcSource
-        assert delivered.link_bytes == {"local": plan.report.total.read_bytes}
+        assert delivered.link_bytes == {"local": sum(read_bytes_of(plan))}
 
 
 def test_the_arguments_that_are_changed_are_those_of_pytorch():
@@ -200,7 +201,7 @@ def test_shards_in_host_memory_reach_a_gpu_bucket_by_bucket(monkeypatch):
         # Every bucket once on either side, each of its pieces filled up to 16 bytes.
         assert 0 < delivered.staging_bytes <= 2 * max(64 + 16 * len(bucket.pieces) for bucket in plan.buckets)
         assert delivered.num_buckets == len(plan.buckets) > 2
-        assert delivered.link_bytes == {"local": plan.report.local.read_bytes, "host": plan.report.host.read_bytes}
+        assert delivered.link_bytes == dict(zip(("local", "host"), read_bytes_of(plan), strict=True))
     assert node.count("launch") == 0
     assert node.count("stage") == sum(len(plan.buckets) for _, plan in found)  # unpacked on the GPU
 
@@ -232,7 +233,7 @@ def test_what_cannot_be_read_is_sent_and_the_rest_still_read(monkeypatch, sent, 
         far = sum(by_rank[peer] for peer in wanted.get(rank, []))
         links_wanted = {"local": by_rank[rank], "peer": sum(by_rank.values()) - by_rank[rank] - far, "host": far}
         assert delivered.link_bytes == {link: size for link, size in links_wanted.items() if size}
-        assert delivered.num_bytes == plan.report.minimum.written_bytes
+        assert delivered.num_bytes == plan.minimum_bytes
 
 
 def test_reading_in_place_that_was_asked_for_and_cannot_be_is_refused(monkeypatch):
