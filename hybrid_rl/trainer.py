@@ -12,7 +12,7 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint import STATE_FILE, clear_up, read_state, resumed_folder
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
-from hybrid_rl.data import PromptSampler
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
     ConfigError,
