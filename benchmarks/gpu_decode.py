@@ -197,7 +197,7 @@ def vllm_side(given: Namespace) -> Rollout:
 def inplace_side(given: Namespace) -> Rollout:
     """The embedded engine."""
     from hybrid_rl.config import InPlaceConfig
-    from hybrid_rl.engines.inplace import InPlaceEngine
+    from hybrid_rl.engines.inplace.engine import InPlaceEngine
     from hybrid_rl.models import CausalLM
 
     module = model_for(given)
@@ -207,8 +207,7 @@ def inplace_side(given: Namespace) -> Rollout:
 
 def ours(engine: Any, module: Any) -> Rollout:
     """A rollout of an engine of ours, from prompts, lengths and a seed to the number of tokens."""
-    from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
-    from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+    from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams, generate
     from hybrid_rl.resharding.handoff.tensor import TensorSource
 
     engine.wake({WEIGHTS})

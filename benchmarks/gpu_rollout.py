@@ -22,9 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import device, report  # noqa: E402
 from benchmarks.workload import EOS_ID  # noqa: E402
 from hybrid_rl.config import InPlaceConfig  # noqa: E402
-from hybrid_rl.engines import RolloutRequest, SamplingParams, generate  # noqa: E402
-from hybrid_rl.engines.base import TAGS  # noqa: E402
-from hybrid_rl.engines.inplace import InPlaceEngine  # noqa: E402
+from hybrid_rl.engines.base import (  # noqa: E402
+    TAGS,  # noqa: E402
+    RolloutRequest,
+    SamplingParams,
+    generate,
+)
+from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 

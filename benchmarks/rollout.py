@@ -29,9 +29,13 @@ from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import EOS_ID, PAD_ID, WORKS, Work, continuous_batching, load, rows, save_fitted  # noqa: E402
 from hybrid_rl.config import InPlaceConfig  # noqa: E402
-from hybrid_rl.engines import RolloutRequest, SamplingParams, generate  # noqa: E402
-from hybrid_rl.engines.base import TAGS  # noqa: E402
-from hybrid_rl.engines.inplace import InPlaceEngine  # noqa: E402
+from hybrid_rl.engines.base import (  # noqa: E402
+    TAGS,  # noqa: E402
+    RolloutRequest,
+    SamplingParams,
+    generate,
+)
+from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 

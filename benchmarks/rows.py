@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
 from benchmarks.workload import build_tokenizer  # noqa: E402
-from hybrid_rl.data import PromptEncoder, load_source  # noqa: E402
+from hybrid_rl.data.prompts import PromptEncoder  # noqa: E402
+from hybrid_rl.data.source import load_source  # noqa: E402
 
 
 def rows_of(count: int, length: int) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
-from hybrid_rl.data import PromptSampler
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
     CheckpointError,
     ConfigError,

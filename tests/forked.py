@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("tests.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace")
+PRELOADED = ("tests.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
 
 
 class Forked:

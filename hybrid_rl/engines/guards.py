@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import psutil
+import torch
+
 from hybrid_rl.engines.base import (
     TAGS,
     WEIGHTS,
@@ -21,6 +24,8 @@ from hybrid_rl.engines.base import (
 )
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
+
+FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
 
 @dataclass
@@ -258,6 +263,14 @@ class GuardedEngine(RolloutEngine):
         if self.state is EngineState.ASLEEP and WEIGHTS not in known:
             raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
         return known
+
+
+def free_cache_bytes(device: torch.device, memory_share: float) -> int:
+    """Bytes that a cache may take if its size is not set: FREE_MEMORY_SHARE of what the device, or on a CPU the host,
+    has free now. memory_share: of the free memory that is this engine's to use."""
+    is_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
+    return int(FREE_MEMORY_SHARE * memory_share * free)
 
 
 def known_pause(mode: PauseMode) -> PauseMode:

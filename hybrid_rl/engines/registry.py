@@ -16,8 +16,8 @@ from hybrid_rl.models import CausalLM
 # The module of each rollout.engine; its function `make_engine` takes an EngineSetup. What the rest of the library must
 # know of an engine before one is made is said by its configuration class (RolloutConfig).
 MODULES: dict[str, str] = {
-    "inplace": "hybrid_rl.engines.inplace",
-    "hf": "hybrid_rl.engines.hf",
+    "inplace": "hybrid_rl.engines.inplace.engine",
+    "hf": "hybrid_rl.engines.hf.engine",
     "vllm": "hybrid_rl.engines.vllm.engine",
 }
 

@@ -20,8 +20,7 @@ Importing this file imports Triton, which only its callers on CUDA need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,17 +29,6 @@ from torch import Tensor
 
 BLOCK = 2048
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Specialisation(NamedTuple):
-    """One compiled form of a kernel; see `inplace/triton_decode.py`."""
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
 
 
 def draw_error(num_columns: int) -> float:
@@ -113,31 +101,6 @@ def _block_constants() -> _Constants:
 def _draw_constants(num_columns: int) -> _Constants:
     blocks = max(2, triton.next_power_of_2(triton.cdiv(num_columns, BLOCK)))
     return {"BLOCK": BLOCK, "BLOCKS": blocks}, {"num_warps": 4, "num_stages": 1}
-
-
-# Columns of the vocabularies that are mostly seen: GPT-2, Llama 3, Qwen, Gemma.
-VOCABULARIES = (50257, 128256, 151936, 256000)
-
-
-def specialisations() -> Iterator[Specialisation]:
-    """Both kernels in the forms that are compiled for common vocabularies and dtypes of logits. Made by the functions
-    that a launch takes its constants from."""
-    for dtype in ("fp32", "bf16"):
-        yield _specialisation(f"summarise-{dtype}", _summarise, _block_constants(), dtype)
-        seen = set()
-        for num_columns in VOCABULARIES:
-            constants = _draw_constants(num_columns)
-            if constants[0]["BLOCKS"] not in seen:
-                seen.add(constants[0]["BLOCKS"])
-                yield _specialisation(f"draw-{dtype}-{num_columns}", _draw, constants, dtype)
-
-
-def _specialisation(name: str, kernel: Any, constants: _Constants, dtype: str) -> Specialisation:
-    known = {"logits": f"*{dtype}", "temperature": "*fp32", "uniform": "*fp64", "best": "*fp32", "total": "*fp64"}
-    known["out"] = "*i32"
-    values, launch = constants
-    signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names if argument not in values}
-    return Specialisation(name, kernel, signature, values, launch["num_warps"], launch["num_stages"])
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import torch
 from hybrid_rl.batch import AnyBatch, Batch
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
-from hybrid_rl.data import PromptRow, PromptSampler
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std

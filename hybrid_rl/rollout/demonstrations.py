@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.data import PromptRow, SizedSource, StreamSource
-from hybrid_rl.data.prompts import shorten
+from hybrid_rl.data.prompts import PromptRow, shorten
+from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.engines.base import FinishedSample, FinishReason, SamplingParams
 from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.metrics import MetricSums, Timings

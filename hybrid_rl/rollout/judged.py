@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.data import PromptEncoder
+from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums

@@ -21,8 +21,9 @@ from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
 from hybrid_rl.config.hardware import Hardware
-from hybrid_rl.data import PromptRoom, SizedSource, StreamSource
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.data.prompts import PromptRoom
+from hybrid_rl.data.source import SizedSource, StreamSource
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine

@@ -7,8 +7,8 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-from hybrid_rl.data import PromptRow
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import Run, check_stop_strings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from hybrid_rl.data import PromptSampler
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 

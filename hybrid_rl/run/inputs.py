@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.data import PromptEncoder, PromptRoom, PromptRow, SizedSource, StreamSource, load_source
-from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS
+from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS, PromptEncoder, PromptRoom, PromptRow
+from hybrid_rl.data.source import SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import Medium
 

@@ -31,8 +31,9 @@ from hybrid_rl.config import (
 from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.notices import notices
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
-from hybrid_rl.data import PromptRow, SizedSource
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.data.source import SizedSource
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.report import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.data import balance
+from hybrid_rl.data.packing import balance
 from hybrid_rl.errors import ConfigError, DataError
 
 

@@ -15,7 +15,7 @@ from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
-from hybrid_rl.data import pack_by_tokens
+from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
 from hybrid_rl.models.attention.padded import length_buckets

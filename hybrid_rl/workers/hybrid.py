@@ -15,8 +15,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.engines import RolloutRequest, SamplingParams
-from hybrid_rl.engines.base import KV_CACHE
+from hybrid_rl.engines.base import KV_CACHE, RolloutRequest, SamplingParams
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.metrics import MetricSums, now

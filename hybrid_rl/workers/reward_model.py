@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
-from hybrid_rl.data import pack_by_tokens
+from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer

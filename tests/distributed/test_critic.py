@@ -17,7 +17,9 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.metrics import MetricSums, joined
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.models.weights import ModelRecipe, blocks_of, save_weights
+from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.weights.saving import save_weights
+from hybrid_rl.models.weights.sources import blocks_of
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.plan import Plan

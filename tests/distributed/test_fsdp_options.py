@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.models.weights import ModelRecipe, StateSource, build_on_meta, load_weights
-from hybrid_rl.models.weights.sources import named_state
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.sources import StateSource, named_state
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.families import VOCABULARY, build

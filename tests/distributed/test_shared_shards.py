@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.models.weights import ModelRecipe, StateSource, build_on_meta
-from hybrid_rl.models.weights.sources import named_state
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.sources import StateSource, named_state
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.sharding.shared_shards import move_to_region
 from tests.distributed.ranks import run_ranks

@@ -7,9 +7,8 @@ import torch
 
 from hybrid_rl.compat.fsdp import parameters
 from hybrid_rl.config import InPlaceConfig, OptimizerConfig
-from hybrid_rl.engines import RolloutRequest, SamplingParams, generate
-from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource

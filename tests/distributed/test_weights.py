@@ -11,15 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from hybrid_rl.models.weights import (
-    FolderSource,
-    ModelRecipe,
-    blocks_of,
-    build_on_meta,
-    load_weights,
-    save_weights,
-    saving,
-)
+from hybrid_rl.models.weights import saving
+from hybrid_rl.models.weights.loading import load_weights
+from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.weights.saving import save_weights
+from hybrid_rl.models.weights.sources import FolderSource, blocks_of
 from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.tensors.boxes import Box, local_box, local_tensor
 from tests.distributed.ranks import run_ranks

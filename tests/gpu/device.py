@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from tests.unit.engines import engines
 from tests.unit.models import families

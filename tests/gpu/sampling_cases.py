@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybrid_rl.engines import SamplingParams, derive_seed
+from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.engines.sampling import SamplingTensors, choose_torch, uniform_numbers
 from tests.gpu.interpreter import use_interpreter
 

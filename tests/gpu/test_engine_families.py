@@ -7,8 +7,7 @@ import gc
 import pytest
 import torch
 
-from hybrid_rl.engines import FinishedSample, RolloutRequest
-from hybrid_rl.engines.base import KV_CACHE, TAGS
+from hybrid_rl.engines.base import KV_CACHE, TAGS, FinishedSample, RolloutRequest
 from tests.gpu.device import cuda_only, rig_of
 from tests.unit.engines.engines import Rig, forward_logprobs, inplace, mixed_requests, request
 from tests.unit.models.families import SUPPORTED

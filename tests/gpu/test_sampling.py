@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.sampling import SamplingTensors, sample
 from hybrid_rl.native import keyed_uniform
 from tests.gpu import sampling_cases

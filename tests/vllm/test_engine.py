@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from vllm.config import ParallelConfig
 
-from hybrid_rl.engines import generate
-from hybrid_rl.engines.base import TAGS
+from hybrid_rl.engines.base import TAGS, generate
 from hybrid_rl.engines.vllm import build as build_module
 from hybrid_rl.engines.vllm.arguments import engine_arguments, kv_cache_bytes
 from hybrid_rl.engines.vllm.build import reason

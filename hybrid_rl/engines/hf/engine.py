@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
-import psutil
 import torch
 from torch import nn
 
@@ -22,8 +21,8 @@ from hybrid_rl.config import HFConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.hf.cohort import Cohort, Prompts
-from hybrid_rl.engines.inplace.engine import FREE_MEMORY_SHARE
 from hybrid_rl.engines.inplace.runner import Sampled
 from hybrid_rl.engines.inplace.scheduler import Sequence
 from hybrid_rl.engines.registry import EngineSetup
@@ -57,7 +56,7 @@ class HFEngine(EmbeddedEngine):
             self._size = CacheSize.of(model)
         wanted = config.max_num_seqs * self._size.num_bytes(max_length)
         self._capacity = config.kv_cache_memory_bytes or max(
-            self._size.num_bytes(max_length), min(wanted, int(FREE_MEMORY_SHARE * memory_share * _free_bytes(model)))
+            self._size.num_bytes(max_length), min(wanted, free_cache_bytes(model.device, memory_share))
         )
         self._waiting: deque[Sequence] = deque()
         self._cohorts: list[Cohort] = []
@@ -210,10 +209,3 @@ def _generating(parts: Rows[nn.Module]) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
-
-
-def _free_bytes(model: CausalLM) -> int:
-    if model.device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(model.device)[0]
-        return free
-    return int(psutil.virtual_memory().available)

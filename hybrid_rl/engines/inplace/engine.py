@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-import psutil
 import torch
 
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder
 from hybrid_rl.engines.inplace.runner import Runner
@@ -24,7 +24,6 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
 
-FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays in memory
 
 
@@ -199,10 +198,5 @@ def _num_blocks(
     blocks_per_sequence = -(-max_length // config.block_size)
     if config.kv_cache_memory_bytes is not None:
         return max(1, config.kv_cache_memory_bytes // block_bytes)
-    free = psutil.virtual_memory().available
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    return max(
-        blocks_per_sequence,
-        min(config.max_num_seqs * blocks_per_sequence, int(FREE_MEMORY_SHARE * memory_share * free) // block_bytes),
-    )
+    wanted = config.max_num_seqs * blocks_per_sequence
+    return max(blocks_per_sequence, min(wanted, free_cache_bytes(device, memory_share) // block_bytes))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,18 +48,6 @@ class Plan(NamedTuple):
 
     parts: Tensor
     first: Tensor
-
-
-class Specialisation(NamedTuple):
-    """One compiled form of a kernel. signature: type of each argument that is not a constant, as Triton names it;
-    constants: the values of the others; num_warps, num_stages: how it is launched."""
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int
 
 
 def plan_parts(
@@ -258,37 +245,6 @@ def _join_constants(heads: _Heads) -> _Constants:
 
 def _store_constants(heads: _Heads) -> _Constants:
     return {"BLOCK_SIZE": heads.block_size, **heads.tiles}, {"num_warps": 1, "num_stages": 1}
-
-
-# Query heads, key heads and dims of the models that the kernels are mostly run on: Qwen2.5 0.5B, 1.5B, 3B and 7B,
-# Qwen3 4B to 32B, Llama 3, Gemma 2 2B (soft-capped).
-MODEL_HEADS = ((14, 2, 64), (12, 2, 128), (16, 2, 128), (28, 4, 128), (64, 8, 128), (32, 8, 128), (8, 4, 256))
-
-
-def specialisations() -> Iterator[Specialisation]:
-    """Every kernel of this file in the forms that are compiled for the heads of common models, in blocks of 16 tokens,
-    in bfloat16 and float32. Made by the functions that a launch takes its constants from."""
-    yield _specialisation("plan", kernels.plan, _plan_constants(), {"window": "i32"})
-    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
-        for num_heads, num_key_heads, dim in MODEL_HEADS:
-            heads = _Heads(num_heads, num_key_heads, dim, dim, 16, itemsize, dim == 256)
-            name = f"{dtype}-{num_heads}x{num_key_heads}x{dim}"
-            tensors = dict.fromkeys(("query", "key_cache", "value_cache", "output", "key", "value"), f"*{dtype}")
-            for what, kernel, constants in (
-                ("attend", kernels.attend, _attend_constants(heads)),
-                ("join", kernels.join, _join_constants(heads)),
-                ("store", kernels.store, _store_constants(heads)),
-            ):
-                yield _specialisation(f"{what}-{name}", kernel, constants, tensors)
-
-
-def _specialisation(name: str, kernel: Any, constants: _Constants, types: dict[str, str]) -> Specialisation:
-    """The types of arguments by their names: what is not among `types` is a tensor of numbers, or an integer."""
-    known = {"partial": "*fp32", "weight": "*fp32", "scale": "fp32", "softcap": "fp32"} | types
-    known |= dict.fromkeys(("block_table", "context_length", "parts", "first"), "*i32")
-    values, launch = constants
-    signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names if argument not in values}
-    return Specialisation(name, kernel, signature, values, launch["num_warps"], launch["num_stages"])
 
 
 @functools.cache

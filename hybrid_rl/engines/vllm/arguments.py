@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from vllm import EngineArgs
 
 from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.errors import ConfigError
 
 WORKER = "hybrid_rl.engines.vllm.cpu_worker.RunWorker"
-FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
 # Arguments that are not the user's to give: why, or what to set instead.
 RESERVED: Mapping[str, str] = {
@@ -118,8 +117,5 @@ def kv_cache_bytes(
                 f"{sequence_bytes + own}; raise it, leave it out, or lower max_completion_length"
             )
         return given
-    free = psutil.virtual_memory().available
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    share = int(FREE_MEMORY_SHARE * memory_share * free)
-    return max(sequence_bytes + own, min(config.max_num_seqs * sequence_bytes + own, share))
+    wanted = config.max_num_seqs * sequence_bytes + own
+    return max(sequence_bytes + own, min(wanted, free_cache_bytes(device, memory_share)))

@@ -14,8 +14,6 @@ Importing this file imports Triton, which only its callers on CUDA need.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -230,27 +228,6 @@ def _check(
         raise ValueError(f"temperature={temperature} must be above 0")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be above 0, or None")
-
-
-def specialisations() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int, int]]:
-    """Both kernels in the forms that models in use are compiled for: name, kernel, types of the arguments that are no
-    constants, constants, num_warps, num_stages. Constants come from where a launch takes them."""
-    depths = ((896, False, None), (3584, True, None), (2304, False, 30.0), (1000, True, 30.0))
-    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for (depth, has_bias, softcap), wide in itertools.product(depths, sorted({False, dtype == torch.bfloat16})):
-            kinds = dict.fromkeys(("hidden", "weight", "bias", "grad_out"), f"*{short}") | {"labels": "*i64"}
-            kinds |= dict.fromkeys(("scale", "softcap", "temperature"), "fp32") | (
-                {"grad_out": "*fp32"} if wide else {}
-            )
-            hidden = torch.empty(1, depth, dtype=dtype, device="meta")
-            tiles, options = _tiles(hidden), Options(softcap=softcap, in_float32=wide)
-            fixed = {name: value for name, value in tiles.items() if name.isupper()}
-            fixed |= _constants(hidden, hidden[0] if has_bias else None, options) | {"hidden_step": 1, "weight_step": 1}
-            for kernel in (_sum_up, _differentiate):
-                columns = {name: "*fp32" for name in kernel.arg_names if name.endswith(("_in", "_out"))} | kinds
-                types = {name: columns.get(name, "i32") for name in kernel.arg_names if name not in fixed}
-                form = (f"{kernel.__name__}-{short}-{depth}{'-wide' if wide else ''}", kernel, types, fixed)
-                yield (*form, tiles["num_warps"], tiles["num_stages"])
 
 
 @triton.jit

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import HFConfig, InPlaceConfig
-from hybrid_rl.engines import FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
-from hybrid_rl.engines.base import TAGS
-from hybrid_rl.engines.hf import HFEngine
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.hf.engine import HFEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource

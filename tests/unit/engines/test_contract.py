@@ -5,8 +5,7 @@ from itertools import count
 
 import pytest
 
-from hybrid_rl.engines import EngineState, RolloutRequest, SamplingParams
-from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams
 from hybrid_rl.errors import EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.unit.engines.engines import FACTORIES, TOKEN_BYTES, request, same_samples

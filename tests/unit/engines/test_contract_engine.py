@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.engines import EngineState, RolloutRequest, SamplingParams, generate
-from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams, generate
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
 from hybrid_rl.memory import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource

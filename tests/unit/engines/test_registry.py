@@ -10,8 +10,8 @@ from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.hf import HFConfig, HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceConfig, InPlaceRolloutConfig
 from hybrid_rl.engines import registry
-from hybrid_rl.engines.hf import HFEngine
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.hf.engine import HFEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.registry import MODULES, EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM

@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from hybrid_rl.config import load_config
 from hybrid_rl.config.validate import resolve
-from hybrid_rl.engines import SamplingParams, derive_seed
+from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample, sample_torch, truncate
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.native import keyed_uniform, operator

@@ -18,6 +18,7 @@ import torch
 
 from tests.forked import Forked
 from tests.gpu.decode_cases import CASES, PLANS, SWEPT, build, reference
+from tests.unit.triton_forms import MODEL_HEADS, decode_forms
 
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 if not (FOLDER.is_dir() or find_spec("triton")):
@@ -130,9 +131,7 @@ FIXED = ("TOKENS", "MIN_PART", "MOST_PARTS", "TILE")
 
 
 def test_what_is_compiled_depends_on_the_heads_of_a_model_and_not_on_the_batch() -> None:
-    from hybrid_rl.engines.inplace.triton_decode import MODEL_HEADS, specialisations
-
-    forms = list(specialisations())
+    forms = list(decode_forms())
     assert len(forms) == len({form.name for form in forms}) == 1 + 2 * 3 * len(MODEL_HEADS)
     for form in forms:
         assert {*form.constants} <= {*SHAPE_ONLY, *FIXED}

@@ -15,6 +15,7 @@ import torch
 
 from tests.forked import Forked
 from tests.gpu.sampling_cases import CASES
+from tests.unit.triton_forms import sampling_forms
 
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 if not (FOLDER.is_dir() or find_spec("triton")):
@@ -79,9 +80,7 @@ def test_arguments_that_do_not_go_together_are_refused(message: str) -> None:
 
 
 def test_what_is_compiled_depends_on_the_vocabulary_only() -> None:
-    from hybrid_rl.engines.triton_sampling import specialisations
-
-    forms = list(specialisations())
+    forms = list(sampling_forms())
     assert len(forms) == len({form.name for form in forms}) == 8
     for form in forms:
         assert {*form.constants} <= {"BLOCK", "BLOCKS"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hybrid_rl.data import PromptRow
-from hybrid_rl.engines import FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.scored import ScoredRollout

@@ -10,8 +10,8 @@ from hybrid_rl.batch.ref import store
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import collect, cut
-from hybrid_rl.data import PromptRow
-from hybrid_rl.engines import FinishedSample, RolloutRequest
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.scored import ScoredRollout
 from hybrid_rl.workers.hybrid import HybridWorker

@@ -8,8 +8,8 @@ import torch
 
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import save_rollout
-from hybrid_rl.data import PromptRow
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState

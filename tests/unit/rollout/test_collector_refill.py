@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.ref import store
-from hybrid_rl.data import PromptEncoder, PromptSampler, load_source
+from hybrid_rl.data.prompts import PromptEncoder
+from hybrid_rl.data.sampler import PromptSampler
+from hybrid_rl.data.source import load_source
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError, RewardError
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector

@@ -5,8 +5,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rl.data import PromptEncoder, PromptRow, load_source
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.data.prompts import PromptEncoder, PromptRow
+from hybrid_rl.data.source import load_source
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.demonstrations import (

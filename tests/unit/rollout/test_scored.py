@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.batch import FIELDS
 from hybrid_rl.controller import LocalBackend, dispatch
-from hybrid_rl.engines import SamplingParams, derive_seed
+from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.errors import RewardError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import RewardRunner

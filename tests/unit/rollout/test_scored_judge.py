@@ -7,11 +7,10 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.data import PromptRow
-from hybrid_rl.engines import FinishedSample, RolloutRequest, SamplingParams, generate
-from hybrid_rl.engines.base import TAGS
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams, generate
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
 from hybrid_rl.rollout.late import LateScores, merge_late
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.base import KV_CACHE, TAGS
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.native import keyed_uniform_torch

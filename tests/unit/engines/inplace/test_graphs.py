@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.engines import RolloutRequest, SamplingParams
-from hybrid_rl.engines.base import KV_CACHE, TAGS
+from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
 from hybrid_rl.engines.inplace.engine import cache_fits
 from tests.unit.engines.engines import finish, inplace, mixed_requests, request, same_samples

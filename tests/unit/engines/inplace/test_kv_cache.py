@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rl.engines import SamplingParams
+from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.models import AttentionOptions

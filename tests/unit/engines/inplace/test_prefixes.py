@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl.engines import RolloutRequest
+from hybrid_rl.engines.base import RolloutRequest
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
 from tests.unit.engines.engines import (
