@@ -1,6 +1,5 @@
 """Configuration: the schema, how it is loaded, and what is checked before any work starts."""
 
-# ruff: noqa: F401
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.hf import HFConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
@@ -17,3 +16,26 @@ from hybrid_rl.config.schema import (
     ValueHeadConfig,
 )
 from hybrid_rl.config.validate import num_training_steps, optimizer_steps_per_training_step, resolve
+
+__all__ = [
+    "AlgorithmConfig",
+    "CriticConfig",
+    "EvalConfig",
+    "FSDPConfig",
+    "HFConfig",
+    "InPlaceConfig",
+    "Leaf",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RayControllerConfig",
+    "RolloutConfig",
+    "TrainerConfig",
+    "ValueHeadConfig",
+    "load_config",
+    "num_training_steps",
+    "optimizer_steps_per_training_step",
+    "resolve",
+    "to_dict",
+    "to_yaml",
+    "visible_leaves",
+]

@@ -1,8 +1,22 @@
 """Hugging Face models, loaded and run packed."""
 
-# ruff: noqa: F401
 from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions
 from hybrid_rl.models.attention.padded import PaddedAttention, masked_attention
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
+
+__all__ = [
+    "AttentionContext",
+    "AttentionOptions",
+    "CausalLM",
+    "Layout",
+    "PackedRow",
+    "PaddedAttention",
+    "check_tokenizer",
+    "load_model",
+    "load_tokenizer",
+    "masked_attention",
+    "prompt_groups",
+    "stop_token_ids",
+]

@@ -1,6 +1,7 @@
 """Reward functions: how they are called in the background, ready-made ones, and judges."""
 
-# ruff: noqa: F401
+from __future__ import annotations
+
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
@@ -26,3 +27,34 @@ from hybrid_rl.rewards.shaping import (
 )
 from hybrid_rl.rewards.state import TrainerState
 from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_reward
+
+__all__ = [
+    "EngineJudge",
+    "JudgeStyle",
+    "LLMJudge",
+    "RewardFailure",
+    "RewardFunction",
+    "RewardInput",
+    "RewardList",
+    "RewardModelEntry",
+    "RewardResult",
+    "RewardRunner",
+    "TrainerState",
+    "check_failure_share",
+    "check_not_ended",
+    "completion_text",
+    "cosine_reward",
+    "dense_reward",
+    "exact_match",
+    "format_completion",
+    "format_failures",
+    "format_reward",
+    "group_reward",
+    "kimi_length_reward",
+    "lcpo_exact",
+    "lcpo_max",
+    "math_reward",
+    "overlong_penalty",
+    "tag_count_reward",
+    "with_model_entries",
+]
