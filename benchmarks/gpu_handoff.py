@@ -67,9 +67,9 @@ def measure(given: Namespace, module: Any) -> None:
     """Engine, handoffs, verdict."""
     from hybrid_rl.config.schema import VLLMConfig
     from hybrid_rl.engines.base import TAGS
-    from hybrid_rl.engines.vllm.engine import VLLMEngine  # imports vLLM
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.resharding.verify import Verifier
+    from hybrid_rl.vllm.engine import VLLMEngine  # imports vLLM
 
     engine = VLLMEngine(
         module,

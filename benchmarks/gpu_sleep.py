@@ -43,8 +43,8 @@ def measure(given: Namespace) -> None:
     """Engine, training steps' worth of moves, the line."""
     from hybrid_rl.config.schema import VLLMConfig
     from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
-    from hybrid_rl.engines.vllm.engine import VLLMEngine  # imports vLLM
     from hybrid_rl.resharding.handoff.tensor import TensorSource
+    from hybrid_rl.vllm.engine import VLLMEngine  # imports vLLM
 
     rates = pinned_rates(given)
     shape = device.TINY_FOR_VLLM if given.tiny else device.SHAPES[given.shape]

@@ -156,7 +156,7 @@ class Bench:
         tensor_parallel: int,
         transport: str,
     ) -> None:
-        from hybrid_rl.engines.vllm.engine import VLLMEngine
+        from hybrid_rl.vllm.engine import VLLMEngine
 
         self.rank, self.gather = rank, gather
         self.shards = sharded_model({**SHAPE, "num_hidden_layers": arguments.layers}, arguments.seed)
@@ -274,7 +274,7 @@ def sharded_model(shape: dict[str, Any], seed: int) -> Shards:
 
 def vllm_version() -> str:
     """The version of whatever vLLM is called here."""
-    from hybrid_rl.engines.vllm.versions import installed_version
+    from hybrid_rl.vllm.versions import installed_version
 
     return str(installed_version())
 

@@ -19,9 +19,9 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from hybrid_rl.engines.vllm.loader import trace_model
-from hybrid_rl.models.weights.views import CheckpointViews, checkpoint_views
 from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.vllm.loader import trace_model
+from hybrid_rl.weights.views import CheckpointViews, checkpoint_views
 
 GROUPS = [name for name, kind in parallel_state.__annotations__.items() if "GroupCoordinator" in str(kind)]
 

@@ -38,7 +38,7 @@ from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.report import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, media_of
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.run.checks import (
     check_attention,

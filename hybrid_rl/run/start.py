@@ -19,11 +19,11 @@ from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
-from hybrid_rl.models.weights.likeness import check_parameters, fingerprint
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import blocks_of
+from hybrid_rl.models.likeness import check_parameters, fingerprint
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
+from hybrid_rl.weights.sources import blocks_of
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight

@@ -18,12 +18,12 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import BlockSource, WeightSource
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.sharding.shared_shards import move_to_region
 from hybrid_rl.tensors.transfer import move_buffers
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import BlockSource, WeightSource
 
 
 def build_model(

@@ -16,7 +16,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_critic
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.boxes import local_tensor

@@ -16,15 +16,15 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
 from hybrid_rl.training.spec import loss_mask
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import FolderSource
 
 
 class TrainedModel:

@@ -19,7 +19,7 @@ from hybrid_rl.engines.base import KV_CACHE, RolloutRequest, SamplingParams
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.metrics import MetricSums, now
-from hybrid_rl.models.weights.likeness import check_fingerprint
+from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late

@@ -12,7 +12,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.plan import Plan, PlanSpec

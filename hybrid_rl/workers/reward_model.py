@@ -25,15 +25,15 @@ from hybrid_rl.models.heads.classifier import (
     verify_scores,
 )
 from hybrid_rl.models.load import DTYPES, load_tokenizer
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import StateSource
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
 from hybrid_rl.sharding.build import call_options, filled
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.plan import token_cap
+from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.residents import module_resident
 
 REWARD_MODELS = "reward_models"

@@ -16,13 +16,13 @@ from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import FolderSource
+from hybrid_rl.models.saving import save_weights
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.skipped import SkippedUpdate
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import FolderSource
 from hybrid_rl.workers.reference import Reference
 from hybrid_rl.workers.residents import (
     ACTOR,

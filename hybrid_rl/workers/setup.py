@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardList, RewardRunner
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 

@@ -11,10 +11,10 @@ PACKAGE = "hybrid_rl"
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
-    frozenset({"algos", "batch", "native", "owners", "memory", "data"}),
+    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"engines", "sharding", "checkpoint", "rewards"}),
-    frozenset({"rollout", "training", "logging"}),
+    frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers"}),
     frozenset({"run"}),
     frozenset({"trainer", ROOT, "cli", "__main__"}),
@@ -28,7 +28,7 @@ ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors"
 
 # A library and the places (files, or folders with a slash) that may import it.
 LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
-    "vllm": ("hybrid_rl/engines/vllm/", "hybrid_rl/compat/vllm.py"),
+    "vllm": ("hybrid_rl/vllm/", "hybrid_rl/compat/vllm.py"),
     "ray": ("hybrid_rl/controller/ray_backend.py", "hybrid_rl/compat/ray.py"),
     "omegaconf": ("hybrid_rl/config/load.py",),
 }

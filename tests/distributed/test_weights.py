@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from hybrid_rl.models.weights import saving
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import FolderSource, blocks_of
+from hybrid_rl.models import saving
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.saving import save_weights
 from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.tensors.boxes import Box, local_box, local_tensor
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import FolderSource, blocks_of
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.checkpoints import NAMES, build_stored, everything
 

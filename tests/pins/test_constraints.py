@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.engines.vllm.versions import OLDEST, numbers
+from hybrid_rl.vllm.versions import OLDEST, numbers
 
 ROOT = Path(__file__).parents[2]
 

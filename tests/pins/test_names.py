@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_rl.compat import fsdp as fsdp2
-from hybrid_rl.engines.vllm import versions as vllm_versions
+from hybrid_rl.vllm import versions as vllm_versions
 from tests.pins import names
 
 pytestmark = pytest.mark.slow

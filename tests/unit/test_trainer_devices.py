@@ -16,7 +16,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.run import prepare, start
 from hybrid_rl.sharding import build

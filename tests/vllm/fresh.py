@@ -18,7 +18,7 @@ import transformers
 
 from hybrid_rl.engines.apart import import_apart
 
-ENGINE = "hybrid_rl.engines.vllm.engine"
+ENGINE = "hybrid_rl.vllm.engine"
 
 
 class Importer:
@@ -33,10 +33,10 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
     from vllm import EngineArgs
 
     from hybrid_rl.config.schema import VLLMConfig
-    from hybrid_rl.engines.vllm.arguments import engine_arguments
-    from hybrid_rl.engines.vllm.build import give_cache, variables
-    from hybrid_rl.engines.vllm.config_folder import config_folder
-    from hybrid_rl.engines.vllm.environment import process_kept
+    from hybrid_rl.vllm.arguments import engine_arguments
+    from hybrid_rl.vllm.build import give_cache, variables
+    from hybrid_rl.vllm.config_folder import config_folder
+    from hybrid_rl.vllm.environment import process_kept
     from tests.vllm.rigs import tiny
 
     module, cpu = tiny(), torch.device("cpu")

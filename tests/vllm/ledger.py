@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from vllm.logprobs import FlatLogprobs
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
-from hybrid_rl.engines.vllm.loader import LOADING, Derived, LoadedWeights, _constants, trace_model
-from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.vllm.loader import LOADING, Derived, LoadedWeights, _constants, trace_model
+from hybrid_rl.weights.views import checkpoint_views
 
 KV_BYTES = 1 << 20
 BLOCK_SIZE, NUM_BLOCKS = 16, 257

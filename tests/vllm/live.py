@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 
-from hybrid_rl.engines.vllm.build import tear_down
-from hybrid_rl.engines.vllm.environment import process_kept
-from hybrid_rl.engines.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
-from hybrid_rl.models.weights.views import checkpoint_views
 from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.vllm.build import tear_down
+from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
+from hybrid_rl.weights.views import checkpoint_views
 
 PROMPT = list(range(3, 20))
 QUIET = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}

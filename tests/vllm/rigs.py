@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.engines.base import TAGS
 from hybrid_rl.engines.guards import Counters
-from hybrid_rl.engines.vllm.engine import VLLMEngine
+from hybrid_rl.vllm.engine import VLLMEngine
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build
 

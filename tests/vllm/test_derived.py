@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybrid_rl.engines.vllm.derived import log_derived, reload_derived
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.vllm.derived import log_derived, reload_derived
 from tests.vllm.live import Live, randomise
 
 pytestmark = pytest.mark.slow

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from vllm.config import ParallelConfig
 
 from hybrid_rl.engines.base import TAGS, generate
-from hybrid_rl.engines.vllm import build as build_module
-from hybrid_rl.engines.vllm.arguments import engine_arguments, kv_cache_bytes
-from hybrid_rl.engines.vllm.build import reason
-from hybrid_rl.engines.vllm.environment import process_kept
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.vllm import build as build_module
+from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
+from hybrid_rl.vllm.build import reason
+from hybrid_rl.vllm.environment import process_kept
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
 from tests.vllm.rigs import CONFIG, VLLMRig, make_engine, tiny
 

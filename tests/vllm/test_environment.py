@@ -16,16 +16,16 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from vllm.distributed import parallel_state
 
 from benchmarks.vllm_meta import stand_in_model
-from hybrid_rl.engines.vllm.build import own_group, release_groups, variables
-from hybrid_rl.engines.vllm.environment import (
+from hybrid_rl.process.environment import environment_kept
+from hybrid_rl.vllm.build import own_group, release_groups, variables
+from hybrid_rl.vllm.environment import (
     EngineRandom,
     Guest,
     RandomState,
     classes_kept,
     process_kept,
 )
-from hybrid_rl.engines.vllm.switches import INDUCTOR, compile_alone
-from hybrid_rl.process.environment import environment_kept
+from hybrid_rl.vllm.switches import INDUCTOR, compile_alone
 from tests.unit.engines.test_step_thread import Streams
 from tests.unit.models.families import BASE
 

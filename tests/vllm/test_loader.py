@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm.config.load import LoadConfig
 
-from hybrid_rl.engines.vllm.loader import LOAD_FORMAT, LOADING, Loading, TracingLoader
-from hybrid_rl.engines.vllm.quantization import PLAIN
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, Loading, TracingLoader
+from hybrid_rl.vllm.quantization import PLAIN
 from tests.vllm.live import Live, randomise
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks import vllm_meta as meta
 from benchmarks.vllm_meta import stand_in_model, trace_on_meta, views_on_meta
-from hybrid_rl.engines.vllm.loader import check_reloadable, trace_model
 from hybrid_rl.errors import ConfigError, HandoffError
-from hybrid_rl.models.weights.views import checkpoint_views
+from hybrid_rl.vllm.loader import check_reloadable, trace_model
+from hybrid_rl.weights.views import checkpoint_views
 from tests.vllm.live import write_by
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -7,9 +7,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
-from hybrid_rl.engines.vllm.memory import EngineMemory
-from hybrid_rl.engines.vllm.versions import DIFFERENCES, has, installed_version, numbers, require_vllm
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.vllm.memory import EngineMemory
+from hybrid_rl.vllm.versions import DIFFERENCES, has, installed_version, numbers, require_vllm
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu130", "0.26.0", "0.31.2rc1", "0.32.0", "0.32.7+cpu"])

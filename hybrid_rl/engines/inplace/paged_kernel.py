@@ -139,7 +139,7 @@ def _vllm_pages() -> PagedKernel | None:
     if importlib.util.find_spec("vllm") is None:
         return None
     try:
-        functions: Any = import_apart("hybrid_rl.engines.vllm.flash").functions()
+        functions: Any = import_apart("hybrid_rl.vllm.flash").functions()
     except (ConfigError, ImportError, metadata.PackageNotFoundError) as error:
         _logger.warning("prompts are computed over gathered keys: vLLM's attention cannot be imported (%s)", error)
         return None

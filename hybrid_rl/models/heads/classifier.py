@@ -19,6 +19,7 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.load import elsewhere, first_line
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.verify import (
     VERIFY_TOLERANCE,
@@ -28,7 +29,6 @@ from hybrid_rl.models.verify import (
     own_attention,
     same_places,
 )
-from hybrid_rl.models.weights.recipe import ModelRecipe
 from hybrid_rl.tensors.transfer import upload
 
 # Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.

@@ -26,12 +26,12 @@ from hybrid_rl.compat.transformers import (
     GenericForTokenClassification,
 )
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.weights.lazy import LazyTensor
-from hybrid_rl.models.weights.loading import lazy_weights
-from hybrid_rl.models.weights.names import match
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import StateSource, WeightSource
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.lazy import LazyTensor
+from hybrid_rl.weights.loading import lazy_weights
+from hybrid_rl.weights.names import match
+from hybrid_rl.weights.sources import StateSource, WeightSource
 
 
 def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightSource]:

@@ -4,10 +4,10 @@ from torch import nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.weights.likeness import check_fingerprint, check_parameters, fingerprint
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.sources import StateSource, named_state
+from hybrid_rl.models.likeness import check_fingerprint, check_parameters, fingerprint
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import StateSource, named_state
 from tests.tiny import build_model
 
 

@@ -10,8 +10,8 @@ from transformers import Emu3Config, Gemma3nConfig, GPT2Config, LlamaConfig, Mis
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import media_of
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.weights.loading import load_weights
 from tests.unit.models.families import EOS, VISION, VOCABULARY, build, build_vision
 
 

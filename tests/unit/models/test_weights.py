@@ -18,12 +18,12 @@ from transformers.core_model_loading import Interleave, WeightConverter
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.weights.lazy import LazyTensor, NotLazyError
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.names import Conversion, _lazy_results
-from hybrid_rl.models.weights.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import (
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.saving import save_weights
+from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.names import Conversion, _lazy_results
+from hybrid_rl.weights.sources import (
     BlockSource,
     FolderSource,
     StateSource,

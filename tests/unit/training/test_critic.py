@@ -19,7 +19,7 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import joined
 from hybrid_rl.models.heads.value_head import value_model_of
-from hybrid_rl.models.weights.recipe import ModelRecipe
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training import critic as critic_module
 from hybrid_rl.training.critic import Critic, value_metrics

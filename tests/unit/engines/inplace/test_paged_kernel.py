@@ -135,7 +135,7 @@ def test_which_library_is_used(monkeypatch, caplog):
     supported = {2, 3}
     functions = SimpleNamespace(is_fa_version_supported=lambda version: version in supported)
     package = SimpleNamespace()
-    modules = {"flash_attn": package, "hybrid_rl.engines.vllm.flash": SimpleNamespace(functions=lambda: functions)}
+    modules = {"flash_attn": package, "hybrid_rl.vllm.flash": SimpleNamespace(functions=lambda: functions)}
     for function in ("import_module", "import_apart"):
         monkeypatch.setattr(paged_kernel, function, modules.__getitem__)
     monkeypatch.setattr(paged_kernel.importlib.util, "find_spec", lambda name: object())

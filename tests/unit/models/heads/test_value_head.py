@@ -19,10 +19,10 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.value_head import value_model_class, value_model_of, value_model_on_meta
-from hybrid_rl.models.weights.loading import load_weights
-from hybrid_rl.models.weights.recipe import ModelRecipe
-from hybrid_rl.models.weights.saving import save_weights
-from hybrid_rl.models.weights.sources import StateSource, blocks_of, named_state
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.models.saving import save_weights
+from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.sources import StateSource, blocks_of, named_state
 from tests.float64 import KeepFloat64
 from tests.unit.models.checkpoints import MODELS, build_stored
 from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build

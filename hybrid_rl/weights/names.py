@@ -28,9 +28,9 @@ from hybrid_rl.compat.transformers import (
     loaded_conversions,
     rename_source_key,
 )
-from hybrid_rl.models.weights.lazy import LazyTensor, NotLazyError
-from hybrid_rl.models.weights.sources import WeightSource
 from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
+from hybrid_rl.weights.sources import WeightSource
 
 Transform = WeightRenaming | WeightConverter
 

@@ -15,8 +15,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hybrid_rl.compat.transformers import custom_object_save, keys_not_saved
 from hybrid_rl.files import save_tensors
-from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
-from hybrid_rl.models.weights.recipe import fp32_tensors
+from hybrid_rl.models.recipe import fp32_tensors
+from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
 
 MAX_SHARD_BYTES = 5 * 10**9
 

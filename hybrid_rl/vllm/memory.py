@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
-from hybrid_rl.engines.vllm.versions import has
+from hybrid_rl.vllm.versions import has
 
 logger = logging.getLogger(__name__)
 

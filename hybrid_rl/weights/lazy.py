@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.weights.sources import WeightSource
 from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.sources import WeightSource
 
 
 class NotLazyError(TypeError):

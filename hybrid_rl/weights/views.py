@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
 from hybrid_rl.compat.transformers import keys_not_saved
-from hybrid_rl.models.weights.names import Conversion, checkpoint_conversions, own_classes
+from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hybrid_rl.compat.transformers import (
 )
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.load import auto_class
-from hybrid_rl.models.weights.sources import FolderSource, WeightSource
+from hybrid_rl.weights.sources import FolderSource, WeightSource
 
 
 @dataclass(frozen=True)

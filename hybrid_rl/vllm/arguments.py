@@ -15,7 +15,7 @@ from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.errors import ConfigError
 
-WORKER = "hybrid_rl.engines.vllm.cpu_worker.RunWorker"
+WORKER = "hybrid_rl.vllm.cpu_worker.RunWorker"
 
 # Arguments that are not the user's to give: why, or what to set instead.
 RESERVED: Mapping[str, str] = {

@@ -12,9 +12,9 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hybrid_rl.compat.torch import storage_id
-from hybrid_rl.engines.vllm.loader import LoadedWeights
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.models.weights.views import CheckpointViews
+from hybrid_rl.vllm.loader import LoadedWeights
+from hybrid_rl.weights.views import CheckpointViews
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ vLLM is missing or of another version than the supported ones.
 import importlib
 import logging
 
-from hybrid_rl.engines.vllm.environment import process_kept
-from hybrid_rl.engines.vllm.versions import installed_version, require_vllm
+from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.versions import installed_version, require_vllm
 
 require_vllm(installed_version())
 _logger = logging.getLogger("vllm")
 if _logger.level == logging.NOTSET:
     _logger.setLevel(logging.ERROR)  # a page per engine else; whoever needs it sets the level before
 with process_kept():
-    importlib.import_module("hybrid_rl.engines.vllm.engine")
+    importlib.import_module("hybrid_rl.vllm.engine")

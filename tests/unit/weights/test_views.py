@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
-from hybrid_rl.models.weights import views as views_module
-from hybrid_rl.models.weights.names import Conversion
-from hybrid_rl.models.weights.views import CheckpointViews, checkpoint_views
+from hybrid_rl.weights import views as views_module
+from hybrid_rl.weights.names import Conversion
+from hybrid_rl.weights.views import CheckpointViews, checkpoint_views
 
 
 def qwen2(*, tied: bool) -> PreTrainedModel:

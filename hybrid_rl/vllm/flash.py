@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hybrid_rl.engines.vllm.environment import process_kept
+from hybrid_rl.vllm.environment import process_kept
 
 
 def functions() -> Any:

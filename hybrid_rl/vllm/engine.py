@@ -31,8 +31,11 @@ from hybrid_rl.engines.base import (
 from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
-from hybrid_rl.engines.vllm.arguments import engine_arguments
-from hybrid_rl.engines.vllm.build import (
+from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.vllm.arguments import engine_arguments
+from hybrid_rl.vllm.build import (
     LIVE,
     build,
     explain_step,
@@ -44,17 +47,14 @@ from hybrid_rl.engines.vllm.build import (
     tear_down,
     variables,
 )
-from hybrid_rl.engines.vllm.config_folder import config_folder
-from hybrid_rl.engines.vllm.derived import log_derived
-from hybrid_rl.engines.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
-from hybrid_rl.engines.vllm.loader import LoadedWeights
-from hybrid_rl.engines.vllm.memory import EngineMemory, can_sleep_on
-from hybrid_rl.engines.vllm.requests import check_sampling, sampled_logprobs, vllm_params, vllm_prompt
-from hybrid_rl.engines.vllm.weights import WeightWriter
-from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.models.weights.views import checkpoint_views
-from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.vllm.config_folder import config_folder
+from hybrid_rl.vllm.derived import log_derived
+from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
+from hybrid_rl.vllm.loader import LoadedWeights
+from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on
+from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params, vllm_prompt
+from hybrid_rl.vllm.weights import WeightWriter
+from hybrid_rl.weights.views import checkpoint_views
 
 
 class VLLMEngine(ColocatedEngine):

@@ -23,11 +23,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from hybrid_rl.compat.vllm import detach_finalizer, drop_world
 from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.controller.session import temporary_folder
-from hybrid_rl.engines.vllm.arguments import kv_cache_bytes
-from hybrid_rl.engines.vllm.environment import process_kept
-from hybrid_rl.engines.vllm.switches import COMPILER_VARIABLES, compile_alone
-from hybrid_rl.engines.vllm.versions import has
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, ModelError
+from hybrid_rl.vllm.arguments import kv_cache_bytes
+from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.switches import COMPILER_VARIABLES, compile_alone
+from hybrid_rl.vllm.versions import has
 
 # Packages that vLLM's code of models may import, and that `make vllm` leaves out.
 INSPECTED = ("torchvision", "torchaudio")

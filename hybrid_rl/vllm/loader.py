@@ -24,9 +24,9 @@ from vllm.platforms import current_platform
 
 from hybrid_rl.compat.torch import plain_attributes, storage_id
 from hybrid_rl.errors import ConfigError, HandoffError, HybridRLError, ModelError
-from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
+from hybrid_rl.weights.views import CheckpointViews
 
 LOAD_FORMAT = "hybrid_rl"
 LOADING = "loading"  # the key in model_loader_extra_config

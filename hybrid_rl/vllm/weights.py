@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_rl.engines.vllm.derived import reload_derived
-from hybrid_rl.engines.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
-from hybrid_rl.engines.vllm.quantization import quantization_of_platform
-from hybrid_rl.models.weights.views import CheckpointViews
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
 from hybrid_rl.resharding.handoff.base import Delivered, Source
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.resharding.plan import BUCKET_BYTES, Plan, make_plan
+from hybrid_rl.vllm.derived import reload_derived
+from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
+from hybrid_rl.vllm.quantization import quantization_of_platform
+from hybrid_rl.weights.views import CheckpointViews
 
 
 class WeightWriter:

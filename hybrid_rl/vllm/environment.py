@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.engines.vllm.switches import switches_kept
 from hybrid_rl.process.environment import environment_kept
+from hybrid_rl.vllm.switches import switches_kept
 
 # Set while vLLM is imported and built, unless the user set them: no logging of its own, no reports to its makers.
 QUIET = {"VLLM_CONFIGURE_LOGGING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
