@@ -71,7 +71,7 @@ class Workers:
         parts = cut("rollout", record, args, num_ranks, lambda *_: [])
         answers = {}
         for rank, (scored, arguments) in enumerate(zip(self.ranks, parts.arguments, strict=True)):
-            batch, report = scored.run(*arguments.args)
+            batch, report = scored.run(*arguments)
             answers[rank] = (self._reference(batch) if self.keep else batch), report
         mesh = RankMesh({"dp_shard": num_ranks})
         return collect("rollout", record, parts, mesh, answers, self.kept.__getitem__)
