@@ -169,7 +169,7 @@ def test_failed_samples_are_masked_counted_and_shown(caplog, num_ranks, keep):
     assert collected.metrics["rewards/num_failed"] == 3
     assert collected.metrics["reward"] == 1.0
     assert "test: 3 samples have no reward and are masked" in caplog.text
-    assert "reward only_c: 3 samples returned NaN or infinity (samples 0, 2, 3)" in caplog.text
+    assert "reward only_c: 3 samples returned NaN or infinity (trajectories 0, 2, 3)" in caplog.text
 
 
 @RANKS

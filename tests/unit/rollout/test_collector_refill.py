@@ -362,11 +362,11 @@ def test_failures_count_over_the_whole_step(caplog):
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         batch = Rig(rows_of(*groups, MIXED, (NAN, 1.0), MIXED, MIXED), share=0.25).collect(2).batch
     assert prompts(batch) == [4, 4, 6, 6]
-    assert "train/3: 1 sample has no reward" in caplog.text and "(samples 3)" in caplog.text
-    assert "train/3/refill/1: 1 sample has no reward" in caplog.text and "(samples 6)" in caplog.text
+    assert "train/3: 1 sample has no reward" in caplog.text and "(trajectory 3)" in caplog.text
+    assert "train/3/refill/1: 1 sample has no reward" in caplog.text and "(trajectory 6)" in caplog.text
     with pytest.raises(RewardError, match=r"step 3: 4 of 12 samples \(33.3%\) .*") as raised:
         Rig(rows_of(*groups, WRONG, (NAN, NAN)), share=0.25).collect(2)
-    assert "4 samples returned NaN or infinity (samples 3, 6, 10, 11)" in str(raised.value)
+    assert "4 samples returned NaN or infinity (trajectories 3, 6, 10, 11)" in str(raised.value)
 
 
 def test_weights_must_match_the_functions():

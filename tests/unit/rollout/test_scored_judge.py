@@ -122,6 +122,7 @@ def test_every_pair_of_a_group_has_an_id_of_its_own():
                 "row": [{}] * 6,
                 "group": torch.tensor([0] * 3 + [1] * 3),
                 "trajectory": torch.arange(100, 106),
+                "turn": torch.zeros(6, dtype=torch.int64),
             }
         )
         late = judge_round.run(batch, RolloutCall(3, PARAMS, 9, STATE, "test", 100))
@@ -133,8 +134,8 @@ def test_unreadable_answers_are_unscored_and_counted():
     judge = EngineJudge("{prompt}|{completion}", parse)
     batch, report, _ = run(judge, lambda question: None if "aaa" in question else "3")
     assert batch["rewards"].isnan().tolist() == [False, False, True, False]
-    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
-        ("all functions", 2, "none")
+    assert [(failure.function, failure.key.trajectory, failure.reason) for failure in report.failures] == [
+        ("all functions", 102, "none")
     ]
     assert report.logged.result() == {"engine_judge/unparsed": 0.25}
 
@@ -143,8 +144,8 @@ def test_questions_that_are_too_long_fail_their_samples():
     judge = EngineJudge("{prompt}|{completion}", parse, max_tokens=5)
     batch, report, client = run(judge, grade, max_length=5 + len("first|c"))
     assert batch["rewards"].isnan().tolist() == [True, False, False, False]
-    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
-        ("engine_judge", 0, "long")
+    assert [(failure.function, failure.key.trajectory, failure.reason) for failure in report.failures] == [
+        ("engine_judge", 100, "long")
     ]
     assert len(client.calls[1][0]) == 3
 

@@ -61,6 +61,7 @@ def sample_batch(prompts=PROMPTS, completions=COMPLETIONS, *, eos=True):
             "prompt": list(prompts),
             "completion": list(completions),
             "trajectory": torch.arange(100, 100 + len(prompts)),
+            "turn": torch.zeros(len(prompts), dtype=torch.int64),
         }
     )
 
@@ -207,9 +208,9 @@ def test_samples_that_are_too_long_fail_and_the_others_are_scored():
         settings(),
         RankContext(),
     )
-    late = models.late_scores(sample_batch(), first_id=90)
+    late = models.late_scores(sample_batch())
     assert [score is None for score in late.values[2]] == [False, True, False, False]
-    assert [(f.function, f.key, f.reason) for f in late.failures] == [("rm", 11, "long")]
+    assert [(f.function, f.key.trajectory, f.reason) for f in late.failures] == [("rm", 101, "long")]
     assert "12 positions" in late.failures[0].detail
 
 
