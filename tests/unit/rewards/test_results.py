@@ -47,6 +47,25 @@ def test_none_from_all_functions_masks_and_counts():
     assert [(f.function, f.key.trajectory, f.reason) for f in result.failures] == [("all functions", 7, "none")]
 
 
+def test_a_trajectory_has_the_sum_of_what_its_turns_got():
+    """Trajectory 4: 1 + 2 of f and 10 of g, which says nothing of the first turn; 6: one turn failed; 8:
+    nothing applies to one turn of it; 9: to none."""
+    keys = [SampleKey(4, 1), SampleKey(6, 0), SampleKey(4, 0), SampleKey(6, 1), *(SampleKey(n, 0) for n in (8, 9))]
+    keys.insert(5, SampleKey(8, 1))
+    inputs = [RewardInput(key, "p", "c", [1], {}) for key in keys]
+    f = outcome(2.0, 1.0, 1.0, 0.0, None, 3.0, None, errors={3: ("raised", "boom")}, tokens={1: [1.0]})
+    parts = [(0, (inputs, f)), (1, (inputs, outcome(10.0, None, None, None, None, None, None)))]
+    result = assemble(["f", "g"], [1.0, 0.5], inputs, parts, dense=[0])
+    np.testing.assert_array_equal(result.rewards, [8, math.nan, 8, math.nan, 3, 3, math.nan])
+    nan = math.nan
+    np.testing.assert_array_equal(result.values, [[3, 10], [1, nan], [3, 10], [1, nan], [3, nan], [3, nan], [nan, nan]])
+    assert [(failure.key, failure.reason) for failure in result.failures] == [((6, 1), "raised"), ((9, 0), "none")]
+    assert [tokens.tolist() for tokens in result.token_rewards] == [[0.0]] * 7
+    assert "(trajectory 6 turn 1)" in format_failures(result.failures[:1])
+    late = assemble(["f", "g"], [1.0, 0.5], inputs, parts, dense=[0], late=[1])
+    assert np.isnan(late.rewards).all() and late.values[2].tolist() == [3, 10]
+
+
 def test_extras_and_metrics_are_joined_by_key():
     parts = [
         (0, (SAMPLES[:2], outcome(0.0, 0.0, extras={"x": ["a", "b"]}, metrics=[("m", 1.0)]))),

@@ -145,6 +145,25 @@ def test_a_sample_that_nothing_applies_to_is_counted_when_the_last_score_is_ther
     ]  # fmt: skip
 
 
+def test_late_scores_are_of_trajectories():
+    """Of 7 with two turns and 8 with one. A failure on one turn masks both."""
+    rewards = RewardRunner(["org/reward-model", length], weights=[2.0, 1.0])
+    batch = Batch(
+        {
+            "trajectory": torch.tensor([8, 7, 7]),
+            "turn": torch.tensor([0, 1, 0]),
+            "rewards": torch.full((3,), NAN, dtype=torch.float64),
+            "function_rewards": [[NAN, 5.0], [NAN, 3.0], [NAN, 3.0]],
+        }
+    )
+    merged, failures = merge_late(batch, [], rewards, LateScores({0: [1.0, 0.5]}))
+    assert merged["function_rewards"] == [[1.0, 5.0], [0.5, 3.0], [0.5, 3.0]] and not failures
+    assert merged["rewards"].tolist() == [7.0, 4.0, 4.0]
+    lost = RewardFailure("reward-model", SampleKey(7, 1), "long", "too long")
+    merged, failures = merge_late(batch, [], rewards, LateScores({0: [1.0, None]}, [lost]))
+    assert merged["rewards"].isnan().tolist() == [False, True, True] and failures == [lost]
+
+
 def test_a_reward_model_alone_needs_no_function():
     batch, report, rewards = run("org/reward-model")
     merged, failures = merge_late(batch, report.failures, rewards, LateScores({0: [1.0, 2.0, 3.0, 4.0]}))

@@ -214,6 +214,19 @@ def test_samples_that_are_too_long_fail_and_the_others_are_scored():
     assert "12 positions" in late.failures[0].detail
 
 
+def test_the_last_turn_of_a_trajectory_is_scored():
+    module = classifier(vocab_size=len(VOCABULARY))
+    models = RewardModels(
+        {0: RewardModelEntry("rm", module, build_tokenizer())}, ["rm"], build_tokenizer(), settings(), RankContext()
+    )
+    batch = sample_batch()
+    every = models.late_scores(batch).values[0]
+    turns = batch.without("trajectory", "turn").with_columns(
+        trajectory=torch.tensor([5, 5, 6, 5]), turn=torch.tensor([0, 2, 0, 1])
+    )
+    assert models.late_scores(turns).values[0] == pytest.approx([every[1], every[2]])
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_sample_may_fill_all_positions(family):
     batch, limit = sample_batch(), 9
