@@ -20,7 +20,7 @@ class KLWeight:
         self.beta = 0.0 if self._term is None else self._term.beta
 
     def follow(self, batch: Batch, sums: MetricSums, context: RankContext) -> MetricSums:
-        """Move beta by the mean KL of a completion in a training step; its metrics. Collective.
+        """Move beta by the mean KL of a trajectory in a training step; its metrics. Collective.
 
         batch: this rank's samples; sums: metrics of the update, which hold the KL if it is in the loss. The
         metric `kl` is the mean of a token.

@@ -194,6 +194,26 @@ def test_refilling(signal, num_prompts, num_generations, max_refills, layout):
     assert sorted(set(batch["trajectory"].tolist())) == batch["trajectory"].tolist()
 
 
+def test_a_group_of_several_turns_is_kept_whole():
+    """Group 4 has one trajectory of three turns beside a failed one, 5 has two that differ, 6 two that are equal."""
+    group = torch.tensor([5, 4, 4, 5, 4, 4, 5, 6, 6])
+    batch = Batch(
+        {
+            "group": group,
+            "trajectory": torch.tensor([52, 41, 41, 51, 42, 41, 51, 61, 62]),
+            "turn": torch.tensor([0, 0, 2, 1, 0, 1, 0, 0, 0]),
+            "rewards": torch.tensor([1.0, 3, 3, 0, NAN, 3, 0, 2, 2], dtype=torch.float64),
+            "function_rewards": [[value] for value in (1.0, 3, 3, 0, 7, 3, 0, 2, 2)],
+        }
+    )
+    refill = Refill(2, 0, ("f",), (1.0,))
+    places, samples = refill.keep(batch)
+    assert places == [1] and samples.tolist() == [0, 3, 6]
+    assert refill.metrics()["collect/reward_all"] == (1 + 3 + 0 + 2 + 2) / 5
+    with pytest.raises(NoSignalError, match="1 had fewer than two scored samples"):
+        refill.check(1)
+
+
 @settings(max_examples=100, deadline=None)
 @given(found=st.integers(0, 20), rolled=st.integers(1, 40), num_prompts=st.integers(1, 20))
 def test_the_next_rollout_is_as_large_as_the_share_lets_expect(found, rolled, num_prompts):

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.algos import AdvantageEstimator
+from hybrid_rl.algos import AdvantageEstimator, KLInReward
 from hybrid_rl.algos.advantages import GAE, GRPO, RLOO, ReinforcePlusPlus
 from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
+from hybrid_rl.metrics import MetricSums
 from hybrid_rl.training.balance import assign_mini_batches, split_over_ranks
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
+from hybrid_rl.training.kl import KLWeight
 from hybrid_rl.training.mini_batch import with_trajectory_tokens
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.reference.grpo_case import load_recorded
@@ -125,6 +127,20 @@ def test_ranks_and_mini_batches_have_whole_trajectories() -> None:
     assert torch.equal(batch["mini_batch"], batch["mini_batch"][found.first][found.index])
     parts = [set(batch["trajectory"][part].tolist()) for part in split_over_ranks(batch, 2, 0.0)]
     assert sorted(map(sorted, parts)) == [[A, B], [C, D]]
+
+
+def test_an_adaptive_weight_counts_trajectories() -> None:
+    """A KL of .5 at each of 13 tokens is 1.625 for each of 4 trajectories: 30 % over 1.25, and clipped to 20 %; samples
+    of .93 would lower it."""
+    batch = batch_of()
+    completions = batch["completion_ids"]
+    logs = {"old_logprobs": -0.5, "ref_logprobs": -1.0}
+    batch = batch.with_columns(
+        **{name: completions.with_values(torch.full((13,), value)) for name, value in logs.items()}
+    )
+    weight = KLWeight(KLInReward(beta=0.1, kl_estimator="k1", kl_target=1.25, kl_horizon=100))
+    weight.follow(batch, MetricSums(), RankContext())
+    assert weight.beta == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
 
 
 # -------------------------------------------------------------------------------------- one sample, or one per turn
