@@ -72,12 +72,13 @@ class _Columns:
 
 @dataclass(frozen=True)
 class AdvantageInputs(_Columns):
-    """The samples of one rank, whole groups, N samples with T completion tokens, sample after sample.
+    """The trajectories of one rank, whole groups, N of them with T completion tokens, trajectory after trajectory, each
+    from its first turn to its last. Where an estimator says sample or completion, it means the whole trajectory.
 
-    rewards: float64 [N], the total of a sample, NaN if it could not be scored. groups: int64 [N]. rows: int64 [T],
-    ascending, the sample of each token. mask: bool [T], True if the policy made the token. token_rewards: float64 [T],
-    the part of `rewards` that belongs to single tokens (dense rewards, KL penalties), 0 elsewhere; the rest belongs to
-    the whole completion.
+    rewards: float64 [N], the total of a trajectory, NaN if it could not be scored. groups: int64 [N]. rows: int64 [T],
+    ascending, the trajectory of each token. mask: bool [T], True if the policy made the token. token_rewards: float64
+    [T], the part of `rewards` that belongs to single tokens (dense rewards, KL penalties), 0 elsewhere; the rest
+    belongs to the whole trajectory.
 
     The others are there if an estimator's `needs` asks for them. logprobs (of the learner, at the start of the training
     step), rollout_logprobs, ref_logprobs, teacher_logprobs, values, sum_pi_squared (sum over the vocabulary of p^2):
@@ -204,7 +205,8 @@ class LossInputs(_Columns):
 
 @dataclass(frozen=True)
 class WholeMiniBatch:
-    """All samples of a mini-batch over all ranks, what `PolicyObjective.prepare` sees: detached, [T] each.
+    """All samples of a mini-batch over all ranks, what `PolicyObjective.prepare` sees: detached, [T] each. Turns of a
+    trajectory are samples of their own.
 
     old_logprobs, advantages: float; mask: bool; rows: int64, ascending; groups: int64 [N]; num_rows = N. seed: the same
     on all ranks, another one for every mini-batch of a run.

@@ -37,35 +37,39 @@ def token_weights(
     loss_type: str,
     *,
     num_tokens: int,
-    num_samples: int,
+    num_trajectories: int,
     max_completion_length: int,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token in the loss, float32 [T]; 0 where masked.
 
-    mask: bool [T]; rows: int64 [T]; num_tokens and num_samples: unmasked tokens and scored samples of the whole
-    mini-batch over all ranks. A sample whose tokens are all masked still counts in num_samples, as in TRL.
+    mask: bool [T]; rows: int64 [T]; num_tokens and num_trajectories: unmasked tokens and scored trajectories of the
+    whole mini-batch over all ranks. One whose tokens are all masked still counts in num_trajectories, as in TRL.
+    lengths: int64 [num_rows], unmasked tokens of each sample's trajectory; None if every sample is one.
 
     - "dapo": 1 / num_tokens (DAPO, arXiv:2503.14476, eq. 12)
-    - "grpo": 1 / (num_samples * tokens of the sample) (DeepSeekMath, arXiv:2402.03300, eq. 3)
-    - "dr_grpo": 1 / (num_samples * max_completion_length) (Dr. GRPO, arXiv:2503.20783)
-    - "sequence_sum": 1 / num_samples, the mean over samples of the sum over their tokens (with a sequence-level loss
-      LUSPO's, arXiv:2602.05261)
+    - "grpo": 1 / (num_trajectories * tokens of the trajectory) (DeepSeekMath, arXiv:2402.03300, eq. 3)
+    - "dr_grpo": 1 / (num_trajectories * max_completion_length) (Dr. GRPO, arXiv:2503.20783)
+    - "sequence_sum": 1 / num_trajectories, the mean over trajectories of the sum over their tokens (with a
+      sequence-level loss LUSPO's, arXiv:2602.05261)
+
+    So a trajectory weighs the same whether its turns are one sample or several.
 
     Raises ValueError for an unknown loss_type, negative counts, and a max_completion_length below 1 if it counts.
     """
     check_columns(mask=mask, rows=rows)
-    if num_tokens < 0 or num_samples < 0:
-        raise ValueError(f"num_tokens={num_tokens} and num_samples={num_samples} are counts; give 0 or more")
+    if num_tokens < 0 or num_trajectories < 0:
+        raise ValueError(f"num_tokens={num_tokens} and num_trajectories={num_trajectories} are counts; give 0 or more")
     if loss_type == "dr_grpo" and max_completion_length < 1:
         raise ValueError(f"max_completion_length={max_completion_length} is what dr_grpo divides by; give 1 or more")
     on = mask.to(torch.float32)
     if loss_type == "dapo":
         return on / max(num_tokens, 1)
     if loss_type == "grpo":
-        lengths = row_sum(on, rows, num_rows).clamp(min=1)
-        return on / lengths[rows] / max(num_samples, 1)
+        sizes = row_sum(on, rows, num_rows) if lengths is None else lengths.to(torch.float32)
+        return on / sizes.clamp(min=1)[rows] / max(num_trajectories, 1)
     if loss_type == "dr_grpo":
-        return on / (max(num_samples, 1) * max_completion_length)
+        return on / (max(num_trajectories, 1) * max_completion_length)
     if loss_type == "sequence_sum":
-        return on / max(num_samples, 1)
+        return on / max(num_trajectories, 1)
     raise ValueError(f"loss_type={loss_type!r} is unknown; use dapo, grpo, dr_grpo or sequence_sum")

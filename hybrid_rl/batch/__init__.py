@@ -4,6 +4,7 @@ from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS, Field
 from hybrid_rl.batch.jagged import Jagged, lengths_to_offsets
 from hybrid_rl.batch.ref import AnyBatch, BatchRef, Piece, store
+from hybrid_rl.batch.trajectories import SampleKey, Trajectories
 
 __all__ = [
     "FIELDS",
@@ -14,6 +15,8 @@ __all__ = [
     "Field",
     "Jagged",
     "Piece",
+    "SampleKey",
+    "Trajectories",
     "lengths_to_offsets",
     "store",
 ]

@@ -35,8 +35,12 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "policy_version": Field("completion", torch.int64, "collector", -1, "policy version that sampled each token"),
         "temperature": Field("sample", torch.float64, "collector", 1.0, "divided the logits that it was sampled from"),
         "group": Field("sample", torch.int64, "collector", None, "globally unique id of the prompt's group"),
-        "trajectory": Field("sample", torch.int64, "collector", None, "globally unique id of the sample's trajectory"),
-        "turn": Field("sample", torch.int64, "collector", None, "turn within the trajectory, from 0"),
+        "trajectory": Field(
+            "sample", torch.int64, "collector", None, "globally unique id; a trajectory has one sample per turn"
+        ),
+        "turn": Field(
+            "sample", torch.int64, "collector", None, "turn within the trajectory, from 0: with it the sample's key"
+        ),
         "oldest_version": Field("sample", torch.int64, "collector", -1, "oldest policy version among its tokens"),
         "prompt_length": Field("sample", torch.int64, "collector", None, "tokens of the prompt"),
         "completion_length": Field("sample", torch.int64, "collector", None, "tokens of the completion"),
@@ -45,11 +49,13 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "prompt": Field("object", None, "collector", None, "the prompt as in the dataset: text or chat messages"),
         "completion": Field("object", None, "collector", None, "the completion as text, without special tokens"),
         "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
-        "rewards": Field("sample", torch.float64, "collector", float("nan"), "weighted reward; NaN = failed, masked"),
+        "rewards": Field(
+            "sample", torch.float64, "collector", float("nan"), "of its trajectory, weighted; NaN = failed, masked"
+        ),
         "baseline_rewards": Field(
             "sample", torch.float64, "collector", float("nan"), "reward of the prompt's greedy sample; NaN = failed"
         ),
-        "function_rewards": Field("object", None, "collector", None, "one reward (or NaN) per reward function"),
+        "function_rewards": Field("object", None, "collector", None, "of its trajectory, one (or NaN) per function"),
         "extra": Field("object", None, "collector", None, "values passed to log_extra by reward functions"),
         "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
         "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
@@ -60,6 +66,9 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "old_router_ids": Field("completion", torch.int64, "actor", 0, "experts chosen then, [T, layers * K]"),
         "old_router_logprobs": Field("completion", torch.float32, "actor", 0.0, "their router's ln p, [T, layers * K]"),
         "sum_pi_squared": Field("completion", torch.float32, "actor", 0.0, "sum over the vocabulary of p^2"),
+        "trajectory_tokens": Field(
+            "sample", torch.int64, "actor", 0, "tokens in the loss of all turns of its trajectory, if it has several"
+        ),
         "prepared": Field(
             "completion", torch.float32, "actor", 0.0, "inputs of a policy loss from the whole mini-batch, [T, ...]"
         ),

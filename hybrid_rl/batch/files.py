@@ -21,6 +21,7 @@ from torch import Tensor
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged
+from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.errors import DataError, StorageError
 from hybrid_rl.files import save_tensors, set_aside
 
@@ -101,11 +102,7 @@ def load_rollout(folder: Path, step: int) -> Batch:
     parts = [load_batch(path) for _, _, path in sorted(found)]
     # A rank without samples may not know the columns of the others.
     batch = Batch.concat([part for part in parts if part.num_samples] or parts[:1])
-    order = torch.arange(batch.num_samples)
-    for name in ("turn", "trajectory"):  # the last one counts most
-        if name in batch:
-            order = order[batch[name][order].argsort(stable=True)]
-    return batch.select(order)
+    return batch.select(key_order(batch))
 
 
 def set_rollouts_aside(folder: Path, step: int) -> None:

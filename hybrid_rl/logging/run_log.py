@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rl.batch import AnyBatch
+from hybrid_rl.batch import AnyBatch, SampleKey
 from hybrid_rl.batch.files import set_rollouts_aside
 from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
@@ -176,8 +176,8 @@ class RunLog:
         if step:
             self._display.step(step, metrics)
 
-    def completions(self, step: int, texts: Iterable[tuple[int, str, str, float]]) -> None:
-        """Show samples in the console. texts: trajectory, prompt, completion and reward (NaN = none) of each."""
+    def completions(self, step: int, texts: Iterable[tuple[SampleKey, str, str, float]]) -> None:
+        """Show samples in the console. texts: key, prompt, completion and reward (NaN = none) of each."""
         shown = [(prompt, text, None if math.isnan(reward) else reward) for _, prompt, text, reward in texts]
         self._display.completions(step, shown)
 

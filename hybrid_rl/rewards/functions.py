@@ -12,10 +12,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
+
+if TYPE_CHECKING:
+    from hybrid_rl.batch import SampleKey  # imports torch, which processes that only call functions do without
 
 Messages = list[dict[str, Any]]
 
@@ -29,8 +32,8 @@ UNPASSED_COLUMNS = frozenset({"prompt", "completion_ids"})
 class RewardInput:
     """One finished sample, ready to be scored."""
 
-    key: int
-    """The caller's index of the sample; results are returned under it."""
+    key: SampleKey
+    """Results are returned under it."""
     prompt: str | Messages
     completion: str
     """The text; chat samples are wrapped for the function by `format_completion`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from hybrid_rl.errors import RewardError, counted
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.functions import RewardInput
+
+if TYPE_CHECKING:
+    from hybrid_rl.batch import SampleKey
 
 Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
@@ -41,7 +44,7 @@ class RewardFailure:
 
     function: str
     """Name of the function; "all functions" for the reason "none"."""
-    key: int
+    key: SampleKey
     reason: str
     """A key of MEANINGS."""
     detail: str
@@ -50,15 +53,17 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Rewards of N samples from F functions, in the order in which they were submitted."""
+    """Rewards of N samples from F functions, in the order in which they were submitted.
 
-    keys: list[int]
+    A trajectory has one reward, the sum over its turns, and so has each function: all its samples hold the same."""
+
+    keys: list[SampleKey]
     values: NDArray[np.float64]
-    """[N, F]; nan if a function returned None or failed."""
+    """[N, F]; nan if a function returned None for all turns of the trajectory, or failed on all."""
     rewards: NDArray[np.float64]
     """[N] weighted sums; nan = masked: left out of baseline and loss."""
     failures: list[RewardFailure]
-    extras: dict[str, dict[int, Any]]
+    extras: dict[str, dict[SampleKey, Any]]
     """Columns given to `log_extra`: column -> key -> value."""
     metrics: dict[str, list[tuple[float, int]]]
     """Numbers given to `log_metric`, each with the number of samples of its call, by which their mean is weighted."""
@@ -83,13 +88,17 @@ def assemble(
     dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they and all
     rewards are nan, as another function may still apply to a sample or fail on it.
 
-    A sample on which any function failed is masked: a sum over the others would be a wrong reward. One to which
-    no function applies (None from all) has no reward either, and counts as failed.
+    The turns of a trajectory are submitted together. Its reward is the sum of what its turns got, so that a function
+    may reward every turn or give None for all but the last; Tinker's recipes add up the rewards of a trajectory's steps
+    and its end in the same way (tinker-cookbook, `rl/types.py`, TrajectoryGroup.get_total_rewards).
+
+    A trajectory on a sample of which any function failed is masked: a sum over the others would be a wrong reward. One
+    to which no function applies (None from all) has no reward either, and counts as failed.
     """
     row_of = {sample.key: row for row, sample in enumerate(inputs)}
     values = np.full((len(inputs), len(names)), np.nan)
     failures: list[RewardFailure] = []
-    extras: dict[str, dict[int, Any]] = {}
+    extras: dict[str, dict[SampleKey, Any]] = {}
     metrics: dict[str, list[tuple[float, int]]] = {}
     token_rewards = [np.zeros(len(sample.completion_ids)) for sample in inputs]
     retried: dict[str, tuple[int, str]] = {}
@@ -115,35 +124,58 @@ def assemble(
             metrics.setdefault(name, []).append((number, len(samples)))
 
     keys = [sample.key for sample in inputs]
+    places, ends = _trajectories(keys)
+    totals = _summed(values, places, len(ends))
     if late:
         none = np.full(len(keys), np.nan)
-        return RewardResult(keys, values, none, failures, extras, metrics, token_rewards, retried)
-    rewards, missing = total_rewards(names, weights, keys, values, failures)
+        return RewardResult(keys, totals[places], none, failures, extras, metrics, token_rewards, retried)
+    of_trajectories, missing = total_rewards(names, weights, ends, totals, failures)
+    values, rewards = totals[places], of_trajectories[places]
     for row in np.flatnonzero(np.isnan(rewards)).tolist():
         token_rewards[row][:] = 0.0
     return RewardResult(keys, values, rewards, [*failures, *missing], extras, metrics, token_rewards, retried)
 
 
+def _trajectories(keys: Sequence[SampleKey]) -> tuple[NDArray[np.int64], list[SampleKey]]:
+    """The trajectory of each sample, [N], and the last turn of each, [M], in order of first appearance."""
+    ends: dict[int, SampleKey] = {}
+    for key in keys:
+        ends[key.trajectory] = max(key, ends.get(key.trajectory, key))
+    place = {trajectory: index for index, trajectory in enumerate(ends)}
+    return np.array([place[key.trajectory] for key in keys], dtype=np.int64), list(ends.values())
+
+
+def _summed(values: NDArray[np.float64], index: NDArray[np.int64], num_trajectories: int) -> NDArray[np.float64]:
+    """Values [N, F] summed over the turns of each trajectory, [M, F]; nan if no turn has one."""
+    if num_trajectories == len(values):
+        return values
+    sums = np.zeros((num_trajectories, values.shape[1]))
+    np.add.at(sums, index, np.nan_to_num(values))
+    numbers = np.zeros(sums.shape, dtype=np.int64)
+    np.add.at(numbers, index, ~np.isnan(values))
+    return np.where(numbers > 0, sums, np.nan)
+
+
 def total_rewards(
     names: Sequence[str],
     weights: Sequence[float],
-    keys: Sequence[int],
+    keys: Sequence[SampleKey],
     values: NDArray[np.float64],
     failures: Iterable[RewardFailure],
 ) -> tuple[NDArray[np.float64], list[RewardFailure]]:
-    """Sum values [N, F] to weighted rewards [N], and list the failures that this adds.
+    """Sum values [M, F] to weighted rewards of trajectories [M], and list the failures that this adds.
 
-    A reward is nan if the sample has a failure, if no function applies to it, or if its sum is too large; the last two
-    are the added failures.
+    keys: of the last turn of each, under which failures are listed. A reward is nan if a turn of the trajectory has a
+    failure, if no function applies to it, or if its sum is too large; the last two are the added failures.
     """
     applies = ~np.isnan(values)
     with np.errstate(over="ignore", invalid="ignore"):
         rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
-    failed = {failure.key for failure in failures}
+    failed = {failure.key.trajectory for failure in failures}
     missing = []
     for row in np.flatnonzero(~applies.any(axis=1) | ~(np.abs(rewards) <= LARGEST_REWARD)).tolist():
         rewards[row] = np.nan
-        if keys[row] in failed:
+        if keys[row].trajectory in failed:
             continue
         if not applies[row].any():
             detail = f"{', '.join(names)} returned None for this sample"
@@ -156,7 +188,7 @@ def total_rewards(
         )
         missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "large", detail))
     for row, key in enumerate(keys):
-        if key in failed:
+        if key.trajectory in failed:
             rewards[row] = np.nan
     return rewards, missing
 
@@ -186,10 +218,11 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
     for (function, reason), members in groups.items():
         shown = ", ".join(str(member.key) for member in members[:MAX_KEYS_SHOWN])
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
+        which = "trajectory" if len(members) == 1 else "trajectories"
         detail = members[0].detail
         cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # which stands last there
         what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
-        lines.append(f"reward {function}: {what} (samples {shown}{more}); first:{cause}")
+        lines.append(f"reward {function}: {what} ({which} {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 

@@ -22,9 +22,9 @@ class RolloutTask:
 class RolloutCall:
     """What all prompts of a rollout have in common.
 
-    first_id: of the samples' ids, which no other rollout of the run uses. purpose: with the seed, a sample's place and
-    nothing else it decides the sample's noise: where it is made, and beside which others, does not matter. is_scored:
-    whether rewards are wanted.
+    first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: with
+    the seed, a sample's place and nothing else it decides the sample's noise: where it is made, and beside which
+    others, does not matter. is_scored: whether rewards are wanted.
     """
 
     num_generations: int
@@ -34,3 +34,15 @@ class RolloutCall:
     purpose: str
     first_id: int
     is_scored: bool = True
+
+    def group(self, task: RolloutTask) -> int:
+        """Return the id of the group of a prompt."""
+        return self.first_id + task.place
+
+    def trajectory(self, task: RolloutTask, generation: int) -> int:
+        """Return the id of a trajectory of a prompt. generation: its number there, from 0."""
+        return self.first_id + task.place * self.num_generations + generation
+
+    def number_of(self, trajectory: int) -> int:
+        """Return the place of a trajectory among all of this rollout: what noise may depend on, as ids may not."""
+        return trajectory - self.first_id

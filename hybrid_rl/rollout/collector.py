@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import AnyBatch, Batch
+from hybrid_rl.batch import AnyBatch, Batch, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
@@ -147,7 +148,7 @@ class Collector:
             )
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        tally = _Tally(self._max_failure_share, self._next_id)
+        tally = _Tally(self._max_failure_share)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
             refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
@@ -207,7 +208,7 @@ class Collector:
     ) -> Collected:
         """Samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
-        tally = _Tally(self._max_failure_share, self._next_id)
+        tally = _Tally(self._max_failure_share)
         batch = self._roll_out(rows, call, tally)
         if not is_scored:
             return tally.collected(batch, {})
@@ -267,17 +268,17 @@ class Collector:
         """The batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
-        rewards = self._roll_out(rows, call, tally)["rewards"]
+        made = self._roll_out(rows, call, tally)
+        rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)
         return batch.with_columns(baseline_rewards=rewards[group])
 
 
 class _Tally:
-    """What the rollouts of one collection cost and showed so far. first_id: of its samples."""
+    """What the rollouts of one collection cost and showed so far."""
 
-    def __init__(self, max_failure_share: float, first_id: int) -> None:
+    def __init__(self, max_failure_share: float) -> None:
         self._max_failure_share = max_failure_share
-        self._first_id = first_id
         self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
@@ -291,13 +292,13 @@ class _Tally:
         if not call.is_scored:
             return
         self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
-        shift = call.first_id - self._first_id
-        failures = [replace(failure, key=failure.key + shift) for r in reports for failure in r.failures]
+        failures = [failure for report in reports for failure in report.failures]
         check_not_ended(failures, call.state.global_step)
-        num_failed = int(batch["rewards"].isnan().sum())
+        rewards = batch["rewards"][Trajectories.of(batch).first]
+        num_failed = int(rewards.isnan().sum())
         self._failures += failures
         self._num_failed += num_failed
-        self._num_samples += batch.num_samples
+        self._num_samples += len(rewards)
         check_failure_share(
             self._num_failed, self._num_samples, self._failures, self._max_failure_share, call.state.global_step
         )
@@ -358,7 +359,12 @@ def replay(
             f"{folder}: the rollout of step {step} has {found} prompts, but prompts_per_step={num_prompts}; set it to "
             f"{found}"
         )
-    sizes = sorted({len(rows) for rows in saved.group_rows()})
+    try:
+        one_each = saved.select(Trajectories.of(saved).first)
+        sampling_temperature(saved)
+    except DataError as error:
+        raise DataError(f"{folder}: the rollout of step {step}: {error}") from error
+    sizes = sorted({len(rows) for rows in one_each.group_rows()})
     if sizes != [num_generations]:
         raise DataError(
             f"{folder}: the rollout of step {step} has {sizes} samples per prompt, but "
@@ -370,10 +376,6 @@ def replay(
             f"{folder}: the rollout of step {step} was scored by {num_functions} reward functions, but {len(names)} "
             f"are given ({', '.join(names)}); give those that scored it"
         )
-    try:
-        sampling_temperature(saved)
-    except DataError as error:
-        raise DataError(f"{folder}: the rollout of step {step}: {error}") from error
     if greedy_baseline and "baseline_rewards" not in saved:
         raise DataError(
             f"{folder}: the rollout of step {step} was made without a greedy baseline, which the algorithm needs; make "
@@ -385,14 +387,18 @@ def replay(
 
 
 def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
-    """Metrics of the rewards of a batch of whole groups. names: of the reward functions."""
+    """Metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
+    functions."""
     metrics: dict[str, float] = {}
-    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))
+    first = Trajectories.of(batch).first
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))[first]
     for name, column in zip(names, values.T, strict=True):
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
-    rewards = batch["rewards"]
+    rewards = batch["rewards"][first]
     metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
-    metrics["frac_reward_zero_std"] = float((~GroupRewards.of(rewards, batch["group"]).has_signal).double().mean())
+    metrics["frac_reward_zero_std"] = float(
+        (~GroupRewards.of(rewards, batch["group"][first]).has_signal).double().mean()
+    )
     metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
     return metrics
 
@@ -401,17 +407,18 @@ def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float
     """How often the first reward function is satisfied: further ones may shape the reward, and their sum tells nothing.
     threshold: from which of its values on it is; None: it is by 1, if all that it gives are 0 and 1, else nobody knows.
 
-    pass@1 is the share of samples, pass@n, of groups of n, the share with at least one success. A sample without a
+    pass@1 is the share of trajectories, pass@n, of groups of n, the share with at least one success. One without a
     reward is none; one to which the function does not apply is left out.
     """
     if not batch["function_rewards"] or not batch["function_rewards"][0]:
         return {}
-    values = torch.tensor([values[0] for values in batch["function_rewards"]], dtype=torch.float64)
+    first = Trajectories.of(batch).first
+    values = torch.tensor([values[0] for values in batch["function_rewards"]], dtype=torch.float64)[first]
     known = values[~values.isnan()]
     if threshold is None and not (known.numel() and ((known == 0) | (known == 1)).all()):
         return {}
-    counts = ~values.isnan() | batch["rewards"].isnan()
-    success, group = (values >= (1.0 if threshold is None else threshold))[counts], batch["group"][counts]
+    counts = ~values.isnan() | batch["rewards"][first].isnan()
+    success, group = (values >= (1.0 if threshold is None else threshold))[counts], batch["group"][first][counts]
     if not success.numel():
         return {}
     metrics = {"pass@1": float(success.double().mean())}
@@ -430,8 +437,8 @@ def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
 
 
 def _in_order(batch: AnyBatch) -> AnyBatch:
-    """Samples by trajectory: prompt by prompt, whichever rank made them."""
-    order = batch["trajectory"].argsort()
+    """Samples by trajectory and turn: prompt by prompt, whichever rank made them."""
+    order = key_order(batch)
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
 
 

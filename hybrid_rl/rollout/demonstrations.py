@@ -193,8 +193,8 @@ class Demonstrations:
             samples = []
             for task, ids in zip(tasks, self._encoder.encode([t.row for t in tasks], call.params), strict=True):
                 kept, reason = self._encoder.limit(ids, task.row.index, call.params)
-                identity, size = call.first_id + task.place, len(kept)
-                samples.append(FinishedSample(identity, kept, [0.0] * size, [-1] * size, reason))
+                trajectory, size = call.trajectory(task, 0), len(kept)
+                samples.append(FinishedSample(trajectory, kept, [0.0] * size, [-1] * size, reason))
             columns = sample_columns(tasks, samples, call)
             columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)

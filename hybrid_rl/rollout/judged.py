@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
+from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.client import EngineClient
@@ -56,13 +57,17 @@ class JudgeRound:
         self._max_length = max_length
 
     def run(self, batch: Batch, call: RolloutCall) -> LateScores:
-        """Scores of this rank's samples. If ranks share an engine all of them come here, with samples or without."""
+        """Scores of this rank's trajectories. If ranks share an engine all of them come here, with samples or
+        without."""
+        batch = Trajectories.of(batch).last_turns(batch)
+        keys = sample_keys(batch)
         questions = {place: self._questions(judge, batch) for place, judge in self._judges.items()}
         requests: dict[tuple[int, int], RolloutRequest] = {}
         failures: list[RewardFailure] = []
         for number, (place, judge) in enumerate(self._judges.items()):
             for index, question in enumerate(questions[place]):
-                request = self._request(number, judge, question, batch, call)
+                trajectories = [keys[sample].trajectory for sample in question.samples]
+                request = self._request(number, judge, question, trajectories, call)
                 if self._max_length is None or len(request.prompt_ids) + judge.max_tokens <= self._max_length:
                     requests[place, index] = request
                     continue
@@ -71,9 +76,7 @@ class JudgeRound:
                     f"but the engine takes {self._max_length}; shorten the judge's prompt, lower its max_tokens or "
                     f"max_completion_length, or use a model with more positions"
                 )
-                for sample in question.samples:
-                    key = int(batch["trajectory"][sample]) - call.first_id
-                    failures.append(RewardFailure(self._names[place], key, "long", detail))
+                failures += [RewardFailure(self._names[place], keys[i], "long", detail) for i in question.samples]
         answers: dict[int, str] = {}
         for events in self._client.stream(list(requests.values()), call.version):
             answers.update((event.id, self._decode(event.completion_ids)) for event in events)
@@ -96,13 +99,13 @@ class JudgeRound:
         return judge.style.questions(batch["prompt"], batch["completion"], columns, batch["group"].tolist())
 
     def _request(
-        self, number: int, judge: EngineJudge, question: Question, batch: Batch, call: RolloutCall
+        self, number: int, judge: EngineJudge, question: Question, trajectories: Sequence[int], call: RolloutCall
     ) -> RolloutRequest:
-        """number: of the judge. Ids are unique over ranks and judges; noise depends only on the samples asked about."""
-        places = [int(batch["trajectory"][sample]) - call.first_id for sample in question.samples]
+        """number: of the judge; trajectories: that it is asked about, of one group. Ids are unique over ranks and
+        judges; noise depends on nothing but the places of these trajectories in the rollout."""
+        places = [call.number_of(trajectory) for trajectory in trajectories]
         other = places[-1] % call.num_generations
-        sample = call.first_id + places[0]
-        identity = FIRST_JUDGE_ID - ((sample * len(self._judges) + number) * call.num_generations + other)
+        identity = FIRST_JUDGE_ID - ((trajectories[0] * len(self._judges) + number) * call.num_generations + other)
         params = SamplingParams(
             max_tokens=judge.max_tokens,
             temperature=judge.temperature,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
+from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rewards.results import total_rewards
@@ -17,8 +18,9 @@ from hybrid_rl.rewards.results import total_rewards
 
 @dataclass(frozen=True)
 class LateScores:
-    """values: place in reward_funcs -> a score per sample of the batch, None where there is none. failures: of samples
-    that could not be scored, by their places in the whole rollout, as everywhere. logged: numbers for the log."""
+    """values: place in reward_funcs -> a score of each trajectory of the batch, in order of first appearance, None if
+    it has none: judges and reward models see the last turn alone, whose prompt holds the turns before it. failures: of
+    samples that could not be scored. logged: numbers for the log."""
 
     values: Mapping[int, Sequence[float | None]]
     failures: Sequence[RewardFailure] = ()
@@ -26,25 +28,28 @@ class LateScores:
 
 
 def merge_late(
-    batch: Batch, failures: Sequence[RewardFailure], rewards: RewardRunner, first_id: int, late: LateScores
+    batch: Batch, failures: Sequence[RewardFailure], rewards: RewardRunner, late: LateScores
 ) -> tuple[Batch, list[RewardFailure]]:
     """The batch with these scores in function_rewards and, once no place is missing, in rewards; and all failures.
 
-    failures: those of the batch so far. first_id: as of the RolloutCall. A sample that anything failed on has no
-    reward, and no token rewards. With judges and reward models both, the reward models' scores come last.
+    failures: those of the batch so far. A trajectory that anything failed on has no reward, and no token rewards. With
+    judges and reward models both, the reward models' scores come last.
     """
     merged = [*failures, *late.failures]
-    values = np.array(batch["function_rewards"], dtype=np.float64).reshape(batch.num_samples, len(rewards.names))
+    found = Trajectories.of(batch)
+    first = found.first.numpy()
+    values = np.array(batch["function_rewards"], dtype=np.float64).reshape(batch.num_samples, len(rewards.names))[first]
     for place, scores in late.values.items():
         values[:, place] = [np.nan if score is None else score for score in scores]
-    changed: dict[str, Any] = {"function_rewards": values.tolist()}
+    changed: dict[str, Any] = {"function_rewards": values[found.index.numpy()].tolist()}
     if set(late.values) >= set(rewards.entries.models):
-        keys = (batch["trajectory"] - first_id).tolist()
-        totals, missing = total_rewards(rewards.names, rewards.weights, keys, values, merged)
+        keys = sample_keys(batch, found.last)
+        of_trajectories, missing = total_rewards(rewards.names, rewards.weights, keys, values, merged)
         merged += missing
-        changed["rewards"] = torch.from_numpy(totals)
+        totals = torch.from_numpy(of_trajectories)[found.index]
+        changed["rewards"] = totals
         if "token_rewards" in batch:
             tokens = batch["token_rewards"]
-            counted = ~torch.from_numpy(np.isnan(totals))[tokens.row_index()]
+            counted = ~totals.isnan()[tokens.row_index()]
             changed["token_rewards"] = tokens.with_values(torch.where(counted, tokens.values, 0.0))
     return batch.without(*changed).with_columns(**changed), merged

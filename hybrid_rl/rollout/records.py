@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.batch.trajectories import sample_keys
 
 
 def sample_records(step: int, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Prompt, completion and rewards of every sample of a batch. names: of the reward functions."""
+    """Write down key, prompt, completion and rewards of every sample of a batch. names: of the reward functions."""
     columns = sorted({column for extra in batch["extra"] for column in extra})
     records = []
-    for index in range(batch.num_samples):
+    groups = batch["group"].tolist()
+    for index, (trajectory, turn) in enumerate(sample_keys(batch)):
         values = [None if math.isnan(value) else value for value in batch["function_rewards"][index]]
         reward = float(batch["rewards"][index])
         record = {
             "step": step,
+            "group": groups[index],
+            "trajectory": trajectory,
+            "turn": turn,
             "prompt": batch["prompt"][index],
             "completion": batch["completion"][index],
             "reward": None if math.isnan(reward) else reward,

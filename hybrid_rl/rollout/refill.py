@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import Batch, BatchRef, Trajectories
 from hybrid_rl.errors import NoSignalError
 from hybrid_rl.metrics import mean_and_std
 
@@ -27,8 +27,8 @@ SHAPING = re.compile(r"overlong_penalty(_\d+)?")
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What the samples of G groups got, in the order of the groups' ids. low, high: float64 [G] (inf and -inf where no
-    sample was scored); num_scored: int64 [G]; group: int64 [N], the group of each sample."""
+    """What the M trajectories of G groups got, in the order of the groups' ids. low, high: float64 [G] (inf and -inf if
+    none was scored); num_scored: int64 [G]; group: int64 [M], the group of each trajectory."""
 
     low: Tensor
     high: Tensor
@@ -37,7 +37,7 @@ class GroupRewards:
 
     @staticmethod
     def of(rewards: Tensor, group_ids: Tensor) -> GroupRewards:
-        """rewards: float64 [N], NaN = not scored; group_ids: int64 [N]."""
+        """Find them. rewards: float64 [M], NaN = not scored; group_ids: int64 [M]."""
         _, group = group_ids.unique(return_inverse=True)
         unset = torch.full((int(group.max()) + 1 if group.numel() else 0,), math.inf, dtype=torch.float64)
         low = unset.scatter_reduce(0, group, rewards.nan_to_num(math.inf), "amin")
@@ -97,15 +97,16 @@ class Refill:
         """Count a rollout. Returns which of its groups to train on, by place, and their samples (int64 [M], in order):
         the first with signal, as many as are missing."""
         judged = judged_rewards(batch, self._names, self._weights)
-        groups = GroupRewards.of(judged, batch["group"])
+        trajectories = Trajectories.of(batch)
+        groups = GroupRewards.of(judged[trajectories.first], batch["group"][trajectories.first])
         found = groups.has_signal.nonzero()[:, 0]
         kept = found[: self.num_missing]
         self.num_rollouts += 1
         self.num_rolled += len(groups.low)
         self.num_with_signal += len(found)
         self._groups.append(groups)
-        self._rewards.append(batch["rewards"])
-        return kept.tolist(), torch.isin(groups.group, kept).nonzero()[:, 0]
+        self._rewards.append(batch["rewards"][trajectories.first])
+        return kept.tolist(), torch.isin(groups.group[trajectories.index], kept).nonzero()[:, 0]
 
     def check(self, step: int) -> None:
         """Raise NoSignalError where groups are missing after the last rollout."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import Batch, Jagged, SampleKey
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
@@ -86,7 +86,7 @@ class ScoredRollout:
                     finished.update((event.id, event) for event in events)
                     texts.update((event.id, self._decode(event.completion_ids)) for event in events)
                     if rewards is not None:
-                        inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call.first_id) for e in events]
+                        inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
                         if rewards.score_by == "group":
                             inputs = _whole_groups(unscored, inputs, call.num_generations)
                         if inputs:
@@ -100,24 +100,22 @@ class ScoredRollout:
             report = RolloutReport(timings.seconds, _failures(results), _logged(results), retried)
             if rewards is None:
                 return Batch(columns), report
-            columns.update(_reward_columns(results, [r.id - call.first_id for r in requests], rewards))
+            columns.update(_reward_columns(results, [_key(sample) for sample in samples], rewards))
             batch = Batch(columns)
             if self._judges is not None:
                 with timings.measure("judge"):
                     late = self._judges.run(batch, call)
                 report.logged.merge(late.logged)
-                batch, report.failures = merge_late(batch, report.failures, rewards, call.first_id, late)
+                batch, report.failures = merge_late(batch, report.failures, rewards, late)
             return batch, report
 
     def _requests(self, task: RolloutTask, call: RolloutCall) -> list[RolloutRequest]:
         requests = []
         for generation in range(call.num_generations):
             seed = derive_seed(self._seed, call.params.seed, call.purpose, task.place, generation)
-            identity = call.first_id + task.place * call.num_generations + generation
             params = replace(call.params, seed=seed)
-            requests.append(
-                RolloutRequest(identity, tuple(task.row.prompt_ids), params, group=call.first_id + task.place)
-            )
+            trajectory = call.trajectory(task, generation)
+            requests.append(RolloutRequest(trajectory, tuple(task.row.prompt_ids), params, group=call.group(task)))
         return requests
 
 
@@ -125,9 +123,14 @@ def _repeat(tasks: Sequence[RolloutTask], num_generations: int) -> list[RolloutT
     return [task for task in tasks for _ in range(num_generations)]
 
 
-def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, first_id: int) -> RewardInput:
-    row = task.row
-    return RewardInput(sample.id - first_id, row.prompt, text, sample.completion_ids, row.columns, group=task.place)
+def _key(sample: FinishedSample) -> SampleKey:
+    """Name a sample: a request has its trajectory's id, and is its only turn."""
+    return SampleKey(sample.id)
+
+
+def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: RolloutCall) -> RewardInput:
+    ids, group = sample.completion_ids, call.group(task)
+    return RewardInput(_key(sample), task.row.prompt, text, ids, task.row.columns, group=group)
 
 
 def _whole_groups(
@@ -175,16 +178,16 @@ def sample_columns(
         "prompt_length": prompts.lengths,
         "completion_length": completions.lengths,
         "temperature": torch.full((len(samples),), call.params.temperature, dtype=torch.float64),
-        "group": torch.tensor([call.first_id + task.place for task in tasks], dtype=torch.int64),
-        "trajectory": torch.tensor([sample.id for sample in samples], dtype=torch.int64),
-        "turn": torch.zeros(len(samples), dtype=torch.int64),
+        "group": torch.tensor([call.group(task) for task in tasks], dtype=torch.int64),
+        "trajectory": torch.tensor([_key(sample).trajectory for sample in samples], dtype=torch.int64),
+        "turn": torch.tensor([_key(sample).turn for sample in samples], dtype=torch.int64),
         "finish_reason": [sample.finish_reason for sample in samples],
         "prompt": [task.row.prompt for task in tasks],
         "row": [dict(task.row.columns) for task in tasks],
     }
 
 
-def _reward_columns(results: Sequence[RewardResult], keys: Sequence[int], runner: RewardRunner) -> dict[str, Any]:
+def _reward_columns(results: Sequence[RewardResult], keys: Sequence[SampleKey], runner: RewardRunner) -> dict[str, Any]:
     place = {key: index for index, key in enumerate(keys)}
     rewards = torch.full((len(keys),), torch.nan, dtype=torch.float64)
     values = np.full((len(keys), len(runner.names)), np.nan)

@@ -22,7 +22,7 @@ from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.kl import KLWeight
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column
+from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
 from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.routing import router_columns
@@ -97,6 +97,7 @@ class Actor(TrainedModel):
         prepared = prepared_column(batch, plan, spec, self._context, seed=seed)
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
+        batch = with_trajectory_tokens(batch, spec)
         first: torch.Tensor | None = None  # logprobs of the first mini-batch, under the weights of the rollout
         for _ in range(self._num_iterations):
             for micro_batches, its_counts in zip(plan, counts, strict=True):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch.trajectories import numbered
 from hybrid_rl.data.packing import balance
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -23,7 +24,7 @@ def assign_mini_batches(group: Tensor, prompts_per_mini_batch: int, seed: int) -
     """
     if prompts_per_mini_batch < 1:
         raise ConfigError(f"prompts_per_mini_batch={prompts_per_mini_batch!r}; use at least 1.")
-    number = _numbered(group)
+    number = numbered(group)
     order = torch.randperm(_count(number), generator=torch.Generator().manual_seed(seed))
     return order.argsort()[number] // prompts_per_mini_batch
 
@@ -48,7 +49,7 @@ def group_costs(batch: Batch | BatchRef, pair_cost: float) -> Tensor:
     P^2 / 2 + sum((P + C_i)^2 - P^2) / 2 pairs. Samples of a group whose prompts are equally long are taken to share
     theirs. A group that must be cut under a token cap costs some copies of its prompt more.
     """
-    number = _numbered(batch["group"])
+    number = numbered(batch["group"])
     prompts, completions = batch["prompt_length"], batch["completion_length"]
     # Whole numbers: their sums do not depend on the order.
     tokens, squares = torch.zeros(2, _count(number), dtype=torch.int64)
@@ -75,7 +76,7 @@ def split_over_ranks(batch: Batch | BatchRef, num_ranks: int, pair_cost: float) 
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks={num_ranks!r}; use at least 1.")
-    number = _numbered(batch["group"])
+    number = numbered(batch["group"])
     costs = group_costs(batch, pair_cost).tolist()
     mini_batch = _mini_batch_of_groups(batch, number)
     home = torch.zeros_like(mini_batch)
@@ -105,14 +106,6 @@ def _mini_batch_of_groups(batch: Batch | BatchRef, number: Tensor) -> Tensor:
             f"{batch['mini_batch'][torn[0]]}; a group is compared within itself: give all of its samples one mini-batch"
         )
     return found
-
-
-def _numbered(group: Tensor) -> Tensor:
-    """Groups numbered 0, 1, .. in order of first appearance, int64 [N]."""
-    number = group.unique(return_inverse=True)[1]
-    places = torch.arange(len(group))
-    first = torch.full((_count(number),), len(group)).scatter_reduce(0, number, places, "amin")
-    return first.argsort().argsort()[number]
 
 
 def _count(number: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs, Advantages, KLTerm, Needs
 from hybrid_rl.algos.kl import kl_reward
 from hybrid_rl.algos.kl_terms import KLInReward, NoKL
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
@@ -40,9 +40,15 @@ class AdvantageSpec:
 def with_advantages(batch: Batch, spec: AdvantageSpec, context: RankContext, beta: float) -> Batch:
     """Add advantages, one per completion token, and returns if there is a critic; needs whole groups. Collective.
 
-    beta: present weight of a KL penalty in the reward. Raises DataError for advantages or returns that are not numbers,
-    or too large for gradients in float32.
+    An estimator sees trajectories: their turns side by side are one row of tokens, with one reward. A group counts each
+    trajectory once, and what follows the last token of a turn is the first of the next. beta: present weight of a KL
+    penalty in the reward. Raises DataError for advantages or returns that are not numbers, or too large for gradients
+    in float32.
     """
+    trajectories = Trajectories.of(batch)
+    if not trajectories.are_in_order:
+        in_order = with_advantages(batch.select(trajectories.order), spec, context, beta)
+        return in_order.select(trajectories.order.argsort())
     inputs = advantage_inputs(batch, spec, context, beta)
     found = spec.estimator.compute(inputs)
     name = type(spec.estimator).__name__
@@ -87,16 +93,22 @@ def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
 
 
 def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, beta: float) -> AdvantageInputs:
-    """Give the columns of a batch in float64, a KL penalty in the reward added to the rewards of tokens and samples."""
+    """Give the columns of a batch in float64, one row for each trajectory, whose turns stand side by side. A KL penalty
+    in the reward is added to the rewards of tokens and trajectories.
+
+    Raises DataError for turns of one trajectory with different rewards, and for a penalty that is not finite.
+    """
     completions = batch["completion_ids"]
-    rows, mask = completions.row_index(), batch["completion_mask"].values
+    found = Trajectories.of(batch)
+    first = found.first
+    rows, mask = found.index[completions.row_index()], batch["completion_mask"].values
 
     def values(name: str) -> Tensor | None:
         return batch[name].values.double() if name in batch else None
 
     dense, logprobs, reference = values("token_rewards"), values("old_logprobs"), values("ref_logprobs")
     token_rewards = torch.zeros(len(rows), dtype=torch.float64) if dense is None else dense
-    rewards = batch["rewards"]
+    rewards = _rewards_of_trajectories(batch, found)
     if isinstance(spec.kl, KLInReward):
         assert logprobs is not None and reference is not None
         penalty = kl_reward(logprobs, reference, mask, beta, spec.kl.kl_estimator)
@@ -111,7 +123,7 @@ def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, be
         rewards = rewards + torch.zeros_like(rewards).index_add(0, rows, penalty)
     return AdvantageInputs(
         rewards=rewards,
-        groups=batch["group"],
+        groups=batch["group"][first],
         rows=rows,
         mask=mask,
         token_rewards=token_rewards,
@@ -121,15 +133,34 @@ def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, be
         teacher_logprobs=values("teacher_logprobs"),
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
-        baseline_rewards=cast("Tensor | None", batch.get("baseline_rewards")),
-        **(_rewards_of_functions(batch, spec.reward_weights) if Needs.FUNCTION_REWARDS in spec.estimator.needs else {}),
+        baseline_rewards=batch["baseline_rewards"][first] if "baseline_rewards" in batch else None,
+        **(
+            _rewards_of_functions(batch, first, spec.reward_weights)
+            if Needs.FUNCTION_REWARDS in spec.estimator.needs
+            else {}
+        ),
         gather=context.data_gather,
         rank=context.data_rank,
     )
 
 
-def _rewards_of_functions(batch: Batch, given: Sequence[float]) -> dict[str, Tensor]:
-    """What each reward function gave, and its weight; those that the configuration added weigh 1."""
-    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)
+def _rewards_of_trajectories(batch: Batch, found: Trajectories) -> Tensor:
+    """The reward of each trajectory, float64 [M]. Raises DataError if its turns do not agree."""
+    rewards: Tensor = batch["rewards"]
+    theirs = rewards[found.first]
+    differ = (rewards != theirs[found.index]) & ~(rewards.isnan() & theirs.isnan()[found.index])
+    if bool(differ.any()):
+        sample = int(differ.nonzero()[0, 0])
+        raise DataError(
+            f"the turns of trajectory {int(batch['trajectory'][sample])} have the rewards "
+            f"{float(theirs[found.index[sample]]):g} and {float(rewards[sample]):g}; a trajectory has one reward, the "
+            "sum over its turns: give it to each of them, and rewards of single tokens as token_rewards"
+        )
+    return theirs
+
+
+def _rewards_of_functions(batch: Batch, first: Tensor, given: Sequence[float]) -> dict[str, Tensor]:
+    """What each reward function gave a trajectory, and its weight; those that the configuration added weigh 1."""
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)[first]
     weights = [*given, *([1.0] * (values.shape[1] - len(given)))]
     return {"function_rewards": values, "reward_weights": torch.tensor(weights, dtype=torch.float64)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward, KLTerm, kl_estimate
 from hybrid_rl.algos.kl import next_beta
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums
 
@@ -20,7 +20,7 @@ class KLWeight:
         self.beta = 0.0 if self._term is None else self._term.beta
 
     def follow(self, batch: Batch, sums: MetricSums, context: RankContext) -> MetricSums:
-        """Move beta by the mean KL of a completion in a training step; its metrics. Collective.
+        """Move beta by the mean KL of a trajectory in a training step; its metrics. Collective.
 
         batch: this rank's samples; sums: metrics of the update, which hold the KL if it is in the loss. The
         metric `kl` is the mean of a token.
@@ -38,15 +38,17 @@ class KLWeight:
         if self._term.kl_target is not None:
             measured = found if isinstance(self._term, KLInReward) else sums
             num_tokens = int(batch["completion_mask"].values.sum())
-            everywhere = context.data_gather((*measured.parts("kl"), num_tokens, batch.num_samples))
-            total, count, num_tokens, num_samples = (sum(part) for part in zip(*everywhere, strict=True))
+            everywhere = context.data_gather(
+                (*measured.parts("kl"), num_tokens, Trajectories.of(batch).num_trajectories)
+            )
+            total, count, num_tokens, num_trajectories = (sum(part) for part in zip(*everywhere, strict=True))
             if count:
                 self.beta = next_beta(
                     self.beta,
-                    total / count * num_tokens / num_samples,  # of a completion, as in the paper
+                    total / count * num_tokens / num_trajectories,  # of an episode, as in the paper
                     target=self._term.kl_target,
                     horizon=self._term.kl_horizon,
-                    num_samples=int(num_samples),
+                    num_samples=int(num_trajectories),
                 )
         return found
 

@@ -26,7 +26,8 @@ def micro_batch_loss(
 
     batch: the columns prompt_ids, completion_ids, completion_mask, rewards, temperature and advantages, finish_reason
     if truncated completions are masked, and what the terms of the loss need: old_logprobs, rollout_logprobs,
-    ref_logprobs. Without old_logprobs the learner's own are used, detached: the ratio is 1 and carries the gradient.
+    ref_logprobs, and trajectory_tokens if trajectories have several turns. Without old_logprobs the learner's own are
+    used, detached: the ratio is 1 and carries the gradient.
 
     Returns the loss, sums for the metrics, and the detached logprobs [M]. Raises DataError for samples of several
     temperatures, or without a column that a term needs.
@@ -82,8 +83,9 @@ def micro_batch_loss(
         inputs.num_rows,
         spec.loss_type,
         num_tokens=mini.counts.num_tokens,
-        num_samples=mini.counts.num_samples,
+        num_trajectories=mini.counts.num_trajectories,
         max_completion_length=spec.max_completion_length,
+        lengths=extra.trajectory_tokens,
     )
     total = (weights * _masked(per_token, mask)).sum()
     if spec.positive_nll_coef:

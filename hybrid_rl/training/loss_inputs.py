@@ -38,10 +38,12 @@ class Masks:
 @dataclass(frozen=True)
 class ExtraColumns:
     """Columns that some terms of the loss need beside `LossInputs`, on the device: [M]. positive: bool, as in
-    `Masks`."""
+    `Masks`. trajectory_tokens: int64 [N], tokens in the loss of the trajectory of each sample, None if every sample is
+    one."""
 
     positive: Tensor
     ref_logprobs: Tensor | None
+    trajectory_tokens: Tensor | None
 
 
 def loss_inputs(
@@ -60,6 +62,8 @@ def loss_inputs(
     columns = {name: batch[name].values for name in (*names, "old_top_ids", "old_top_logprobs") if name in batch}
     if router_logprobs is not None:
         columns["old_router_logprobs"] = batch["old_router_logprobs"].values
+    if "trajectory_tokens" in batch:
+        columns["trajectory_tokens"] = batch["trajectory_tokens"]
     versions = columns.get("policy_version")
     columns |= {"mask": masks.loss, "positive": masks.positive, "rows": _rows(batch)}
     there = dict(zip(columns, upload(list(columns.values()), logprobs.device), strict=True))
@@ -85,7 +89,7 @@ def loss_inputs(
         old_router_logprobs=None if router_logprobs is None else old_router.view_as(router_logprobs),  # type: ignore[union-attr]
         parameters=None if mini.parameters is None else mini.parameters.to(logprobs.device),
     )
-    return inputs, ExtraColumns(there["positive"], there.get("ref_logprobs"))
+    return inputs, ExtraColumns(there["positive"], there.get("ref_logprobs"), there.get("trajectory_tokens"))
 
 
 def correction_inputs(inputs: LossInputs) -> CorrectionInputs:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hybrid_rl.algos import PolicyObjective, WholeMiniBatch
 from hybrid_rl.algos.token_masks import entropy_quantile
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
@@ -28,12 +29,24 @@ def joined_counts(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext
     return [sum(parts, Counts()) for parts in zip(*context.data_gather(mine), strict=True)]
 
 
+def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
+    """Add how many tokens in the loss the trajectory of each sample has, if one has several turns: a micro-batch may
+    hold some of them only. Needs whole trajectories."""
+    found = Trajectories.of(batch)
+    if found.num_trajectories == batch.num_samples:
+        return batch
+    mask, trajectory = spec.mask(batch), found.index[batch["completion_ids"].row_index()]
+    return batch.with_columns(
+        trajectory_tokens=trajectory[mask].bincount(minlength=found.num_trajectories)[found.index]
+    )
+
+
 def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext, *, seed: int) -> Jagged | None:
     """Ask the policy loss what it must know of whole mini-batches, for this rank's tokens; None for a loss that needs
     nothing of them.
 
-    Samples are shown to it in the order of their trajectories, so that ranks and plans do not matter. seed: of the
-    first mini-batch, the next ones follow. Collective.
+    Samples are shown to it in the order of their trajectories and turns, so that ranks and plans do not matter. seed:
+    of the first mini-batch, the next ones follow. Collective.
     """
     objective = spec.policy_loss
     if type(objective).prepare is PolicyObjective.prepare:
@@ -42,13 +55,14 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
     place = completions.with_values(torch.arange(len(completions.values)))
     mask = completions.with_values(spec.mask(batch))
     columns = {"old_logprobs": batch["old_logprobs"], "advantages": batch["advantages"], "completion_mask": mask}
-    mine = Batch({**columns, "trajectory": batch["trajectory"], "group": batch["group"]})
+    names = ("trajectory", "turn", "group")
+    mine = Batch({**columns, **{name: batch[name] for name in names if name in batch}})
     column: Tensor | None = None
     for index, mini in enumerate(plan):
         rows = torch.tensor([row for micro in mini for row in micro], dtype=torch.int64)
         everywhere = context.data_gather(mine.select(rows))
         whole = Batch.concat(everywhere)
-        order = whole["trajectory"].argsort()
+        order = key_order(whole)
         whole = whole.select(order)
         prepared = objective.prepare(
             WholeMiniBatch(
@@ -66,7 +80,7 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
         if column is None:
             column = torch.zeros((len(completions.values), *prepared.shape[1:]))
         start = sum(part.num_samples for part in everywhere[: context.data_rank])
-        position = order.argsort()[start : start + len(rows)]  # of my samples in the order of trajectories
+        position = order.argsort()[start : start + len(rows)]  # of my samples in that order
         if len(rows):
             column[place.select(rows).values] = (
                 whole["old_logprobs"].with_values(prepared.float()).select(position).values

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rl.algos import Correction, KLInLoss, KLTerm, Needs, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl_terms import NoKL
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
@@ -18,8 +18,8 @@ from hybrid_rl.models.experts.router import Routers
 
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
-    """Find the completion tokens that take part in the loss, bool [M]: made by the policy, of a sample that was scored
-    and, on request, not cut off by the length limit."""
+    """Find the completion tokens that take part in the loss, bool [M]: made by the policy, of a trajectory that was
+    scored and, on request, in a turn that the length limit did not cut off."""
     mask, rows = batch["completion_mask"].values, batch["completion_ids"].row_index()
     keep = ~batch["rewards"].isnan()
     if mask_truncated_completions:
@@ -101,11 +101,11 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of a mini-batch over all ranks: tokens in the loss, samples that were scored, and tokens in the loss
-    of samples with a positive reward."""
+    """Denominators of a mini-batch over all ranks: tokens in the loss, trajectories that were scored, and tokens in the
+    loss of those with a positive reward."""
 
     num_tokens: int = 0
-    num_samples: int = 0
+    num_trajectories: int = 0
     num_positive_tokens: int = 0
 
     @classmethod
@@ -113,12 +113,13 @@ class Counts:
         """Count a rank's share of a mini-batch."""
         mask = spec.mask(batch)
         positive = mask & (batch["rewards"] > 0)[batch["completion_ids"].row_index()]
-        return cls(int(mask.sum()), int((~batch["rewards"].isnan()).sum()), int(positive.sum()))
+        scored = ~batch["rewards"][Trajectories.of(batch).first].isnan()
+        return cls(int(mask.sum()), int(scored.sum()), int(positive.sum()))
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
             self.num_tokens + other.num_tokens,
-            self.num_samples + other.num_samples,
+            self.num_trajectories + other.num_trajectories,
             self.num_positive_tokens + other.num_positive_tokens,
         )
 

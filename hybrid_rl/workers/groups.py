@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.batch import AnyBatch, BatchRef
+from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.metrics import MetricSums
@@ -106,7 +106,7 @@ class PolicyGroup(RankGroup):
             return []
         return [path for path in files if path is not None]
 
-    def texts(self, batch: AnyBatch) -> list[list[tuple[int, str, str, float]]]:
+    def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
         """Of each rank's samples id, prompt, completion and reward."""
         return self._ranks.call(HybridWorker.texts, batch)
 

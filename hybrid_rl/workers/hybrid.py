@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from hybrid_rl.algos import Needs
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.engines.base import KV_CACHE, RolloutRequest, SamplingParams
@@ -262,8 +263,8 @@ class HybridWorker(WorkerBase):
         with self.lease(GENERATING | {REWARD_MODELS}):
             batch, report = self._rollout.run(tasks, call)
             if call.is_scored and self._rewards.entries.models:
-                late = self._reward_models.late_scores(batch, call.first_id)
-                batch, report.failures = merge_late(batch, report.failures, self._rewards, call.first_id, late)
+                late = self._reward_models.late_scores(batch)
+                batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report
 
     @dispatch(split="items", collect="concat")
@@ -286,9 +287,9 @@ class HybridWorker(WorkerBase):
         self._samples.write(sample_records(step, batch, names))
 
     @dispatch(split="groups", collect="all", objects=True)
-    def texts(self, batch: Batch) -> list[tuple[int, str, str, float]]:
-        """Trajectory, prompt, completion and reward of this rank's samples."""
-        columns = (batch["trajectory"].tolist(), map(str, batch["prompt"]), batch["completion"])
+    def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
+        """Key, prompt, completion and reward of this rank's samples."""
+        columns = (sample_keys(batch), map(str, batch["prompt"]), batch["completion"])
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Trajectories
+from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
@@ -156,8 +157,10 @@ class RewardModels:
         """Their weights, as the leases know them."""
         return module_resident(REWARD_MODELS, nn.ModuleList([model.model.module for model in self._models.values()]))
 
-    def late_scores(self, batch: Batch, first_id: int) -> LateScores:
-        """Scores of this rank's samples, to be merged. first_id: as of the RolloutCall. Collective."""
+    def late_scores(self, batch: Batch) -> LateScores:
+        """Score this rank's trajectories by their last turns. Collective."""
+        batch = Trajectories.of(batch).last_turns(batch)
+        keys = sample_keys(batch)
         values: dict[int, list[float | None]] = {}
         failures: list[RewardFailure] = []
         for place, model in self._models.items():
@@ -167,8 +170,7 @@ class RewardModels:
                 "" if limit is None else f"prompt and completion take more than {limit.num_tokens} tokens: {limit.why}"
             )
             for row in scores.isnan().nonzero()[:, 0].tolist():
-                key = int(batch["trajectory"][row]) - first_id
-                failures.append(RewardFailure(self._names[place], key, "long", detail))
+                failures.append(RewardFailure(self._names[place], keys[row], "long", detail))
             values[place] = [None if score != score else score for score in scores.tolist()]
         return LateScores(values, failures)
 

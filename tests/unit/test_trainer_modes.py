@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.batch.files import load_rollout, rollout_steps
+from hybrid_rl.batch.files import load_rollout, rollout_steps, save_rollout
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HandoffError, StorageError
 from hybrid_rl.rewards import RewardRunner
 from tests.tiny import build_model, spread, sums
+from tests.turns import cut_in_turns
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -126,6 +127,37 @@ def test_saved_rollouts_are_trained_on_at_the_temperature_that_they_were_made_at
     # The engine sampled at 0.7, and so does the trainer compute.
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-5 for line in mine if "loss" in line)
     assert same_weights(weights(replayed_model), weights(recorded_model))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+def test_a_trajectory_teaches_the_same_in_one_turn_and_in_two(make_trainer, records, tmp_path, loss_type) -> None:
+    """Turns of a trajectory lie in several micro-batches; a KL and mini-batches take part."""
+    keys = {
+        "max_steps": 1,
+        "prompts_per_mini_batch": 2,
+        "tokens_per_micro_batch": 24,
+        "beta": 0.1,
+        "loss_type": loss_type,
+    }
+    whole_model, cut_model = build_model(), build_model()
+    initial = weights(whole_model)
+    whole = make_trainer(whole_model, save_rollouts=True, **keys)
+    whole.fit()
+    made = load_rollout(whole.run_folder / "rollouts", 1)
+    cut = cut_in_turns(made)
+    assert cut.num_samples > made.num_samples
+    save_rollout(tmp_path, 1, 0, 1, cut)
+    replayed = make_trainer(cut_model, mode="train", rollouts_path=str(tmp_path), **keys)
+    replayed.fit()
+    mine, theirs = records(replayed, comparable=True)[-1], records(whole, comparable=True)[-1]
+    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/num_failed"):
+        assert mine[name] == theirs[name]
+    for name in ("loss", "grad_norm", "kl", "entropy"):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6)
+    moved = {name: value - initial[name] for name, value in weights(whole_model).items()}
+    for name, value in weights(cut_model).items():
+        torch.testing.assert_close(value - initial[name], moved[name], rtol=1e-2, atol=1e-7)
+    assert len(records(replayed, name="samples.jsonl")) == cut.num_samples
 
 
 def test_training_mode_generates_nothing_but_probes(make_trainer, monkeypatch) -> None:

@@ -26,7 +26,7 @@ def weights(mask: Tensor, rows: Tensor, num_rows: int, loss_type: str) -> Tensor
         num_rows,
         loss_type,
         num_tokens=int(MASK.sum()),
-        num_samples=4,
+        num_trajectories=4,
         max_completion_length=MAX_LENGTH,
     )
 
@@ -61,7 +61,7 @@ def test_cutting_changes_no_weight(loss_type: str, cut: list[list[int]]) -> None
 def test_nothing_to_learn_from_is_zero_not_nan(loss_type: str) -> None:
     nothing = torch.zeros(3, dtype=torch.bool)
     result = token_weights(
-        nothing, torch.tensor([0, 0, 1]), 2, loss_type, num_tokens=0, num_samples=0, max_completion_length=4
+        nothing, torch.tensor([0, 0, 1]), 2, loss_type, num_tokens=0, num_trajectories=0, max_completion_length=4
     )
     assert result.tolist() == [0.0] * 3
 

@@ -145,12 +145,12 @@ def test_columns_of_an_estimator_that_do_not_fit_are_named(changes: dict[str, An
     ("loss_type", "counts", "message"),
     [
         ("dr_grpo", {"max_completion_length": 0}, "max_completion_length=0 is what dr_grpo divides by"),
-        ("dapo", {"num_tokens": -1}, "num_tokens=-1 and num_samples=1 are counts"),
-        ("grpo", {"num_samples": -2}, "num_tokens=1 and num_samples=-2 are counts"),
+        ("dapo", {"num_tokens": -1}, "num_tokens=-1 and num_trajectories=1 are counts"),
+        ("grpo", {"num_trajectories": -2}, "num_tokens=1 and num_trajectories=-2 are counts"),
     ],
 )
 def test_counts_of_token_weights(loss_type: str, counts: dict[str, int], message: str) -> None:
-    given = {"num_tokens": 1, "num_samples": 1, "max_completion_length": 1, **counts}
+    given = {"num_tokens": 1, "num_trajectories": 1, "max_completion_length": 1, **counts}
     with pytest.raises(ValueError, match=message):
         token_weights(torch.ones(1).bool(), torch.zeros(1).long(), 1, loss_type, **given)
 

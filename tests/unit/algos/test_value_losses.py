@@ -85,7 +85,7 @@ def test_the_loss_does_not_grow_with_the_number_of_micro_batches(num_micro_batch
             last - first,
             "dapo",
             num_tokens=num_tokens,
-            num_samples=8,
+            num_trajectories=8,
             max_completion_length=8,
         )
         loss = loss + (weights.double() * per_token).sum()

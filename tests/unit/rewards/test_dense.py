@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardInput, RewardRunner, dense_reward
 from hybrid_rl.rewards.calling import CallLog, check_values
@@ -16,7 +17,7 @@ NAN = math.nan
 
 
 def samples(*lengths):
-    return [RewardInput(10 + i, "p", "c" * n, list(range(n)), {}) for i, n in enumerate(lengths)]
+    return [RewardInput(SampleKey(10 + i), "p", "c" * n, list(range(n)), {}) for i, n in enumerate(lengths)]
 
 
 def score(functions, inputs, **options):
@@ -90,7 +91,7 @@ def test_a_bad_row_fails_only_its_sample(row, reason, says):
         return [row if len(ids) == 2 else [1.0] * len(ids) for ids in completion_ids]
 
     result = score(f, samples(2, 3))
-    assert [(failure.key, failure.reason) for failure in result.failures] == [(10, reason)]
+    assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(10, reason)]
     assert re.search(says, result.failures[0].detail)
     np.testing.assert_array_equal(result.rewards, [NAN, 3.0])
     assert [row.tolist() for row in result.token_rewards] == [[0.0, 0.0], [1.0, 1.0, 1.0]]
@@ -129,7 +130,7 @@ def test_through_processes_objects_and_partials():
 
 def test_an_exception_in_the_place_of_a_value_fails_its_sample():
     result = score(lambda completion_ids: [1.0, ValueError("no answer")], samples(1, 1))
-    assert [(failure.key, failure.reason) for failure in result.failures] == [(11, "raised")]
+    assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(11, "raised")]
     assert "ValueError: no answer" in result.failures[0].detail
     np.testing.assert_array_equal(result.rewards, [1.0, NAN])
 

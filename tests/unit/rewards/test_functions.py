@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import (
     EngineJudge,
@@ -21,7 +22,7 @@ CHAT = [{"role": "user", "content": "2+2?"}]
 
 
 def sample(key=0, prompt="p", completion="c", **columns):
-    return RewardInput(key, prompt, completion, [key, key + 1], columns)
+    return RewardInput(SampleKey(key), prompt, completion, [key, key + 1], columns)
 
 
 def resolve(reward_funcs, available_columns=None):
@@ -81,7 +82,7 @@ def test_columns_that_some_samples_lack_are_none_whatever_the_call():
 
 def test_the_prompt_column_is_not_passed_and_reserved_names_are_refused():
     (spec,) = resolve(takes_everything, ["prompt", "completion", "completion_ids"])
-    gold = RewardInput(0, "p", "c", [1], {"completion": "gold", "completion_ids": [9], "task": 1})
+    gold = RewardInput(SampleKey(0), "p", "c", [1], {"completion": "gold", "completion_ids": [9], "task": 1})
     arguments = spec.arguments([gold], None)
     columns = {"task", "completion"}
     assert arguments.keys() == {"prompts", "completions", "completion_ids", "trainer_state"} | columns

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardInput, RewardRunner, group_reward
 
@@ -14,7 +15,7 @@ NAN = math.nan
 
 def groups(*sizes):
     inputs = [(group, place) for group, size in enumerate(sizes) for place in range(size)]
-    return [RewardInput(10 * g + p, f"prompt {g}", str(p), [p], {}, group=g) for g, p in inputs]
+    return [RewardInput(SampleKey(10 * g + p), f"prompt {g}", str(p), [p], {}, group=g) for g, p in inputs]
 
 
 @group_reward
@@ -34,7 +35,7 @@ def test_every_call_holds_one_whole_group(function, num_processes):
         inputs = groups(3, 2, 1)
         mixed = [inputs[i] for i in (0, 3, 1, 5, 2, 4)]
         result = runner.score(mixed, None)
-    assert result.keys == [0, 10, 1, 20, 2, 11] and not result.failures
+    assert [key.trajectory for key in result.keys] == [0, 10, 1, 20, 2, 11] and not result.failures
     np.testing.assert_allclose(result.rewards, [0, 0, 1 / 3, 0, 2 / 3, 1 / 2])
 
 
@@ -52,7 +53,7 @@ def test_a_call_that_fails_masks_its_group_and_is_not_cut(is_async, num_processe
     with RewardRunner([g if is_async else f], score_by="group", num_processes=num_processes) as runner:
         result = runner.score(groups(2, 3), None)
     np.testing.assert_array_equal(result.rewards, [1.0, 1.0, NAN, NAN, NAN])
-    assert [failure.key for failure in result.failures] == [10, 11, 12]
+    assert [failure.key.trajectory for failure in result.failures] == [10, 11, 12]
     # Only the whole call of the first group counts: nothing was tried one by one.
     assert result.metrics == {"calls": [(2.0, 2)]}
 

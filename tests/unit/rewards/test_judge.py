@@ -6,6 +6,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import LLMJudge, RewardInput, RewardRunner
 from tests.unit.rewards.chat_server import ChatServer, Reply
@@ -14,7 +15,9 @@ NAN = np.nan
 
 
 def samples(*texts):
-    return [RewardInput(i, "request", text, [1], {"answer": "gold"}, group=0) for i, text in enumerate(texts)]
+    return [
+        RewardInput(SampleKey(i), "request", text, [1], {"answer": "gold"}, group=0) for i, text in enumerate(texts)
+    ]
 
 
 def judge(server, **options):
@@ -62,7 +65,7 @@ def test_errors_of_the_server_are_tried_again_and_then_fail_their_samples():
     with ChatServer(answer) as server, RewardRunner(judge(server, num_retries=1)) as runner:
         result = runner.score(samples("7", "6", "5"), None)
     np.testing.assert_array_equal(result.rewards, [7.0, 6.0, NAN])
-    assert [(failure.key, failure.reason) for failure in result.failures] == [(2, "raised")]
+    assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(2, "raised")]
     assert "overloaded" in result.failures[0].detail
     assert len(server.requests) == 1 + 2 + 2
 
@@ -89,7 +92,7 @@ def test_malformed_bodies_fail_or_leave_their_samples(raw):
     with ChatServer(answer) as server, RewardRunner(judge(server)) as runner:
         result = runner.score(samples("7", "5"), None)
     np.testing.assert_array_equal(result.rewards, [7.0, NAN])
-    assert [failure.key for failure in result.failures] == [1]
+    assert [failure.key.trajectory for failure in result.failures] == [1]
 
 
 def test_no_more_requests_at_once_than_allowed():

@@ -7,6 +7,7 @@ import threading
 import cloudpickle
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardInput, RewardRunner, math_reward
 
@@ -64,7 +65,7 @@ def test_only_one_warning_is_silenced(caplog, monkeypatch):
 
 @pytest.mark.parametrize("num_processes", [0, 1])
 def test_as_a_reward_function(num_processes):
-    inputs = [RewardInput(i, "p", text, [1], {"answer": gold}) for i, (text, gold, _) in enumerate(CASES)]
+    inputs = [RewardInput(SampleKey(i), "p", text, [1], {"answer": gold}) for i, (text, gold, _) in enumerate(CASES)]
     with RewardRunner(math_reward(), num_processes=num_processes) as runner:
         result = runner.score(inputs, None)
     assert runner.names == ["math_reward"]

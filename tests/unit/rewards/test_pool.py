@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState, exact_match
 
@@ -27,11 +28,13 @@ class State:
 
 
 def samples(*completions):
-    return [RewardInput(10 + i, "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)]
+    return [
+        RewardInput(SampleKey(10 + i), "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)
+    ]
 
 
 def reasons(result):
-    return [(failure.key, failure.reason) for failure in result.failures]
+    return [(failure.key.trajectory, failure.reason) for failure in result.failures]
 
 
 def is_alive(pid):
@@ -78,7 +81,7 @@ def test_closures_lambdas_coroutines_logs_and_state_through_two_processes():
     assert result.metrics == {"size": [(1.0, 1), (2.0, 2)]}
     np.testing.assert_array_equal(again.values, result.values)
     assert os.getpid() not in result.extras["pid"].values()
-    assert list(result.extras["pid"]) == [10, 11, 12]
+    assert list(result.extras["pid"]) == [SampleKey(10 + i) for i in range(3)]
     assert not result.failures
 
 
@@ -90,7 +93,7 @@ def test_state_objects_travel():
 def test_processes_start_at_first_use_are_kept_and_end_with_close():
     with RewardRunner(pid_function(), num_processes=1) as runner:
         assert runner._loop is None
-        pids = {runner.score(samples("a"), None).extras["pid"][10] for _ in range(3)}
+        pids = {runner.score(samples("a"), None).extras["pid"][SampleKey(10)] for _ in range(3)}
         assert len(pids) == 1
         assert is_alive(*pids)
     with pytest.raises(ProcessLookupError):  # reaped, not only dead
@@ -116,7 +119,7 @@ def test_a_hanging_sample_is_killed_and_only_it_is_masked():
         return [1.0] * len(completions)
 
     with RewardRunner([f, pid_function()], num_processes=1, timeout_seconds=0.5) as runner:
-        before = runner.score(samples("a"), None).extras["pid"][10]
+        before = runner.score(samples("a"), None).extras["pid"][SampleKey(10)]
         result = runner.score(samples("a", "hang", "b"), None)
         assert not is_alive(before)
         assert runner.score(samples("a"), None).rewards == [2.0]
@@ -269,7 +272,7 @@ def test_submissions_of_single_samples_use_all_processes():
 
     with RewardRunner(meet, num_processes=2) as runner:
         futures = [runner.submit(samples("a"), None) for _ in range(8)]
-        pids = {future.result(20).extras["pid"][10] for future in futures}
+        pids = {future.result(20).extras["pid"][SampleKey(10)] for future in futures}
     assert len(pids) == 2
 
 
@@ -324,7 +327,7 @@ def test_long_texts_travel_whole_in_both_directions():
     with RewardRunner(f, num_processes=1) as runner:
         result = runner.score(inputs, None)
     assert result.rewards.tolist() == [3e6, 1.0]
-    assert result.extras["text"] == {10: inputs[0].completion, 11: "c"}
+    assert result.extras["text"] == {SampleKey(10): inputs[0].completion, SampleKey(11): "c"}
 
 
 def test_arguments_that_cannot_travel_raise_from_the_future():
@@ -337,6 +340,7 @@ def test_arguments_that_cannot_travel_raise_from_the_future():
 
 SCRIPT = """
     import os, re, sys, time
+    from hybrid_rl.batch import SampleKey
     from hybrid_rl.rewards import RewardInput, RewardRunner
 
     def sleeps(completions, **kwargs):
@@ -349,7 +353,7 @@ SCRIPT = """
 
     runners = [RewardRunner(function, num_processes=1) for function in {functions}]
     for runner in runners:
-        runner.submit([RewardInput(0, "p", "c", [], {{}})], None)
+        runner.submit([RewardInput(SampleKey(0), "p", "c", [], {{}})], None)
     {end}
 """
 
@@ -439,4 +443,4 @@ def test_a_fork_that_ends_itself_is_a_function_s_own_business():
     with RewardRunner(forks, num_processes=1) as runner:
         found = [runner.score(samples("a", "b"), None) for _ in range(3)]
         assert [result.rewards.tolist() for result in found] == [[2.0, 2.0]] * 3
-        assert len({result.extras["pid"][10] for result in found}) == 1
+        assert len({result.extras["pid"][SampleKey(10)] for result in found}) == 1

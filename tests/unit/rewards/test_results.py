@@ -5,12 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import RewardError
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
 from hybrid_rl.rewards.calling import CallLog, CallOutcome, call_sync, check_values, failed_call
 from hybrid_rl.rewards.results import assemble, cause_of
 
-SAMPLES = [RewardInput(key, "p", "c", [], {}) for key in (7, 3, 5)]
+SAMPLES = [RewardInput(SampleKey(key), "p", "c", [], {}) for key in (7, 3, 5)]
 
 
 def outcome(*values, errors=None, extras=None, metrics=(), tokens=None):
@@ -19,7 +20,9 @@ def outcome(*values, errors=None, extras=None, metrics=(), tokens=None):
 
 def result_with(rewards, failures=()):
     rewards = np.array(rewards)
-    return RewardResult(list(range(len(rewards))), rewards[:, None], rewards, list(failures), {}, {}, [], {})
+    return RewardResult(
+        [SampleKey(i) for i in range(len(rewards))], rewards[:, None], rewards, list(failures), {}, {}, [], {}
+    )
 
 
 def test_weighted_sum_leaves_out_none_and_masks_failures():
@@ -32,16 +35,35 @@ def test_weighted_sum_leaves_out_none_and_masks_failures():
     result = assemble(["f", "g"], [2.0, -4.0], SAMPLES, parts)
     np.testing.assert_array_equal(result.rewards, [2.0 * 1.0 - 4.0 * 0.5, math.nan, 2.0 * 3.0])
     np.testing.assert_array_equal(result.values, [[1, 0.5], [2, math.nan], [3, math.nan]])
-    assert result.keys == [7, 3, 5]
+    assert [key.trajectory for key in result.keys] == [7, 3, 5]
     assert result.rewards.dtype == result.values.dtype == np.float64
-    assert result.failures == [RewardFailure("g", 3, "raised", "boom")]
+    assert result.failures == [RewardFailure("g", SampleKey(3), "raised", "boom")]
 
 
 def test_none_from_all_functions_masks_and_counts():
     parts = [(0, (SAMPLES, outcome(None, 0.0, None))), (1, (SAMPLES, outcome(None, None, 0.0)))]
     result = assemble(["f", "g"], [1.0, 1.0], SAMPLES, parts)
     np.testing.assert_array_equal(result.rewards, [math.nan, 0.0, 0.0])
-    assert [(f.function, f.key, f.reason) for f in result.failures] == [("all functions", 7, "none")]
+    assert [(f.function, f.key.trajectory, f.reason) for f in result.failures] == [("all functions", 7, "none")]
+
+
+def test_a_trajectory_has_the_sum_of_what_its_turns_got():
+    """Trajectory 4: 1 + 2 of f and 10 of g, which says nothing of the first turn; 6: one turn failed; 8:
+    nothing applies to one turn of it; 9: to none."""
+    keys = [SampleKey(4, 1), SampleKey(6, 0), SampleKey(4, 0), SampleKey(6, 1), *(SampleKey(n, 0) for n in (8, 9))]
+    keys.insert(5, SampleKey(8, 1))
+    inputs = [RewardInput(key, "p", "c", [1], {}) for key in keys]
+    f = outcome(2.0, 1.0, 1.0, 0.0, None, 3.0, None, errors={3: ("raised", "boom")}, tokens={1: [1.0]})
+    parts = [(0, (inputs, f)), (1, (inputs, outcome(10.0, None, None, None, None, None, None)))]
+    result = assemble(["f", "g"], [1.0, 0.5], inputs, parts, dense=[0])
+    np.testing.assert_array_equal(result.rewards, [8, math.nan, 8, math.nan, 3, 3, math.nan])
+    nan = math.nan
+    np.testing.assert_array_equal(result.values, [[3, 10], [1, nan], [3, 10], [1, nan], [3, nan], [3, nan], [nan, nan]])
+    assert [(failure.key, failure.reason) for failure in result.failures] == [((6, 1), "raised"), ((9, 0), "none")]
+    assert [tokens.tolist() for tokens in result.token_rewards] == [[0.0]] * 7
+    assert "(trajectory 6 turn 1)" in format_failures(result.failures[:1])
+    late = assemble(["f", "g"], [1.0, 0.5], inputs, parts, dense=[0], late=[1])
+    assert np.isnan(late.rewards).all() and late.values[2].tolist() == [3, 10]
 
 
 def test_extras_and_metrics_are_joined_by_key():
@@ -50,7 +72,7 @@ def test_extras_and_metrics_are_joined_by_key():
         (0, (SAMPLES[2:], outcome(0.0, extras={"x": ["c"]}, metrics=[("m", 2.0), ("n", 3.0)]))),
     ]
     result = assemble(["f"], [1.0], SAMPLES, parts)
-    assert result.extras == {"x": {7: "a", 3: "b", 5: "c"}}
+    assert result.extras == {"x": {SampleKey(7): "a", SampleKey(3): "b", SampleKey(5): "c"}}
     assert result.metrics == {"m": [(1.0, 2), (2.0, 1)], "n": [(3.0, 1)]}
 
 
@@ -90,7 +112,7 @@ def test_a_wrong_container_fails_the_call(returned, reason):
 
 
 def test_failure_share():
-    failures = [RewardFailure("f", 1, "raised", "Traceback ...\nValueError: the user's error")]
+    failures = [RewardFailure("f", SampleKey(1), "raised", "Traceback ...\nValueError: the user's error")]
     check_failure_share(1, 4, failures, 0.25, step=3)
     check_failure_share(0, 0, [], 0.0, step=3)
     with pytest.raises(RewardError) as raised:
@@ -101,13 +123,13 @@ def test_failure_share():
 
 
 def test_failure_report_groups_by_function_and_reason():
-    failures = [RewardFailure("f", key, "raised", f"line {key}\nend") for key in range(10)]
-    failures.insert(3, RewardFailure("g", 42, "timeout", "too slow"))
+    failures = [RewardFailure("f", SampleKey(key), "raised", f"line {key}\nend") for key in range(10)]
+    failures.insert(3, RewardFailure("g", SampleKey(42), "timeout", "too slow"))
     assert format_failures(failures) == (
-        "reward f: 10 samples raised an exception (samples 0, 1, 2, 3, 4, 5, 6, 7, ...); first:\n"
+        "reward f: 10 samples raised an exception (trajectories 0, 1, 2, 3, 4, 5, 6, 7, ...); first:\n"
         "  line 0\n"
         "  end\n"
-        "reward g: 1 sample ran past reward_timeout_seconds (samples 42); first:\n"
+        "reward g: 1 sample ran past reward_timeout_seconds (trajectory 42); first:\n"
         "  too slow"
     )
     assert format_failures([]) == ""
@@ -133,12 +155,12 @@ def test_the_cause_comes_first():
 
     detail = call_sync(f, {}, 1, ["log_metric"]).failure[1]
     cause = "ValueError: log_metric('step', ...) would hide the step of the record; choose another name"
-    failures = [RewardFailure("f", 1, "raised", detail)]
+    failures = [RewardFailure("f", SampleKey(1), "raised", detail)]
     with pytest.raises(RewardError) as raised:
         check_failure_share(1, 1, failures, 0.0, step=3)
     first, second, *rest = str(raised.value).splitlines()
     assert first.startswith(f"step 3: 1 of 1 samples (100.0%) have no reward (f: {cause}), more than")
-    assert second == f"reward f: 1 sample raised an exception (samples 1); first: {cause}"
+    assert second == f"reward f: 1 sample raised an exception (trajectory 1); first: {cause}"
     assert rest[0] == "  Traceback (most recent call last):"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner
 
@@ -18,7 +19,9 @@ NAN = math.nan
 
 
 def samples(*completions):
-    return [RewardInput(10 + i, "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)]
+    return [
+        RewardInput(SampleKey(10 + i), "p", text, [i], {"answer": text.upper()}) for i, text in enumerate(completions)
+    ]
 
 
 def run(functions, inputs, **options):
@@ -27,7 +30,7 @@ def run(functions, inputs, **options):
 
 
 def reasons(result):
-    return [(failure.function, failure.key, failure.reason) for failure in result.failures]
+    return [(failure.function, failure.key.trajectory, failure.reason) for failure in result.failures]
 
 
 def number(completions, **kwargs):
@@ -44,7 +47,7 @@ def test_values_are_returned_in_the_order_of_the_inputs():
     )
     np.testing.assert_array_equal(result.values, [[1.0, 1.0], [0.0, 2.0]])
     np.testing.assert_array_equal(result.rewards, [1.5, 1.0])
-    assert result.keys == [10, 11]
+    assert [key.trajectory for key in result.keys] == [10, 11]
     assert not result.failures
 
 
@@ -141,7 +144,7 @@ def test_logs_of_a_failed_call_are_dropped_and_those_of_its_repetition_kept():
         return number(completions)
 
     result = run(f, samples("1", "oops", "3"))
-    assert result.extras == {"text": {10: "1", 12: "3"}}
+    assert result.extras == {"text": {SampleKey(10): "1", SampleKey(12): "3"}}
     assert result.metrics == {"calls": [(1.0, 1), (1.0, 1)]}
 
 
@@ -183,7 +186,7 @@ def test_a_value_that_no_record_can_hold_fails_only_its_sample(value):
     assert r"log_extra('odd', ...): value 0 of type" in result.failures[0].detail
     assert "cannot be written as JSON" in result.failures[0].detail
     np.testing.assert_array_equal(result.rewards, [1.0, NAN, 1.0])
-    assert result.extras == {"odd": {10: "a", 12: "c"}}
+    assert result.extras == {"odd": {SampleKey(10): "a", SampleKey(12): "c"}}
 
 
 def test_later_changes_do_not_reach_what_was_logged():
@@ -195,7 +198,10 @@ def test_later_changes_do_not_reach_what_was_logged():
         shared.append(shared)
         return [1.0] * len(completions)
 
-    assert run(f, samples("a")).extras == {"list": {10: [1]}, "kinds": {10: [1, {"2": None}, 0.5, "x"]}}
+    assert run(f, samples("a")).extras == {
+        "list": {SampleKey(10): [1]},
+        "kinds": {SampleKey(10): [1, {"2": None}, 0.5, "x"]},
+    }
 
 
 @pytest.mark.parametrize(

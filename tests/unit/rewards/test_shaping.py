@@ -7,6 +7,7 @@ import math
 import cloudpickle
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import (
     RewardInput,
@@ -93,7 +94,7 @@ def test_a_wrapper_takes_the_arguments_of_the_wrapped_function_and_its_own():
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="'lcpo_exact' requires the parameter 'target_length'"):
         RewardRunner(wrapped, available_columns=["answer"])
-    sample = RewardInput(0, "p", "c", [1, 2], {"answer": "a", "target_length": 3, "more": 1})
+    sample = RewardInput(SampleKey(0), "p", "c", [1, 2], {"answer": "a", "target_length": 3, "more": 1})
     with RewardRunner(wrapped, available_columns=["answer", "target_length", "more"]) as runner:
         assert runner.names == ["lcpo_exact"]
         assert runner.score([sample], None).rewards.tolist() == [1 - 0.0003]
@@ -107,7 +108,7 @@ def test_a_wrapper_is_async_if_the_function_is():
     wrapped = cosine_reward(correct, 4)
     with RewardRunner(wrapped) as runner:
         assert runner.functions[0].is_async
-        assert runner.score([RewardInput(0, "p", "c", [1, 2], {})], None).rewards.tolist() == [1.5]
+        assert runner.score([RewardInput(SampleKey(0), "p", "c", [1, 2], {})], None).rewards.tolist() == [1.5]
 
 
 def test_a_wrong_number_of_values_is_named():

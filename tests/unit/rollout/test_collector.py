@@ -22,6 +22,7 @@ from hybrid_rl.rollout.collector import (
     reward_metrics,
 )
 from hybrid_rl.rollout.scored import ScoredRollout
+from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode
@@ -169,7 +170,7 @@ def test_failed_samples_are_masked_counted_and_shown(caplog, num_ranks, keep):
     assert collected.metrics["rewards/num_failed"] == 3
     assert collected.metrics["reward"] == 1.0
     assert "test: 3 samples have no reward and are masked" in caplog.text
-    assert "reward only_c: 3 samples returned NaN or infinity (samples 0, 2, 3)" in caplog.text
+    assert "reward only_c: 3 samples returned NaN or infinity (trajectories 0, 2, 3)" in caplog.text
 
 
 @RANKS
@@ -339,6 +340,44 @@ def test_a_saved_rollout_in_the_place_of_a_new_one(tmp_path, num_ranks):
     assert found.batch["completion"] == made.batch["completion"]
     assert found.metrics == made.metrics == length_metrics(made.batch) | reward_metrics(made.batch, ["length"])
     assert set(found.timings.seconds) == {"rollout"} and found.logged == {}
+
+
+def test_a_saved_rollout_of_several_turns(tmp_path):
+    """Group sizes and metrics of rewards count trajectories; lengths are of turns."""
+    made = rollout(length).batch
+    cut = cut_in_turns(made)
+    assert cut["completion_length"].tolist() == [1, 2, 1, 1, 1, 1, 1]  # of 2, 1, 3 and 2; the last turns first
+    for rank, half in enumerate((cut.select([6, 1, 2, 5]), cut.select([0, 3, 4]))):
+        save_rollout(tmp_path, 3, rank, 2, half)
+    found = replay(tmp_path, 3, 2, 2, ["length"], version=17)
+    assert found.batch["trajectory"].tolist() == [0, 0, 1, 2, 2, 3, 3]
+    assert found.batch["turn"].tolist() == [0, 1, 0, 0, 1, 0, 1]
+    assert reward_metrics(found.batch, ["length"]) == reward_metrics(made, ["length"])
+    assert found.metrics["completions/mean_length"] == pytest.approx(8 / 7)
+    with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=4"):
+        replay(tmp_path, 3, 2, 4, ["length"], version=1)
+    save_rollout(tmp_path, 4, 0, 1, Batch.concat([made, made]))
+    with pytest.raises(DataError, match="rollout of step 4: two samples are turn 0 of trajectory 0"):
+        replay(tmp_path, 4, 2, 2, ["length"], version=1)
+
+
+def test_the_turns_that_ranks_made_come_in_order_and_count_once(caplog):
+    """Two ranks answer with the trajectories of their prompts, cut in turns; one of 4 trajectories has failed."""
+
+    class Turns(Workers):
+        def rollout(self, tasks, call):
+            batch, reports = super().rollout(tasks, call)
+            return cut_in_turns(batch), reports
+
+    runner = RewardRunner(lambda completion_ids, **_: [NAN if len(ids) == 3 else 1.0 for ids in completion_ids])
+    workers = Turns([ScoredRollout(ScriptedClient(), runner, decode, seed=11) for _ in range(2)], keep=False)
+    collector = Collector(workers, ("f",), None, max_failure_share=0.25)
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        made = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test")
+    assert made.batch["trajectory"].tolist() == [0, 0, 1, 2, 2, 3, 3]
+    assert made.batch["turn"].tolist() == [0, 1, 0, 0, 1, 0, 1]
+    assert made.metrics["rewards/num_failed"] == 1 and made.metrics["reward"] == 1.0
+    assert "test: 1 sample has no reward" in caplog.text and "(trajectory 2)" in caplog.text
 
 
 def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):

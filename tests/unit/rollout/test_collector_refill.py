@@ -196,6 +196,26 @@ def test_refilling(signal, num_prompts, num_generations, max_refills, layout):
     assert sorted(set(batch["trajectory"].tolist())) == batch["trajectory"].tolist()
 
 
+def test_a_group_of_several_turns_is_kept_whole():
+    """Group 4 has one trajectory of three turns beside a failed one, 5 has two that differ, 6 two that are equal."""
+    group = torch.tensor([5, 4, 4, 5, 4, 4, 5, 6, 6])
+    batch = Batch(
+        {
+            "group": group,
+            "trajectory": torch.tensor([52, 41, 41, 51, 42, 41, 51, 61, 62]),
+            "turn": torch.tensor([0, 0, 2, 1, 0, 1, 0, 0, 0]),
+            "rewards": torch.tensor([1.0, 3, 3, 0, NAN, 3, 0, 2, 2], dtype=torch.float64),
+            "function_rewards": [[value] for value in (1.0, 3, 3, 0, 7, 3, 0, 2, 2)],
+        }
+    )
+    refill = Refill(2, 0, ("f",), (1.0,))
+    places, samples = refill.keep(batch)
+    assert places == [1] and samples.tolist() == [0, 3, 6]
+    assert refill.metrics()["collect/reward_all"] == (1 + 3 + 0 + 2 + 2) / 5
+    with pytest.raises(NoSignalError, match="1 had fewer than two scored samples"):
+        refill.check(1)
+
+
 @settings(max_examples=100, deadline=None)
 @given(found=st.integers(0, 20), rolled=st.integers(1, 40), num_prompts=st.integers(1, 20))
 def test_the_next_rollout_is_as_large_as_the_share_lets_expect(found, rolled, num_prompts):
@@ -364,11 +384,11 @@ def test_failures_count_over_the_whole_step(caplog):
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         batch = Rig(rows_of(*groups, MIXED, (NAN, 1.0), MIXED, MIXED), share=0.25).collect(2).batch
     assert prompts(batch) == [4, 4, 6, 6]
-    assert "train/3: 1 sample has no reward" in caplog.text and "(samples 3)" in caplog.text
-    assert "train/3/refill/1: 1 sample has no reward" in caplog.text and "(samples 6)" in caplog.text
+    assert "train/3: 1 sample has no reward" in caplog.text and "(trajectory 3)" in caplog.text
+    assert "train/3/refill/1: 1 sample has no reward" in caplog.text and "(trajectory 6)" in caplog.text
     with pytest.raises(RewardError, match=r"step 3: 4 of 12 samples \(33.3%\) .*") as raised:
         Rig(rows_of(*groups, WRONG, (NAN, NAN)), share=0.25).collect(2)
-    assert "4 samples returned NaN or infinity (samples 3, 6, 10, 11)" in str(raised.value)
+    assert "4 samples returned NaN or infinity (trajectories 3, 6, 10, 11)" in str(raised.value)
 
 
 def test_weights_must_match_the_functions():

@@ -12,6 +12,9 @@ from hybrid_rl.rollout.records import sample_records
 def batch(extra=({}, {})):
     return Batch(
         {
+            "group": torch.tensor([4, 4]),
+            "trajectory": torch.tensor([8, 9]),
+            "turn": torch.tensor([0, 1]),
             "prompt": ["1+1=", [{"role": "user", "content": "2"}]],
             "completion": ["2", ""],
             "rewards": torch.tensor([2.5, math.nan], dtype=torch.float64),
@@ -27,6 +30,9 @@ def test_one_record_per_sample():
     assert sample_records(3, batch(), ["exact", "short"]) == [
         {
             "step": 3,
+            "group": 4,
+            "trajectory": 8,
+            "turn": 0,
             "prompt": "1+1=",
             "completion": "2",
             "reward": 2.5,
@@ -35,6 +41,9 @@ def test_one_record_per_sample():
         },
         {
             "step": 3,
+            "group": 4,
+            "trajectory": 9,
+            "turn": 1,
             "prompt": [{"role": "user", "content": "2"}],
             "completion": "",
             "reward": None,

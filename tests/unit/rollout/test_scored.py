@@ -201,7 +201,7 @@ def test_failed_samples_have_no_reward_and_the_first_of_each_kind_says_why():
     assert [math.isnan(reward) for reward in batch["rewards"].tolist()] == [True, False, True, False]
     assert [math.isnan(first) for first, _ in batch["function_rewards"]] == [True, False, True, False]
     assert [second for _, second in batch["function_rewards"]] == [2.0, 1.0, 3.0, 2.0]
-    assert sorted((failure.function, failure.key, failure.reason) for failure in report.failures) == [
+    assert sorted((failure.function, failure.key.trajectory, failure.reason) for failure in report.failures) == [
         ("fails", 0, "nan"),
         ("fails", 2, "raised"),
     ]
@@ -212,15 +212,15 @@ def test_failed_samples_have_no_reward_and_the_first_of_each_kind_says_why():
 def test_failures_of_one_kind_bring_their_details_once():
     """Hundreds of tracebacks would travel to the driver, which shows one."""
     _, report = run(lambda completion_ids, **_: [math.nan] * len(completion_ids), batches=[[0], [1, 2], [3]])
-    assert [failure.key for failure in report.failures] == [0, 1, 2, 3]
+    assert [failure.key.trajectory for failure in report.failures] == [0, 1, 2, 3]
     assert [bool(failure.detail) for failure in report.failures] == [True, False, False, False]
 
 
-def test_keys_of_failures_are_places_in_the_whole_rollout():
+def test_failures_name_the_trajectory_of_the_batch():
     with RewardRunner(lambda completion_ids, **_: [math.nan] * len(completion_ids)) as rewards:
         scored = ScoredRollout(ScriptedClient(), rewards, decode, seed=0)
         batch, report = scored.run(TASKS[1:], call(first_id=100))
-    assert [failure.key for failure in report.failures] == [2, 3]
+    assert [failure.key.trajectory for failure in report.failures] == [102, 103]
     assert batch["trajectory"].tolist() == [102, 103] and batch["rewards"].isnan().all()
 
 

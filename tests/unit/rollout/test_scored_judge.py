@@ -121,6 +121,7 @@ def test_every_pair_of_a_group_has_an_id_of_its_own():
                 "row": [{}] * 6,
                 "group": torch.tensor([0] * 3 + [1] * 3),
                 "trajectory": torch.arange(100, 106),
+                "turn": torch.zeros(6, dtype=torch.int64),
             }
         )
         late = judge_round.run(batch, RolloutCall(3, PARAMS, 9, STATE, "test", 100))
@@ -128,12 +129,41 @@ def test_every_pair_of_a_group_has_an_id_of_its_own():
     assert late.values == {0: [0.5] * 6, 1: [0.5] * 6}  # A always wins
 
 
+def test_the_last_turn_of_a_trajectory_is_judged():
+    """Its prompt holds the turns before it, and the pairs of a group are of different trajectories."""
+    asked = []
+
+    class Client:
+        def stream(self, requests, version):
+            asked.extend("".join(map(chr, request.prompt_ids)) for request in requests)
+            yield [FinishedSample(request.id, [ord("1")], [0.0], [9], "stop") for request in requests]
+
+    judge = EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise")
+    batch = Batch(
+        {
+            "prompt": ["p"] * 3,
+            "completion": ["a2", "b", "a1"],
+            "row": [{}] * 3,
+            "group": torch.tensor([0] * 3),
+            "trajectory": torch.tensor([100, 101, 100]),
+            "turn": torch.tensor([1, 0, 0]),
+        }
+    )
+    with RewardRunner(judge) as rewards:
+        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=None)
+        late = judge_round.run(batch, RolloutCall(2, PARAMS, 9, STATE, "test", 100))
+        assert asked == ["a2|b", "b|a2"] and late.values == {0: [0.5, 0.5]}
+        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=1)
+        late = judge_round.run(batch, RolloutCall(2, PARAMS, 9, STATE, "test", 100))
+    assert {failure.key for failure in late.failures} == {(100, 1), (101, 0)}
+
+
 def test_unreadable_answers_are_unscored_and_counted():
     judge = EngineJudge("{prompt}|{completion}", parse)
     batch, report, _ = run(judge, lambda question: None if "aaa" in question else "3")
     assert batch["rewards"].isnan().tolist() == [False, False, True, False]
-    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
-        ("all functions", 2, "none")
+    assert [(failure.function, failure.key.trajectory, failure.reason) for failure in report.failures] == [
+        ("all functions", 102, "none")
     ]
     assert report.logged.result() == {"engine_judge/unparsed": 0.25}
 
@@ -142,8 +172,8 @@ def test_questions_that_are_too_long_fail_their_samples():
     judge = EngineJudge("{prompt}|{completion}", parse, max_tokens=5)
     batch, report, client = run(judge, grade, max_length=5 + len("first|c"))
     assert batch["rewards"].isnan().tolist() == [True, False, False, False]
-    assert [(failure.function, failure.key, failure.reason) for failure in report.failures] == [
-        ("engine_judge", 0, "long")
+    assert [(failure.function, failure.key.trajectory, failure.reason) for failure in report.failures] == [
+        ("engine_judge", 100, "long")
     ]
     assert len(client.calls[1][0]) == 3
 

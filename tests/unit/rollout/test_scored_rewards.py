@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
 from hybrid_rl.rollout.late import LateScores, merge_late
@@ -96,7 +96,7 @@ def test_a_group_that_fails_is_masked_whole():
 
     batch, report, _ = run([reward, length], score_by="group")
     assert batch["rewards"].isnan().tolist() == [True, True, False, False]
-    assert [failure.key for failure in report.failures] == [0, 1]
+    assert [failure.key.trajectory for failure in report.failures] == [FIRST_ID, FIRST_ID + 1]
 
 
 # ------------------------------------------------------------------------------------------------------ late scores
@@ -124,10 +124,8 @@ def test_rewards_wait_for_reward_models():
 
 def test_late_scores_join_in_their_place_and_with_their_weight():
     batch, report, rewards = late_run()
-    lost = RewardFailure("reward-model", 3, "long", "too long")
-    merged, failures = merge_late(
-        batch, report.failures, rewards, FIRST_ID, LateScores({1: [0.25, -1.0, 2.0, None]}, [lost])
-    )
+    lost = RewardFailure("reward-model", SampleKey(FIRST_ID + 3), "long", "too long")
+    merged, failures = merge_late(batch, report.failures, rewards, LateScores({1: [0.25, -1.0, 2.0, None]}, [lost]))
     assert merged["rewards"].tolist()[:2] == [1.0 + 2.5 + 1.5, -10.0 + 3.5]
     assert merged["rewards"].isnan().tolist() == [False, False, True, True]
     assert [row[1] for row in merged["function_rewards"]][:3] == [0.25, -1.0, 2.0]
@@ -140,16 +138,35 @@ def test_late_scores_join_in_their_place_and_with_their_weight():
 def test_a_sample_that_nothing_applies_to_is_counted_when_the_last_score_is_there():
     batch, report, rewards = run([lambda completions, **_: [None] * len(completions), "org/reward-model"])
     assert not report.failures
-    merged, failures = merge_late(batch, report.failures, rewards, FIRST_ID, LateScores({1: [None, 1.0, None, 0.0]}))
+    merged, failures = merge_late(batch, report.failures, rewards, LateScores({1: [None, 1.0, None, 0.0]}))
     assert merged["rewards"].isnan().tolist() == [True, False, True, False]
-    assert [(failure.function, failure.key, failure.reason) for failure in failures] == [
-        ("all functions", 0, "none"), ("all functions", 2, "none")
+    assert [(failure.function, failure.key.trajectory, failure.reason) for failure in failures] == [
+        ("all functions", FIRST_ID, "none"), ("all functions", FIRST_ID + 2, "none")
     ]  # fmt: skip
+
+
+def test_late_scores_are_of_trajectories():
+    """Of 7 with two turns and 8 with one. A failure on one turn masks both."""
+    rewards = RewardRunner(["org/reward-model", length], weights=[2.0, 1.0])
+    batch = Batch(
+        {
+            "trajectory": torch.tensor([8, 7, 7]),
+            "turn": torch.tensor([0, 1, 0]),
+            "rewards": torch.full((3,), NAN, dtype=torch.float64),
+            "function_rewards": [[NAN, 5.0], [NAN, 3.0], [NAN, 3.0]],
+        }
+    )
+    merged, failures = merge_late(batch, [], rewards, LateScores({0: [1.0, 0.5]}))
+    assert merged["function_rewards"] == [[1.0, 5.0], [0.5, 3.0], [0.5, 3.0]] and not failures
+    assert merged["rewards"].tolist() == [7.0, 4.0, 4.0]
+    lost = RewardFailure("reward-model", SampleKey(7, 1), "long", "too long")
+    merged, failures = merge_late(batch, [], rewards, LateScores({0: [1.0, None]}, [lost]))
+    assert merged["rewards"].isnan().tolist() == [False, True, True] and failures == [lost]
 
 
 def test_a_reward_model_alone_needs_no_function():
     batch, report, rewards = run("org/reward-model")
-    merged, failures = merge_late(batch, report.failures, rewards, FIRST_ID, LateScores({0: [1.0, 2.0, 3.0, 4.0]}))
+    merged, failures = merge_late(batch, report.failures, rewards, LateScores({0: [1.0, 2.0, 3.0, 4.0]}))
     assert merged["rewards"].tolist() == [1.0, 2.0, 3.0, 4.0] and not failures
     empty, report, rewards = run("org/reward-model", tasks=[])
-    assert merge_late(empty, report.failures, rewards, FIRST_ID, LateScores({0: []}))[0].num_samples == 0
+    assert merge_late(empty, report.failures, rewards, LateScores({0: []}))[0].num_samples == 0

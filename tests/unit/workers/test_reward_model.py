@@ -61,6 +61,7 @@ def sample_batch(prompts=PROMPTS, completions=COMPLETIONS, *, eos=True):
             "prompt": list(prompts),
             "completion": list(completions),
             "trajectory": torch.arange(100, 100 + len(prompts)),
+            "turn": torch.zeros(len(prompts), dtype=torch.int64),
         }
     )
 
@@ -207,10 +208,23 @@ def test_samples_that_are_too_long_fail_and_the_others_are_scored():
         settings(),
         RankContext(),
     )
-    late = models.late_scores(sample_batch(), first_id=90)
+    late = models.late_scores(sample_batch())
     assert [score is None for score in late.values[2]] == [False, True, False, False]
-    assert [(f.function, f.key, f.reason) for f in late.failures] == [("rm", 11, "long")]
+    assert [(f.function, f.key.trajectory, f.reason) for f in late.failures] == [("rm", 101, "long")]
     assert "12 positions" in late.failures[0].detail
+
+
+def test_the_last_turn_of_a_trajectory_is_scored():
+    module = classifier(vocab_size=len(VOCABULARY))
+    models = RewardModels(
+        {0: RewardModelEntry("rm", module, build_tokenizer())}, ["rm"], build_tokenizer(), settings(), RankContext()
+    )
+    batch = sample_batch()
+    every = models.late_scores(batch).values[0]
+    turns = batch.without("trajectory", "turn").with_columns(
+        trajectory=torch.tensor([5, 5, 6, 5]), turn=torch.tensor([0, 2, 0, 1])
+    )
+    assert models.late_scores(turns).values[0] == pytest.approx([every[1], every[2]])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

@@ -218,7 +218,7 @@ def test_luspo_is_the_sequence_level_with_sequence_sum() -> None:
         advantage = advantages[places[0]]
         total -= len(places) * min(s * advantage, min(max(s, 1 - 2e-3), 1 + 2.5e-3) * advantage)
     weights = token_weights(
-        given["mask"], given["rows"], 6, "sequence_sum", num_tokens=18, num_samples=6, max_completion_length=9
+        given["mask"], given["rows"], 6, "sequence_sum", num_tokens=18, num_trajectories=6, max_completion_length=9
     )
     kept = torch.where(given["mask"], loss.per_token, 0.0)
     assert (weights * kept).sum().item() == pytest.approx(total / 6, rel=1e-7)  # weights are float32

@@ -29,7 +29,7 @@ def test_with_advantage_one_it_is_cross_entropy() -> None:
     given["advantages"] = torch.ones(len(MASK), dtype=torch.float64)
     loss, _ = loss_and_gradient(Reinforce(), given)
     weights = token_weights(
-        MASK, given["rows"], 6, "dapo", num_tokens=int(MASK.sum()), num_samples=6, max_completion_length=9
+        MASK, given["rows"], 6, "dapo", num_tokens=int(MASK.sum()), num_trajectories=6, max_completion_length=9
     ).double()
     ours = (weights * torch.where(MASK, loss.per_token, 0.0)).sum()
     theirs = torch.nn.functional.cross_entropy(logits[MASK], labels[MASK])
