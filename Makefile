@@ -68,7 +68,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-rest test-slow test-ranks test-engines sweep check check-all check-room durations e2e pins \
+.PHONY: help run test test-rest test-ranks test-engines sweep check check-all check-room durations e2e pins \
     pins-part vllm gpu lint install clean
 
 help: ## show this list
@@ -80,11 +80,9 @@ run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 test: check test-rest ## `make check`, then every other test that this machine can run, but for the sweep
 
 test-rest: vllm
-	@echo "slow unit tests, tests of many ranks and tests of engines, two at a time: each shows what it did at its end"
-	@$(MAKE) --no-print-directory $(BESIDE) test-engines test-ranks test-slow
-
-test-slow:
-	@$(BIN)/python -m pytest -ra -m "slow and not sweep" tests/unit
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit
+	@echo "tests of many ranks and tests of engines, side by side: each shows what it did at its end, some seven minutes on two cores"
+	@$(MAKE) --no-print-directory $(BESIDE) test-engines test-ranks
 
 test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
