@@ -33,7 +33,7 @@ import functools, json, os, signal, sys
 import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
-from hybrid_rl.engines.inplace import InPlaceEngine
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.workers.hybrid import HybridWorker
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
