@@ -394,7 +394,8 @@ class Trainer(Tenant):
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
-        self.policy.log_samples(batch, step, self._log.path)
+        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
+        self.policy.log_samples(batch, step, self._log.path, first)
 
     def _update_weights_again(self) -> None:
         self._handoff = largest(self.policy.update_weights_again(self.policy_version))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import AnyBatch, Batch, Trajectories
+from hybrid_rl.batch import AnyBatch, Batch, SampleKey, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
@@ -148,7 +148,7 @@ class Collector:
             )
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        tally = _Tally(self._max_failure_share)
+        tally = _Tally(self._max_failure_share, self._next_id)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
             refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
@@ -208,7 +208,7 @@ class Collector:
     ) -> Collected:
         """Samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
-        tally = _Tally(self._max_failure_share)
+        tally = _Tally(self._max_failure_share, self._next_id)
         batch = self._roll_out(rows, call, tally)
         if not is_scored:
             return tally.collected(batch, {})
@@ -275,10 +275,12 @@ class Collector:
 
 
 class _Tally:
-    """What the rollouts of one collection cost and showed so far."""
+    """What the rollouts of one collection cost and showed so far. first_id: of its trajectories, from which reports
+    count them."""
 
-    def __init__(self, max_failure_share: float) -> None:
+    def __init__(self, max_failure_share: float, first_id: int) -> None:
         self._max_failure_share = max_failure_share
+        self._first_id = first_id
         self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
@@ -292,7 +294,7 @@ class _Tally:
         if not call.is_scored:
             return
         self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
-        failures = [failure for report in reports for failure in report.failures]
+        failures = [replace(failure, key=self._place(failure.key)) for r in reports for failure in r.failures]
         check_not_ended(failures, call.state.global_step)
         rewards = batch["rewards"][Trajectories.of(batch).first]
         num_failed = int(rewards.isnan().sum())
@@ -311,6 +313,9 @@ class _Tally:
         if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
             for report in reports:
                 self._logged.merge(report.logged)
+
+    def _place(self, key: SampleKey) -> SampleKey:
+        return key._replace(trajectory=key.trajectory - self._first_id)
 
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """The batch that came of it, with its metrics."""

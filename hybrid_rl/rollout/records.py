@@ -10,8 +10,13 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.batch.trajectories import sample_keys
 
 
-def sample_records(step: int, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Write down key, prompt, completion and rewards of every sample of a batch. names: of the reward functions."""
+def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[int, int]) -> list[dict[str, Any]]:
+    """Write down key, prompt, completion and rewards of every sample of a batch.
+
+    names: of the reward functions. first: the smallest group and trajectory of the step, over all ranks. Records count
+    from there, so that a resumed run writes the same ones, whatever it generated besides.
+    """
+    first_group, first_trajectory = first
     columns = sorted({column for extra in batch["extra"] for column in extra})
     records = []
     groups = batch["group"].tolist()
@@ -20,8 +25,8 @@ def sample_records(step: int, batch: Batch, names: Sequence[str]) -> list[dict[s
         reward = float(batch["rewards"][index])
         record = {
             "step": step,
-            "group": groups[index],
-            "trajectory": trajectory,
+            "group": groups[index] - first_group,
+            "trajectory": trajectory - first_trajectory,
             "turn": turn,
             "prompt": batch["prompt"][index],
             "completion": batch["completion"][index],

@@ -94,9 +94,10 @@ class PolicyGroup(RankGroup):
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 
-    def log_samples(self, batch: AnyBatch, step: int, folder: Path) -> None:
-        """Append each rank's samples to a file of its own in the run folder; what cannot be written now waits."""
-        self._ranks.call(HybridWorker.log_samples, batch, step, folder)
+    def log_samples(self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int]) -> None:
+        """Append each rank's samples to a file of its own in the run folder. What cannot be written now waits. first:
+        the smallest group and trajectory of the step, from which records count."""
+        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
 
     def lost_samples(self) -> list[Path]:
         """Write what waits; the files that cannot be written. Ranks that are gone are told of by what ended them."""

@@ -275,8 +275,9 @@ class HybridWorker(WorkerBase):
     # --------------------------------------------------------------------------------------------- samples as text
 
     @dispatch(split="groups", collect="leader", objects=True)
-    def log_samples(self, batch: Batch, step: int, folder: Path) -> None:
-        """Append this rank's samples to a file of its own in the run folder; what cannot be written now waits."""
+    def log_samples(self, batch: Batch, step: int, folder: Path, first: tuple[int, int]) -> None:
+        """Append this rank's samples to a file of its own in the run folder; what cannot be written now waits. first:
+        the smallest group and trajectory of the step."""
         context = self._context
         if not context.is_data_leader:
             return
@@ -284,7 +285,7 @@ class HybridWorker(WorkerBase):
         if self._samples is None:
             self._samples = JsonLines(folder / name)
         names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
-        self._samples.write(sample_records(step, batch, names))
+        self._samples.write(sample_records(step, batch, names, first))
 
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:

@@ -291,7 +291,7 @@ def test_the_columns_of_a_batch():
     assert batch["rewards"].dtype == torch.float64 and batch["rewards"].tolist() == [1.0, 1.0]
     assert batch["function_rewards"] == [[1.0], [1.0]]
     assert report.failures == [] and set(report.seconds) == {"rollout"} and report.logged.result() == {}
-    assert sample_records(3, batch, [DEMONSTRATION])[1]["rewards"] == {"demonstration": 1.0}
+    assert sample_records(3, batch, [DEMONSTRATION], (0, 0))[1]["rewards"] == {"demonstration": 1.0}
 
 
 def test_a_rank_without_rows_has_the_same_columns():

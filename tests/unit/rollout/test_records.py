@@ -26,12 +26,12 @@ def batch(extra=({}, {})):
 
 
 def test_one_record_per_sample():
-    """What has no reward is null: JSON has no NaN."""
-    assert sample_records(3, batch(), ["exact", "short"]) == [
+    """What has no reward is null: JSON has no NaN. Groups and trajectories count from the step's first."""
+    assert sample_records(3, batch(), ["exact", "short"], (3, 6)) == [
         {
             "step": 3,
-            "group": 4,
-            "trajectory": 8,
+            "group": 1,
+            "trajectory": 2,
             "turn": 0,
             "prompt": "1+1=",
             "completion": "2",
@@ -41,8 +41,8 @@ def test_one_record_per_sample():
         },
         {
             "step": 3,
-            "group": 4,
-            "trajectory": 9,
+            "group": 1,
+            "trajectory": 3,
             "turn": 1,
             "prompt": [{"role": "user", "content": "2"}],
             "completion": "",
@@ -54,15 +54,15 @@ def test_one_record_per_sample():
 
 
 def test_what_a_function_logged_for_some_samples_is_a_column_of_all():
-    records = sample_records(1, batch([{"b": 1}, {"a": 2}]), ["exact", "short"])
+    records = sample_records(1, batch([{"b": 1}, {"a": 2}]), ["exact", "short"], (0, 0))
     assert [record["extra"] for record in records] == [{"a": None, "b": 1}, {"a": 2, "b": None}]
     assert list(records[0]["extra"]) == ["a", "b"]
 
 
 def test_no_samples_no_records():
-    assert sample_records(1, batch().select([]), ["exact", "short"]) == []
+    assert sample_records(1, batch().select([]), ["exact", "short"], (0, 0)) == []
 
 
 def test_names_that_are_not_those_of_the_rewards():
     with pytest.raises(ValueError):
-        sample_records(1, batch(), ["exact"])
+        sample_records(1, batch(), ["exact"], (0, 0))

@@ -310,11 +310,12 @@ def test_samples_of_a_step_are_logged_and_saved(make_bench, tmp_path) -> None:
     bench = make_bench()
     batch = bench.rollout()
     for step in (1, 2):
-        bench.group.log_samples(batch.select([3, 1]), step, tmp_path)
+        bench.group.log_samples(batch.select([3, 1]), step, tmp_path, (0, 0))
     bench.group.save_rollout(batch, 7, tmp_path / "rollouts", must=True)
     assert bench.group.lost_samples() == []
     records = read_jsonl(tmp_path / "samples.jsonl")
-    assert records == [record for step in (1, 2) for record in sample_records(step, batch.select([3, 1]), ["spread"])]
+    expected = [sample_records(step, batch.select([3, 1]), ["spread"], (0, 0)) for step in (1, 2)]
+    assert records == [record for step in expected for record in step]
     saved = load_rollout(tmp_path / "rollouts", 7)
     assert set(saved) == set(batch)
     assert torch.equal(saved["completion_ids"].values, batch["completion_ids"].values)
@@ -325,7 +326,7 @@ def test_samples_of_a_step_are_logged_and_saved(make_bench, tmp_path) -> None:
 def test_samples_that_cannot_be_written_wait_and_are_named(make_bench, tmp_path) -> None:
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
     bench = make_bench()
-    bench.group.log_samples(bench.rollout(), 1, tmp_path)
+    bench.group.log_samples(bench.rollout(), 1, tmp_path, (0, 0))
     assert bench.group.lost_samples() == [tmp_path / "samples.jsonl"]
     (tmp_path / "samples.jsonl").unlink()
     assert bench.group.lost_samples() == []
