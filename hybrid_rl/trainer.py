@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,25 +189,21 @@ class Trainer(Tenant):
         if self.global_step >= self.max_steps:
             self._log.message(self._nothing_to_do())
         self._log.start(self.global_step)
-        failure: BaseException | None = None
+        ends = (lambda: self._notify("on_fit_end"), lambda: self._log.stop(self.policy.lost_samples()))
         try:
             yield
-        except BaseException as error:
-            failure = error
-        do_all(
-            lambda: self._end_run(failure),
-            lambda: self._notify("on_fit_end"),
-            lambda: self._log.stop(self.policy.lost_samples()),
-        )
+        except BaseException as error:  # what fails now keeps it as its context
+            do_all(partial(self._end_run, error), *ends)
+        else:
+            do_all(*ends)
 
-    def _end_run(self, failure: BaseException | None) -> None:
+    def _end_run(self, failure: BaseException) -> None:
         """Raise the error that ended a run, after saving the last complete step if that step is sound."""
         if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
             self._keep_last_step()
         if isinstance(failure, KeyboardInterrupt):
             self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
-        if failure is not None:
-            raise failure
+        raise failure
 
     def _nothing_to_do(self) -> str:
         return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from hybrid_rl.batch.batch import Batch
-from hybrid_rl.batch.ref import BatchRef
+from hybrid_rl.batch.ref import AnyBatch
 from hybrid_rl.errors import DataError
 
 
-def sampling_temperature(batch: Batch | BatchRef) -> float:
+def sampling_temperature(batch: AnyBatch) -> float:
     """Read the temperature that all samples of a batch were made at, and that their logprobs are computed with.
 
     Raises DataError for a batch without the column `temperature`, without a sample, or of several temperatures: one

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch, Batch, BatchRef
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.mesh import RankMesh
 
 Get = Callable[[Any], Batch]
-Splitter = Callable[[Batch | BatchRef, int], Sequence[Tensor]]
+Splitter = Callable[[AnyBatch, int], Sequence[Tensor]]
 """(batch, number of parts) -> the samples of each part, int64 [n_i], whole groups, every sample once. The same batch
 must always be split the same way."""
 
@@ -27,7 +27,7 @@ class Parts:
     """A call cut into parts: the arguments of each, and for a batch that was cut the samples of each, int64 [n_i]."""
 
     arguments: Sequence[Arguments]
-    batch: Batch | BatchRef | None = None
+    batch: AnyBatch | None = None
     samples: Sequence[Tensor] = ()
 
 
@@ -104,7 +104,7 @@ def answering(record: Dispatch, mesh: RankMesh) -> Collection[int]:
     return mesh.leaders(record.axes)
 
 
-def _join(batches: Sequence[Any]) -> Batch | BatchRef:
+def _join(batches: Sequence[Any]) -> AnyBatch:
     if len(batches) == 1:
         return batches[0]
     return BatchRef.concat(batches) if isinstance(batches[0], BatchRef) else Batch.concat(batches)

@@ -90,12 +90,13 @@ class WorkerGroup:
         try:
             self._ranks.close()
         finally:
-            if self._lane is not None:
-                self._lane.shutdown()
+            lane, self._lane = self._lane, None
+            if lane is not None:
+                lane.shutdown(wait=False)  # it is idle, or a second Ctrl-C has given up on it
 
 
 def result_of(future: Future[R]) -> R:
-    """The result of a call that was submitted. Ctrl-C asks the ranks to end at their next safe point, as it does in a
-    call that is waited for."""
+    """Wait for a call that was submitted, and return its result. Ctrl-C asks the ranks to end at their next safe point,
+    as it does in a call that is waited for."""
     with deferred_interrupt():
         return future.result()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, BatchRef, Trajectories
+from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.errors import NoSignalError
 from hybrid_rl.metrics import mean_and_std
 
@@ -51,7 +51,7 @@ class GroupRewards:
         return self.high > self.low
 
 
-def judged_rewards(batch: Batch | BatchRef, names: Sequence[str], weights: Sequence[float]) -> Tensor:
+def judged_rewards(batch: AnyBatch, names: Sequence[str], weights: Sequence[float]) -> Tensor:
     """The weighted rewards by which a group is judged, float64 [N], NaN = not scored: those of all functions but
     `overlong_penalty`, as DAPO filters by accuracy; of all where there is no other.
 
@@ -93,7 +93,7 @@ class Refill:
         expected = -(-self.num_missing * self.num_rolled // self.num_with_signal)  # rounded up
         return min(expected, self.num_prompts)
 
-    def keep(self, batch: Batch | BatchRef) -> tuple[list[int], Tensor]:
+    def keep(self, batch: AnyBatch) -> tuple[list[int], Tensor]:
         """Count a rollout. Returns which of its groups to train on, by place, and their samples (int64 [M], in order):
         the first with signal, as many as are missing."""
         judged = judged_rewards(batch, self._names, self._weights)

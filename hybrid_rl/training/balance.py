@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.trajectories import numbered
 from hybrid_rl.data.packing import balance
 from hybrid_rl.errors import ConfigError, DataError
@@ -42,7 +42,7 @@ def attention_pair_cost(num_layers: int, attention_width: int, num_parameters: i
     return 2 * num_layers * attention_width / num_parameters
 
 
-def group_costs(batch: Batch | BatchRef, pair_cost: float) -> Tensor:
+def group_costs(batch: AnyBatch, pair_cost: float) -> Tensor:
     """What a forward and backward of each group costs, in tokens; float64 [G], groups in order of first appearance.
 
     As micro-batches compute it: the prompt P of completions C_i once, which makes P + sum(C_i) tokens and
@@ -62,7 +62,7 @@ def group_costs(batch: Batch | BatchRef, pair_cost: float) -> Tensor:
     return tokens.double() + pair_cost / 2 * squares.double()
 
 
-def split_over_ranks(batch: Batch | BatchRef, num_ranks: int, pair_cost: float) -> list[Tensor]:
+def split_over_ranks(batch: AnyBatch, num_ranks: int, pair_cost: float) -> list[Tensor]:
     """The samples of each rank, int64 [N_rank] in the order of the batch; groups stay whole.
 
     All ranks work on the same mini-batch at the same time, so each mini-batch is balanced by itself: longest
@@ -93,7 +93,7 @@ def split_over_ranks(batch: Batch | BatchRef, num_ranks: int, pair_cost: float) 
     return list(rank_of.argsort(stable=True).split(rank_of.bincount(minlength=num_ranks).tolist()))
 
 
-def _mini_batch_of_groups(batch: Batch | BatchRef, number: Tensor) -> Tensor:
+def _mini_batch_of_groups(batch: AnyBatch, number: Tensor) -> Tensor:
     """int64 [G]."""
     found = torch.zeros(_count(number), dtype=torch.int64)
     if "mini_batch" not in batch:

@@ -24,11 +24,11 @@ class RankGroup(WorkerGroup):
     """Calls that ranks of every role answer (`WorkerBase`)."""
 
     def memory_metrics(self) -> list[dict[str, float]]:
-        """Bytes by resident and seconds of sleeps and wakes, of each rank."""
+        """Read the bytes by resident and the seconds of sleeps and wakes of each rank."""
         return self._ranks.call(WorkerBase.memory_metrics)
 
     def probe_rank(self) -> list[RankProbe]:
-        """Versions and speed of each rank."""
+        """Read the versions of each rank, and measure its speed."""
         return self._ranks.call(WorkerBase.probe_rank)
 
 
@@ -36,7 +36,7 @@ class ReferenceGroup(RankGroup):
     """Ranks that hold the reference model only (`ReferenceWorker`)."""
 
     def score(self, batch: AnyBatch, step: int) -> AnyBatch:
-        """The batch with ref_logprobs."""
+        """Return the batch with ref_logprobs."""
         return self._ranks.call(ReferenceWorker.score, batch, step)
 
 
@@ -51,15 +51,15 @@ class PolicyGroup(RankGroup):
     # ---------------------------------------------------------------------------------------------- a training step
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Scored samples of these prompts, in any order, and a report of each rank that had some."""
+        """Generate and score samples of these prompts, in any order. A report comes of each rank that had some."""
         return self._ranks.call(HybridWorker.rollout, tasks, call)
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """The data set's own completions of these prompts."""
+        """Score the data set's own completions of these prompts."""
         return self._ranks.call(HybridWorker.demonstrations, tasks, call)
 
     def score(self, batch: AnyBatch, step: int) -> AnyBatch:
-        """The batch with what the algorithm needs before advantages: logprobs of policy, reference and teacher, values.
+        """Add what the algorithm needs before advantages: logprobs of policy, reference and teacher, values.
         Reference ranks compute at the same time."""
         if self._reference is None or not self._has_scores or not isinstance(batch, BatchRef):
             scored: AnyBatch = self._ranks.call(HybridWorker.score, batch, step) if self._has_scores else batch
@@ -67,29 +67,31 @@ class PolicyGroup(RankGroup):
         referring = self._reference.submit(ReferenceGroup.score, batch, step)
         try:
             made: BatchRef = self._ranks.call(HybridWorker.score, batch, step)
-        finally:
-            referred = result_of(referring)
+        except BaseException:
+            referring.exception()  # waits for the reference; the policy's error is the one that is told
+            raise
+        referred = result_of(referring)
         assert isinstance(referred, BatchRef)
         return made.joined(referred)
 
     def advantages(self, batch: AnyBatch) -> AnyBatch:
-        """The batch with advantages, and returns if there is a critic."""
+        """Add advantages, and returns if there is a critic."""
         return self._ranks.call(HybridWorker.advantages, batch)
 
     def update(self, batch: AnyBatch, step: int) -> list[MetricSums]:
-        """All optimizer steps of a training step; each rank's part of their metrics."""
+        """Take all optimizer steps of a training step. Returns each rank's part of their metrics."""
         return self._ranks.call(HybridWorker.update, batch, step)
 
     def update_weights(self, version: int) -> list[dict[str, float]]:
-        """Give the engines the weights as this policy version, and prove that they have them; metrics of each rank."""
+        """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
         return self._ranks.call(HybridWorker.update_weights, version)
 
     def update_weights_again(self, version: int) -> list[dict[str, float]]:
-        """The same for a version that the engines hold already: somebody else changed their weights."""
+        """Do the same for a version that the engines already hold, if somebody else has changed their weights."""
         return self._ranks.call(HybridWorker.update_weights_again, version)
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
-        """Of policy and critic the last update that was skipped."""
+        """Tell which update was the last that policy and critic skipped."""
         return self._ranks.call(HybridWorker.skipped_updates)
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
@@ -100,7 +102,7 @@ class PolicyGroup(RankGroup):
         self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
 
     def lost_samples(self) -> list[Path]:
-        """Write what waits; the files that cannot be written. Ranks that are gone are told of by what ended them."""
+        """Write what waits, and return the files that cannot be written. Dead ranks were reported when they died."""
         try:
             files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:
@@ -108,7 +110,7 @@ class PolicyGroup(RankGroup):
         return [path for path in files if path is not None]
 
     def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
-        """Of each rank's samples id, prompt, completion and reward."""
+        """Read key, prompt, completion and reward of each rank's samples."""
         return self._ranks.call(HybridWorker.texts, batch)
 
     def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:

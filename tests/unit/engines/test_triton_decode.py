@@ -5,12 +5,7 @@ bfloat16 is for a GPU only: the interpreter multiplies the bits of bfloat16 matr
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,39 +13,28 @@ import torch
 
 from tests.forked import Forked
 from tests.gpu.decode_cases import CASES, PLANS, SWEPT, build, reference
+from tests.interpreted_triton import importable, needs_triton, run_cases
 from tests.unit.triton_forms import MODEL_HEADS, decode_forms
 
-FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
-if not (FOLDER.is_dir() or find_spec("triton")):
-    pytest.skip("needs Triton (make install, on Linux on x86-64)", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_triton]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
     """Triton can be imported while the tests of this file run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+    with importable():
         yield
-
-
-def run_cases(forked: Forked, *arguments: str) -> dict[str, Any]:
-    """What cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
-    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
-    done = forked.run("-m", "tests.gpu.decode_cases", *arguments, environment=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def found(forked: Forked) -> dict[str, Any]:
     """The ordinary cases."""
-    return run_cases(forked)
+    return run_cases(forked, "decode_cases")
 
 
 @pytest.mark.sweep
 def test_the_cases_between_the_ordinary_ones(forked: Forked) -> None:
-    gaps = run_cases(forked, "swept")["gaps"]
+    gaps = run_cases(forked, "decode_cases", "swept")["gaps"]
     assert gaps.keys() == SWEPT
     assert max(gaps.values()) < 2e-6, gaps
 

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.forked import Forked
 from tests.gpu.sampling_cases import CASES
+from tests.interpreted_triton import importable, needs_triton, run_cases
 from tests.unit.triton_forms import sampling_forms
 
-FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
-if not (FOLDER.is_dir() or find_spec("triton")):
-    pytest.skip("needs Triton (make install, on Linux on x86-64)", allow_module_level=True)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_triton]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
     """Triton can be imported while the tests of this file run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+    with importable():
         yield
 
 
 @pytest.fixture(scope="module")
 def problems(forked: Forked) -> dict[str, str | None]:
     """All cases in a process of their own: whether Triton interprets is decided when it is imported."""
-    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
-    done = forked.run("-m", "tests.gpu.sampling_cases", environment=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_cases(forked, "sampling_cases")
 
 
 @pytest.mark.parametrize("name", [*CASES, "flat in bfloat16", "steep in bfloat16", "broken rows"])

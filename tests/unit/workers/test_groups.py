@@ -99,14 +99,20 @@ def test_a_batch_of_the_driver_is_scored_by_one_after_the_other() -> None:
     assert PolicyGroup(policy, has_scores=False).score(batch, 1) is batch and len(policy.scored) == 1
 
 
-def test_an_error_of_the_policy_comes_when_the_reference_has_ended() -> None:
+@pytest.mark.parametrize("also_the_reference", [False, True])
+def test_an_error_of_the_policy_comes_when_the_reference_has_ended(also_the_reference: bool) -> None:
     blocks: list[Batch] = []
     ended = threading.Event()
 
     def fail() -> None:
         raise ValueError("policy")
 
-    policy, reference = Ranks("policy", "rewards", blocks, fail), Ranks("reference", "rewards", blocks, ended.set)
+    def end() -> None:
+        ended.set()
+        if also_the_reference:
+            raise ValueError("reference")
+
+    policy, reference = Ranks("policy", "rewards", blocks, fail), Ranks("reference", "rewards", blocks, end)
     batch = policy._stored(Batch({"group": torch.tensor([0]), "completion": ["a"]}))
     with pytest.raises(ValueError, match="policy"):
         PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)

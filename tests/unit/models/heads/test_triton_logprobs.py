@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +15,8 @@ from hybrid_rl.models.heads import logprobs
 from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
 from tests.forked import Forked
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
+from tests.interpreted_triton import importable, needs_triton, run_cases
 
-FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
-needs_triton = pytest.mark.skipif(
-    not (FOLDER.is_dir() or find_spec("triton")), reason="needs Triton (make install, on Linux on x86-64)"
-)
 # ln p and entropy are float32 numbers around 5. Gradients are rounded to the dtype: 11 and 8 bits.
 TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bfloat16: (2e-6, 8e-3)}
 
@@ -31,17 +24,13 @@ TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bf
 @pytest.fixture(scope="module")
 def found(forked: Forked) -> dict[str, Any]:
     """What all cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
-    environment = os.environ | {"PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"}
-    done = forked.run("-m", "tests.gpu.logprob_cases", environment=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_cases(forked, "logprob_cases")
 
 
 @pytest.fixture
 def path() -> Iterator[None]:
     """Triton can be imported in the test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+    with importable():
         yield
 
 
