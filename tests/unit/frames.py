@@ -1,10 +1,11 @@
 """Frames of the package between `Trainer.fit` and the lines where the work is done.
 
-python -m tests.unit.frames prints them for a tiny model on one rank.
+python -m tests.unit.frames prints them for a tiny model on one rank; --engine vllm over vLLM.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,17 +21,22 @@ from tests.tiny import build_model, build_tokenizer, spread, sums
 PACKAGE = Path(hybrid_rl.__file__).parent
 FIRST = "fit"
 # What is done -> the file that does it, and the function, "" for any. Of several calls the deepest one counts.
+LOSS = {"the loss": ("algos/policy_losses/clip.py", "")}
 WORK = {
-    "the loss": ("algos/policy_losses/clip.py", ""),
-    "decode attention": ("engines/inplace/paged_attention.py", "attend"),
-    "the handoff": ("engines/embedded.py", "update_weights"),
+    "inplace": LOSS
+    | {
+        "decode attention": ("engines/inplace/paged_attention.py", "attend"),
+        "the handoff": ("engines/embedded.py", "update_weights"),
+    },
+    "vllm": LOSS | {"the handoff's write": ("resharding/execute.py", "_launch")},
 }
+VLLM = {"engine": "vllm", "enforce_eager": True, "rollout.vllm.block_size": 32, "kv_cache_memory_bytes": 2**22}
 
 
 @contextmanager
-def recording(found: dict[str, list[str]]) -> Iterator[None]:
+def recording(found: dict[str, list[str]], engine: str) -> Iterator[None]:
     """Keep, by what is done in the block, the names of the package's frames from `fit` to the deepest call."""
-    places = {str(PACKAGE / path): (work, name) for work, (path, name) in WORK.items()}
+    places = {str(PACKAGE / path): (work, name) for work, (path, name) in WORK[engine].items()}
 
     def on_call(frame: FrameType, event: str, _: Any) -> None:
         work, name = places.get(frame.f_code.co_filename, ("", ""))
@@ -60,24 +66,28 @@ def _frames(frame: FrameType | None) -> list[str]:
     return []
 
 
-def frames_of_a_run(make_trainer: Callable[..., Trainer]) -> dict[str, list[str]]:
-    """By what is done, the frames that lead to it in a run of one step."""
+def frames_of_a_run(make_trainer: Callable[..., Trainer], engine: str = "inplace") -> dict[str, list[str]]:
+    """By what is done, the frames that lead to it in a run of one step over an engine."""
     found: dict[str, list[str]] = {}
-    trainer = make_trainer(max_steps=1)
-    with recording(found):
+    trainer = make_trainer(max_steps=1, **(VLLM if engine == "vllm" else {}))
+    with recording(found, engine):
         trainer.fit()
     return found
 
 
 def main() -> None:
     """Print the frames of a run of one step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=[*WORK], default="inplace")
+    engine = parser.parse_args().engine
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2} if engine == "vllm" else {}
     with tempfile.TemporaryDirectory() as folder:
 
         def make(**keys: Any) -> Trainer:
             settings = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "output_dir": folder}
-            return Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **settings, **keys)
+            return Trainer(build_model(**shape), spread, sums(12), tokenizer=build_tokenizer(), **settings, **keys)
 
-        for work, stack in frames_of_a_run(make).items():
+        for work, stack in frames_of_a_run(make, engine).items():
             print(f"{work}: {len(stack)} frames", *stack, sep="\n  ")
 
 

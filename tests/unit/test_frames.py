@@ -9,7 +9,7 @@ from tests.unit.frames import WORK, frames_of_a_run
 
 def test_the_loss_is_four_calls_below_the_update(make_trainer: Any) -> None:
     found = frames_of_a_run(make_trainer)
-    assert found.keys() == WORK.keys()
+    assert found.keys() == WORK["inplace"].keys()
     stack = found["the loss"]
     below = stack[stack.index("workers/hybrid.py:update") + 1 :]
     assert len(below) <= 4, below
