@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
-from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key

@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 
-from hybrid_rl.algos.advantages.groups import Groups
+from hybrid_rl.algos.advantages.groups import Groups, whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
-from hybrid_rl.algos.advantages.whitening import whitened
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, register
 from hybrid_rl.options import key
 

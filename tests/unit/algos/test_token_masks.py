@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.algos.token_masks import entropy_quantile, off_policy_mask
+from hybrid_rl.algos.masked import entropy_quantile, off_policy_mask
 
 # Four completions, None = masked: ln p of the policy and of the engine.
 NOW = [[-1.0, -2.0, -0.5, None], [-0.3, -1.2, None, None], [-2.0, -1.0, -0.7, -0.1], [-0.6, None, None, None]]
