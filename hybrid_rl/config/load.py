@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +88,9 @@ def load_config(
     leaves = visible_leaves(tags)
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
-    flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
+    paths = _paths_by_name(leaves)
+    flat = {paths[name]: value for name, value in preset.items() if name in paths}
+    flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
     for layer in layers:
         given = _flatten(layer, leaves, tags)
@@ -214,10 +216,15 @@ def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return given
 
 
+def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
+    """Return the paths of keys by their leaf names. `name` alone could be a key of anything."""
+    return {path.rpartition(".")[2]: path for path in leaves if path != "algorithm.name"}
+
+
 def _flatten(
     layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    by_name = {path.rsplit(".", 1)[-1]: path for path in leaves if path != "algorithm.name"}
+    by_name = _paths_by_name(leaves)
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
     mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
     rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
