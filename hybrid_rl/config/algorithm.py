@@ -74,26 +74,28 @@ def learns_from_demonstrations(config: TrainerConfig) -> bool:
     return Needs.DEMONSTRATIONS in config.advantage.needs
 
 
-def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool, str, str]]:
-    """Keys of an algorithm that other keys leave without effect: whether it is so, the path, the reason. has_eval:
-    whether there is data for evaluation, which has rewards of its own."""
+def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[str, str]]:
+    """Yield keys of an algorithm that other keys leave without effect: the path and the reason. has_eval: whether there
+    is data for evaluation, which has its own rewards."""
     for section in ("advantage", "policy_loss", "kl", "correction"):
         for option, reason in getattr(config, section).inert_options.items():
-            yield True, f"{section}.{option}", reason
-    estimator = config.advantage.estimator
-    shown = learns_from_demonstrations(config)
-    without = f"advantage={estimator} learns from the dataset's completions"
-    yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
-    yield shown, "algorithm.mask_truncated_completions", f"{without}, none of which is cut off"
-    yield shown and config.algorithm.num_generations != 1, "algorithm.num_generations", f"{without}, one per prompt"
-    positive = config.advantage.is_never_negative
-    why = f"advantage={estimator} makes no negative advantages, and others stay"
-    yield positive, "algorithm.off_policy_mask_threshold", why
-    for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
-        yield shown and not has_eval, f"rewards.{name}", f"{without}, and nothing is evaluated: no reward is called"
-    yield shown and not has_eval, "rewards.max_reward_failure_share", f"{without}, and nothing is evaluated"
-    ignored = not config.advantage.needs_rewards and not (config.algorithm.positive_nll_coef and not shown)
-    yield ignored, "rewards.overlong_buffer", f"advantage={estimator} learns without rewards"
+            yield f"{section}.{option}", reason
+    estimator, has_demonstrations = config.advantage.estimator, learns_from_demonstrations(config)
+    if has_demonstrations:
+        why = f"advantage={estimator} learns from the dataset's completions"
+        yield "algorithm.max_refills", f"{why}: there is nothing to replace"
+        yield "algorithm.mask_truncated_completions", f"{why}, none of which is cut off"
+        if config.algorithm.num_generations != 1:
+            yield "algorithm.num_generations", f"{why}, one per prompt"
+        if not has_eval:
+            for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
+                yield f"rewards.{name}", f"{why}, and nothing is evaluated: no reward is called"
+            yield "rewards.max_reward_failure_share", f"{why}, and nothing is evaluated"
+    if config.advantage.is_never_negative:
+        why = f"advantage={estimator} makes no negative advantages, and others stay"
+        yield "algorithm.off_policy_mask_threshold", why
+    if not config.advantage.needs_rewards and (has_demonstrations or not config.algorithm.positive_nll_coef):
+        yield "rewards.overlong_buffer", f"advantage={estimator} learns without rewards"
 
 
 def _check_credit(config: TrainerConfig) -> None:

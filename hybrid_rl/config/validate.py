@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,7 @@ def resolve(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
         )
     _check_learns(config)
-    return dataclasses.replace(
-        config, algorithm=algorithm, optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch)
-    )
+    return replace(config, algorithm=algorithm, optimizer=replace(optimizer, prompts_per_mini_batch=mini_batch))
 
 
 def _check_resume(config: TrainerConfig) -> None:
@@ -150,55 +149,50 @@ def _check_mode(config: TrainerConfig) -> None:
 
 
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
-    """Refuse keys that were set by hand but that this configuration never reads."""
-    rules = [
-        (
-            config.max_steps is not None,
-            "num_train_epochs",
-            f"max_steps={config.max_steps} decides the length of the run",
-        ),
-        (
-            config.optimizer.lr_scheduler_type == "constant",
-            "optimizer.warmup_steps",
-            "use lr_scheduler_type=constant_with_warmup",
-        ),
-        # An argument of vLLM is called dtype as well, and brings the key too.
-        (config.model.dtype != "bfloat16", "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"),
-        (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
-        (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
-        (
-            not config.rollout.is_packed,
-            "model.attention",
-            f"rollout.engine={config.rollout.engine} runs the attention that the model's own config names",
-        ),
-        (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
-        (not needs_reference(config), "controller.reference_ranks", "there is no reference model while beta=0"),
-    ]
-    rules += [
-        (config.num_ranks == 1, f"fsdp.{item.name}", "one rank shards nothing; set num_ranks")
-        for item in dataclasses.fields(FSDPConfig)
-    ]
-    rules += [(config.model.device == "cpu", "fsdp.cpu_offload", "on CPUs everything is in host memory anyway")]
-    rules += inert_keys(config, has_eval=has_eval)
-    rules += [
-        (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
-        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")
-    ]
+    """Refuse keys that the user set but that this configuration never reads."""
     leaves = _values(config)
     defaults = _values(TrainerConfig())
     for section in CHOICES:
         defaults |= _values(type(getattr(config, section))(), f"{section}.")
-    for inert, path, reason in rules:
+    for path, reason in (*_inert_keys(config, has_eval), *inert_keys(config, has_eval=has_eval)):
         # A full config read back from a run folder gives every key: only a value that differs was meant.
-        if inert and path in given and leaves[path] != defaults[path]:
+        if path in given and leaves[path] != defaults[path]:
             raise ConfigError(f"{path}={leaves[path]!r} would do nothing: {reason}")
+
+
+def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, str]]:
+    """Yield keys outside the algorithm that other keys leave without effect: the path and the reason."""
+    mode, engine = config.mode, config.rollout.engine
+    if config.max_steps is not None:
+        yield "num_train_epochs", f"max_steps={config.max_steps} decides the length of the run"
+    if config.optimizer.lr_scheduler_type == "constant":
+        yield "optimizer.warmup_steps", "use lr_scheduler_type=constant_with_warmup"
+    if config.model.dtype != "bfloat16":  # an argument of vLLM is called dtype as well, and brings the key too
+        yield "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"
+    if config.rollout.probe_steps == 0:
+        yield "rollout.probe_tolerance", "probe_steps=0 switches the probe off"
+    if mode == "train":
+        yield "save_rollouts", "mode=train makes no rollouts"
+    else:
+        yield "rollouts_path", f"mode={mode} makes its own rollouts"
+    if not config.rollout.is_packed:
+        yield "model.attention", f"rollout.engine={engine} runs the attention that the model's own config names"
+    if not needs_reference(config):
+        yield "controller.reference_ranks", "there is no reference model while beta=0"
+    if config.num_ranks == 1:
+        yield from ((f"fsdp.{item.name}", "one rank shards nothing; set num_ranks") for item in fields(FSDPConfig))
+    if config.model.device == "cpu":
+        yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
+    if not has_eval:
+        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward"):
+            yield f"eval.{name}", "there is no eval_dataset (or eval_path)"
 
 
 def _values(config: Any, prefix: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
+    for item in fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             values.update(_values(value, f"{prefix}{item.name}."))
         else:
             values[prefix + item.name] = value
