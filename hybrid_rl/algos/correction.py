@@ -139,8 +139,8 @@ class NoCorrection(Correction):
 
 @dataclass(frozen=True)
 class _Weighing(Correction):
-    """Base of the corrections that weigh: older tokens may count less, by a factor per policy version (a plain discount,
-    not from a paper)."""
+    """Base of the corrections that weigh tokens: older ones may count less, by a factor per policy version (a plain
+    discount, not from a paper)."""
 
     staleness_decay: float = key(
         1.0, "a token's weight times this for every policy version that it is old; 1 = off", above=0, maximum=1

@@ -401,7 +401,7 @@ class PolicyObjective(Record):
 class KLTerm(Record):
     """Base of the KL penalties against the reference."""
 
-    kl_in: str = key("", "where a KL penalty against the reference stands: none, loss or reward")
+    kl_in: str = key("", "where the KL penalty against the reference is added: none, loss or reward")
     in_loss: ClassVar[bool] = False
     in_reward: ClassVar[bool] = False
 
