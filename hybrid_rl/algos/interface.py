@@ -8,7 +8,6 @@ say what it needs and what it does not go with, and its method is the algorithm 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards, masked_log_ratio
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key, range_error
+from hybrid_rl.options import field_types, key, range_error
 
 
 class Needs(StrEnum):
@@ -251,7 +250,7 @@ class Record:
 
     def __post_init__(self) -> None:
         own: type = type(self)
-        hints = _hints(own)
+        hints = field_types(own)
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             problem = _type_error(value, hints[item.name]) or range_error(value, item.metadata)
@@ -263,11 +262,6 @@ class Record:
         """Options that do nothing beside the values that others have, each with the reason: a configuration that sets
         one is refused."""
         return {}
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _type_error(value: Any, expected: Any) -> str:
@@ -287,10 +281,12 @@ def _type_error(value: Any, expected: Any) -> str:
 
 @dataclass(frozen=True)
 class AdvantageEstimator(Record):
-    """From rewards to advantages. A subclass sets its name in the field `estimator`; the properties below are plain
-    class attributes there, or properties if they follow from its options."""
+    """From rewards to advantages. A subclass sets its name in the field `estimator`; it overrides what
+    is below with class attributes, or with properties if the values follow from its options."""
 
     estimator: str = key("", "the advantage estimator")
+    # Whether no advantage is negative, whatever the rewards are.
+    is_never_negative: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Needs]:
@@ -328,11 +324,6 @@ class AdvantageEstimator(Record):
         """True if it is another estimator without rewards of single tokens."""
         return False
 
-    @property
-    def is_never_negative(self) -> bool:
-        """True if no advantage is negative, whatever the rewards are."""
-        return False
-
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Advantages of all tokens, the same however samples lie on ranks."""
         raise NotImplementedError
@@ -350,16 +341,15 @@ class PolicyObjective(Record):
     objective: str = key("", "the policy loss")
     # Numbers that are learned beside the model, by Adam at parameter_learning_rate: what they start from.
     initial_parameters: ClassVar[tuple[float, ...]] = ()
+    # Size of the smallest group that it can learn from.
+    min_generations: ClassVar[int] = 1
+    # Whether it compares the engine, the start of the step and the policy.
+    uses_proximal: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Needs]:
         """Columns of LossInputs that it cannot do without."""
         return frozenset()
-
-    @property
-    def min_generations(self) -> int:
-        """Size of the smallest group that it can do anything with."""
-        return 1
 
     @property
     def corrects_rollout(self) -> bool:
@@ -370,11 +360,6 @@ class PolicyObjective(Record):
     def uses_old_logprobs(self) -> bool:
         """False if it compares with the engine's policy only."""
         return True
-
-    @property
-    def uses_proximal(self) -> bool:
-        """True if it compares engine, start of the step and policy."""
-        return False
 
     @property
     def is_per_completion(self) -> bool:

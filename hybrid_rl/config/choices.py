@@ -13,10 +13,10 @@ from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
+    ControllerConfig,
     CriticConfig,
     EvalConfig,
     InPlaceRolloutConfig,
-    LocalControllerConfig,
     ModelConfig,
     RayControllerConfig,
     SampledEvalConfig,
@@ -123,7 +123,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         ),
         "controller": Choice(
             "backend",
-            {"local": LocalControllerConfig, "ray": RayControllerConfig},
+            {"local": ControllerConfig, "ray": RayControllerConfig},
             _backend,
             "set num_ranks above 1 or auto, or that",
         ),

@@ -23,7 +23,7 @@ from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS, VALUE_HABIT
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import range_error
+from hybrid_rl.options import field_types, range_error
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,10 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
 
 def _fields(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
     """The fields of a section with their paths, and their types under these tags."""
-    hints = _hints(cls)
+    hints = field_types(cls)
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def load_config(

@@ -28,7 +28,10 @@ _BANDIT = {"policy_loss": "reinforce", "loss_type": "sequence_sum"}
 _PER_COMPLETION = {"loss_type": "grpo"}
 _CLIP_HIGHER = {"epsilon": 0.2, "epsilon_high": 0.28}
 
-_CRITICS = {
+_PRESETS = {
+    # The defaults, which are TRL's. The paper has loss_type=grpo, beta=0.04 and num_generations=64.
+    "grpo": Preset("Group Relative Policy Optimization", "arXiv:2402.03300"),
+    # With a critic.
     "ppo": Preset(
         "Proximal Policy Optimization with a critic, as in InstructGPT",
         "arXiv:1707.06347, arXiv:2203.02155",
@@ -61,9 +64,7 @@ _CRITICS = {
         "arXiv:1802.01561",
         {"advantage": "vtrace", "rho_clip": 1.0, "c_clip": 1.0, "policy_loss": "reinforce", "num_generations": 1},
     ),
-}
-
-_BASELINES = {
+    # Other baselines and scales.
     "dr_grpo": Preset(
         "GRPO done right: no division by length or standard deviation",
         "arXiv:2503.20783",
@@ -135,9 +136,7 @@ _BASELINES = {
         "arXiv:2503.19595",
         {"advantage": "max_of_group", "scale_rewards": "none"},
     ),
-}
-
-_TRUST_REGIONS = {
+    # Other losses and trust regions.
     "dapo": Preset(
         "Decoupled Clip and Dynamic Sampling Policy Optimization",
         "arXiv:2503.14476",
@@ -234,9 +233,7 @@ _TRUST_REGIONS = {
         "arXiv:2510.18855",
         {"correction": "icepop", "correction_low": 0.5, "correction_high": 5.0},
     ),
-}
-
-_IMITATION = {
+    # Imitation.
     "sft": Preset(
         "Supervised fine-tuning on the completions of the data set",
         "arXiv:2203.02155",
@@ -260,13 +257,4 @@ _IMITATION = {
     ),
 }
 
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        # The defaults, which are TRL's. The paper has loss_type=grpo, beta=0.04 and num_generations=64.
-        "grpo": Preset("Group Relative Policy Optimization", "arXiv:2402.03300"),
-        **_CRITICS,
-        **_BASELINES,
-        **_TRUST_REGIONS,
-        **_IMITATION,
-    }
-)
+PRESETS: Mapping[str, Preset] = MappingProxyType(_PRESETS)

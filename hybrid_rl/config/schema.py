@@ -376,16 +376,9 @@ class FSDPConfig:
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """The processes in which the workers run."""
+    """The processes in which the workers run. This class is controller.backend=local."""
 
-    backend: str = key("local", "local (this process, one rank) or ray")
-
-
-@dataclass(frozen=True)
-class LocalControllerConfig(ControllerConfig):
-    """controller.backend=local."""
-
-    backend: Literal["local"] = key("local", "local (this process, one rank) or ray (a process per rank)")
+    backend: str = key("local", "local (this process, one rank) or ray (a process per rank)")
 
 
 @dataclass(frozen=True)
@@ -448,4 +441,4 @@ class TrainerConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    controller: ControllerConfig = field(default_factory=LocalControllerConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)

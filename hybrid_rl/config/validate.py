@@ -1,21 +1,23 @@
-"""Checks over several keys, and the values that `None` and `auto` stand for. Runs before anything is loaded."""
+"""Checks over several keys, the values of `None` and `auto`, and notices about consequences that a user may not expect.
+All of it runs before anything is loaded."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
-from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
-from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
+CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
+# At a ratio of 1 their loss is -A ln p.
+LIKELIHOODS = ("reinforce", "cispo")
 
 
 def resolve(
@@ -150,14 +152,12 @@ def _check_mode(config: TrainerConfig) -> None:
 
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
     """Refuse keys that the user set but that this configuration never reads."""
-    leaves = _values(config)
-    defaults = _values(TrainerConfig())
-    for section in CHOICES:
-        defaults |= _values(type(getattr(config, section))(), f"{section}.")
     for path, reason in (*_inert_keys(config, has_eval), *inert_keys(config, has_eval=has_eval)):
+        section, _, name = path.rpartition(".")
+        holder = getattr(config, section) if section else config
         # A full config read back from a run folder gives every key: only a value that differs was meant.
-        if path in given and leaves[path] != defaults[path]:
-            raise ConfigError(f"{path}={leaves[path]!r} would do nothing: {reason}")
+        if path in given and getattr(holder, name, None) != getattr(type(holder)(), name, None):
+            raise ConfigError(f"{path}={getattr(holder, name)!r} would do nothing: {reason}")
 
 
 def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, str]]:
@@ -186,17 +186,6 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
     if not has_eval:
         for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward"):
             yield f"eval.{name}", "there is no eval_dataset (or eval_path)"
-
-
-def _values(config: Any, prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if is_dataclass(value):
-            values.update(_values(value, f"{prefix}{item.name}."))
-        else:
-            values[prefix + item.name] = value
-    return values
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
@@ -235,3 +224,35 @@ def optimizer_steps_per_training_step(config: TrainerConfig) -> int:
     """Updates of the weights in one training step of a resolved config."""
     mini_batch = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
     return config.data.prompts_per_step // mini_batch * config.algorithm.num_iterations
+
+
+def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield sentences about a resolved config. given: the paths that the user set."""
+    if config.model.cast_lm_head_to_fp32 and config.rollout.placement != "embedded":
+        yield (
+            f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
+            "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
+            "rollout.engine=inplace has the same head in both"
+        )
+    loss, old = config.policy_loss, config.algorithm.old_logprobs
+    objective: str = loss.objective
+    if learns_from_demonstrations(config) and objective not in LIKELIHOODS:
+        yield (
+            f"policy_loss={objective} holds ratios: the metric loss is not the negative log-likelihood of the "
+            "demonstrations (of clip it is -1), though the first update of a batch learns from it; "
+            "policy_loss=reinforce shows it"
+        )
+    has_ratio = loss.uses_old_logprobs and old != "rollout"
+    if not has_ratio or optimizer_steps_per_training_step(config) > 1:
+        return
+    defaults = {item.name: item.default for item in fields(loss)}
+    inert = [
+        f"{name}={getattr(loss, name)}"
+        for name in CLIP_KEYS
+        if f"policy_loss.{name}" in given and getattr(loss, name) != defaults[name]
+    ]
+    if inert:
+        yield (
+            f"{', '.join(inert)}: nothing is clipped, because each batch is used by one optimizer step, at which every "
+            "ratio is 1; set num_iterations above 1, or prompts_per_mini_batch below prompts_per_step"
+        )

@@ -1,4 +1,4 @@
-"""Estimators that differ from GRPO in what a reward is compared with, or in the scale of a group."""
+"""Estimators that differ from GRPO in what a reward is compared with, or in what it is divided by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
+from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups, whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.algos.masked import row_sum
@@ -160,23 +160,64 @@ class OptimalTokenBaseline(AdvantageEstimator):
         steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
         earned = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
         ahead = steps.discounted(steps.take(earned), 1.0)
+        probabilities = steps.take(inputs.needed("logprobs")).exp()
+        squares = steps.take(inputs.needed("sum_pi_squared"))
         # (1 - p)^2 + the p^2 of other tokens: below 0 by rounding only.
-        probabilities, squares = (
-            steps.take(inputs.needed("logprobs")).exp(),
-            steps.take(inputs.needed("sum_pi_squared")),
-        )
         energy = (1 - 2 * probabilities + squares).clamp(min=0)
         weight = steps.accumulated(energy) + ENERGY_FLOOR
 
         scored = inputs.scored[steps.rows]
         _, group = inputs.groups.unique(return_inverse=True)
         width = int(steps.lengths.max()) if len(steps.lengths) else 0
-        _, place = (group[steps.rows] * width + steps.position)[scored].unique(return_inverse=True)
-        earned, weight = ahead[scored], weight[scored]
-        zeros = earned.new_zeros(int(place.max()) + 1 if len(place) else 0)
-        baseline = zeros.index_add(0, place, earned * weight) / zeros.index_add(0, place, weight)
-        low = torch.full_like(zeros, torch.inf).scatter_reduce(0, place, earned, "amin")
-        high = torch.full_like(zeros, -torch.inf).scatter_reduce(0, place, earned, "amax")
+        # The samples of a group that reach the same step are compared.
+        found = Groups.of(ahead[scored], (group[steps.rows] * width + steps.position)[scored])
+        baseline = found.sum(found.rewards * weight[scored]) / found.sum(weight[scored])
         advantages = torch.zeros_like(ahead)
-        advantages[scored] = torch.where((high > low)[place], earned - baseline[place], 0.0)
+        advantages[scored] = torch.where(found.compared, found.rewards - baseline[found.index], 0.0)
         return Advantages(steps.spread(advantages))
+
+
+@register
+@dataclass(frozen=True)
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++: `whiten(sum over s >= t of gamma^(s-t) r_s)` over all tokens of the batch.
+
+    arXiv:2501.03262, with gamma = 1: r(completion) - beta * sum of the KL from t on; the paper's KL is `kl=reward`.
+    Steps are the tokens that the policy made; what lies between them does not discount.
+    """
+
+    estimator: Literal["reinforce_plus_plus"] = key("reinforce_plus_plus", "the advantage estimator")
+    gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
+    uses_step_rewards = True
+
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """True with a discount."""
+        return self.gamma < 1
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Normalised returns."""
+        steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
+        earned = steps.take(step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows))
+        returns = steps.spread(steps.discounted(earned, self.gamma))
+        return Advantages(whitened(returns, inputs.learned, inputs.gather))
+
+
+@register
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(AdvantageEstimator):
+    """REINFORCE++-baseline: `whiten(r - mean)`.
+
+    arXiv:2501.03262. The paper leaves open what it is normalised over: here over tokens, as without the baseline, so
+    that it is the mean of the loss's own terms that is 0. A group whose rewards are all equal gives exactly 0 before
+    normalisation, and a sample that is scored alone too.
+    """
+
+    estimator: Literal["reinforce_plus_plus_baseline"] = key("reinforce_plus_plus_baseline", "the advantage estimator")
+    min_generations = 2
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Normalised differences."""
+        found = Groups.of(inputs.rewards, inputs.groups)
+        centred = inputs.per_token(torch.where(found.compared, found.centred, 0.0))
+        return Advantages(whitened(centred, inputs.learned, inputs.gather))

@@ -1,7 +1,7 @@
 """Policy losses per token: one file per family. How tokens are weighted against each other is in masked.py."""
 
 # ruff: noqa: F401
-from hybrid_rl.algos.policy_losses.clip import Clip
+from hybrid_rl.algos.policy_losses.clip import SAPO, Clip, ClipRange, at_level
 
 # The default is registered first.
 # isort: split
@@ -12,6 +12,4 @@ from hybrid_rl.algos.policy_losses.dppo import DPPO
 from hybrid_rl.algos.policy_losses.gmpo import GMPO, RSPO
 from hybrid_rl.algos.policy_losses.lambda_grpo import LambdaGRPO
 from hybrid_rl.algos.policy_losses.likelihood import CISPO, VESPO, Reinforce
-from hybrid_rl.algos.policy_losses.ratios import ClipRange, at_level
-from hybrid_rl.algos.policy_losses.sapo import SAPO
 from hybrid_rl.algos.policy_losses.simko import SimKO

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, register
 from hybrid_rl.algos.masked import row_mean
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
 
 
