@@ -76,7 +76,7 @@ def importance_ratio(inputs: CorrectionInputs, *, level: str) -> Tensor:
 
 
 def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float = 0.0) -> Corrected:
-    """Truncated importance sampling: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is not a number,
+    """Truncate importance weights: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is not a number,
     which counts as rejected. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & ~ratio.isnan()
@@ -85,7 +85,7 @@ def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float =
 
 
 def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
-    """Masked importance sampling: the ratio itself where low <= ratio <= high, 0 elsewhere. A ratio that is not a
+    """Mask importance weights: the ratio itself if low <= ratio <= high, else 0. A ratio that is not a
     number counts as outside. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & (ratio >= low) & (ratio <= high)

@@ -11,7 +11,7 @@ from hybrid_rl.algos.columns import check_columns
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), per token.
+    """Compute 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), per token.
 
     The value loss that comes with PPO's implementations (PPO2 of OpenAI Baselines; arXiv:2005.12729, section 3); PPO's
     paper has the plain square (arXiv:1707.06347, eq. 9), which clip=None gives.
@@ -74,7 +74,7 @@ class ValueFit:
         )
 
     def __add__(self, other: ValueFit) -> ValueFit:
-        """Of both together (T. Chan et al., "Algorithms for computing the sample variance", 1983)."""
+        """Combine both (T. Chan et al., "Algorithms for computing the sample variance", 1983)."""
         count = self.count + other.count
         if not count:
             return ValueFit()

@@ -71,7 +71,7 @@ def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware
 
 
 def _apart(config: TrainerConfig) -> int:
-    """Number of ranks that hold only the reference."""
+    """Return the number of ranks that hold only the reference."""
     return reference_ranks(config) if needs_reference(config) else 0
 
 

@@ -38,14 +38,14 @@ class Leaf:
 
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """All keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
+    """Return all keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
     chosen = _members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
 
 @functools.cache
 def leaf_names() -> frozenset[str]:
-    """The leaf names of all keys, under any tags."""
+    """Return the leaf names of all keys, under any tags."""
     choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
     return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
 
@@ -60,7 +60,7 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
 
 
 def _fields(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
-    """The fields of a section with their paths, and their types under these tags."""
+    """Return the fields of a section with their paths, and their types under these tags."""
     hints = field_types(cls)
     for item in dataclasses.fields(cls):
         path = prefix + item.name
@@ -100,17 +100,18 @@ def load_config(
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as nested plain containers, every key present."""
+    """Return a config as nested plain containers, every key present."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: Any) -> str:
-    """A config as YAML; `load_config` reads it back."""
+    """Return a config as YAML; `load_config` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
-    """The content of a YAML file, a mapping or a config, whether its keys are known or not. Raises ConfigError."""
+    """Return the content of a YAML file, a mapping or a config, whether its keys are known or not. Raises
+    ConfigError."""
     if config is None:
         return {}
     if isinstance(config, TrainerConfig):
@@ -165,7 +166,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str]:
-    """The member of every choice: as named, else as what is given implies, else the default."""
+    """Return the member of every choice: as named, else as what is given implies, else the default."""
     tags: dict[str, str] = {}
     for section, choice in CHOICES.items():
         inferred = None if section in named else choice.infer(given, tags)
@@ -174,7 +175,7 @@ def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, st
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """The member that the last layer to name one names, and the place of that layer; None if none does. Raises
+    """Return the member that the last layer to name one names, and the place of that layer; None if none does. Raises
     ConfigError for one that is unknown."""
     value: Any = None
     place = -1
@@ -203,7 +204,7 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
 
 
 def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values of all layers, by leaf name; the last one wins."""
+    """Return the values of all layers, by leaf name; the last one wins."""
     given: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -280,7 +281,7 @@ def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[st
 
 
 def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
-    """Whether such a key, which is not among `leaves`, would exist under these tags."""
+    """Return whether such a key, which is not among `leaves`, would exist under these tags."""
     theirs = visible_leaves(tags)
     elsewhere = theirs.keys() - leaves.keys()
     rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]

@@ -219,7 +219,7 @@ _PRESETS = {
         {"policy_loss": "lambda_grpo", "loss_type": "dapo"},
     ),
     "decoupled_ppo": Preset(
-        "AReaL: the clip stands around a recent policy, not the one that sampled",
+        "AReaL: the clip is around a recent policy, not the one that sampled",
         "arXiv:2505.24298",
         {"policy_loss": "decoupled", "epsilon": 0.2},
     ),

@@ -27,8 +27,8 @@ class ModelConfig:
     path: str | None = key(None, "Hugging Face name or local folder; None if a module is passed to Trainer")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
-        "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays where "
-        "it is, except that ranks on Ray copy it to their own devices",
+        "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays on "
+        "its device, except that ranks on Ray copy it to their own devices",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto",

@@ -28,10 +28,10 @@ def resolve(
     hardware: Hardware = NO_GPU,
     module_device: Device | None = None,
 ) -> TrainerConfig:
-    """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: what
-    there is to compute on. module_device: "cpu" or "cuda", where a module that was passed lies.
+    """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: the
+    GPUs that are available. module_device: "cpu" or "cuda", the device of a module that was passed.
 
-    Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing;
+    Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would do nothing;
     CheckpointError if `resume` names no checkpoint.
     """
     config = settled(config, given, hardware, module_device)
@@ -72,7 +72,7 @@ def resolve(
 
 
 def _check_resume(config: TrainerConfig) -> None:
-    """Refuse what names no checkpoint. Whether a checkpoint can be used is seen when it is read."""
+    """Refuse a path that is not a checkpoint. Whether a checkpoint can be used is checked when it is read."""
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
     if config.resume in (None, "auto"):
@@ -103,7 +103,7 @@ def _divisors(number: int) -> str:
 
 
 def _number_of(config: TrainerConfig) -> int:
-    """num_ranks, once `auto` is settled."""
+    """Return num_ranks of a config without `auto`."""
     assert config.num_ranks != "auto"
     return config.num_ranks
 
@@ -189,7 +189,7 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
-    """Training steps of a run. num_prompts: size of the training set, None for a stream.
+    """Compute the number of training steps of a run. num_prompts: size of the training set, None for a stream.
 
     The epochs' prompts form one continuous sequence; what is left over at its end does not fill a step and is not used.
     """
@@ -221,7 +221,7 @@ def _check_warmup(config: TrainerConfig, steps: int) -> int:
 
 
 def optimizer_steps_per_training_step(config: TrainerConfig) -> int:
-    """Updates of the weights in one training step of a resolved config."""
+    """Compute the number of updates of the weights in one training step of a resolved config."""
     mini_batch = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
     return config.data.prompts_per_step // mini_batch * config.algorithm.num_iterations
 

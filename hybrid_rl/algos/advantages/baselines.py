@@ -27,7 +27,7 @@ class RLOO(GroupEstimator):
     estimator: Literal["rloo"] = key("rloo", "the advantage estimator")
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         factor = found.counts / (found.counts - 1).clamp(min=1)
         return torch.where(found.compared, factor[found.index] * found.centred, 0.0)
@@ -53,7 +53,7 @@ class GPG(GroupEstimator):
     sees_all_ranks = True
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The scaled difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the scaled difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         factor = found.scored.sum().double() / found.compared.sum().clamp(min=1)
         scaled = factor * found.centred / found.scale(self.scale_rewards)[found.index]
@@ -75,7 +75,7 @@ class MaxRL(GroupEstimator):
     takes_kl_rewards = False
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The relative difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the relative difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         least = float(found.rewards.min()) if len(rewards) else 0.0
         if least < 0:
@@ -102,7 +102,7 @@ class OPO(AdvantageEstimator):
     min_generations = 2
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Differences to the weighted mean."""
+        """Compute differences to the weighted mean."""
         found = Groups.of(inputs.rewards, inputs.groups)
         lengths = row_sum(inputs.mask.double(), inputs.rows, len(inputs.rewards))
         total = found.sum(lengths)
@@ -126,7 +126,7 @@ class ReMax(AdvantageEstimator):
     uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Rewards to come, less the baseline."""
+        """Compute rewards to come, less the baseline."""
         baseline = inputs.needed("baseline_rewards")
         steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
         earned = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
@@ -156,7 +156,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
     tells_tokens_apart = uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Rewards to come against the weighted baseline of their position."""
+        """Compute rewards to come against the weighted baseline of their position."""
         steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
         earned = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
         ahead = steps.discounted(steps.take(earned), 1.0)
@@ -183,7 +183,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
     """REINFORCE++: `whiten(sum over s >= t of gamma^(s-t) r_s)` over all tokens of the batch.
 
     arXiv:2501.03262, with gamma = 1: r(completion) - beta * sum of the KL from t on; the paper's KL is `kl=reward`.
-    Steps are the tokens that the policy made; what lies between them does not discount.
+    Steps are the tokens that the policy made; what is between them does not discount.
     """
 
     estimator: Literal["reinforce_plus_plus"] = key("reinforce_plus_plus", "the advantage estimator")
@@ -196,7 +196,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         return self.gamma < 1
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Normalised returns."""
+        """Compute normalised returns."""
         steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
         earned = steps.take(step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows))
         returns = steps.spread(steps.discounted(earned, self.gamma))
@@ -217,7 +217,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
     min_generations = 2
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Normalised differences."""
+        """Compute normalised differences."""
         found = Groups.of(inputs.rewards, inputs.groups)
         centred = inputs.per_token(torch.where(found.compared, found.centred, 0.0))
         return Advantages(whitened(centred, inputs.learned, inputs.gather))

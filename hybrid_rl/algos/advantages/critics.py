@@ -27,13 +27,14 @@ class CriticEstimator(AdvantageEstimator):
     tells_tokens_apart = uses_step_rewards = True
 
     def estimate(self, inputs: AdvantageInputs, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        """`generalized_advantages` of these inputs."""
+        """Call `generalized_advantages` with these inputs."""
         rewards = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
         values, num_rows = inputs.needed("values").double(), len(inputs.rewards)
         return generalized_advantages(rewards, values, inputs.mask, inputs.rows, num_rows, gamma=self.gamma, lam=lam)
 
     def of_scored(self, inputs: AdvantageInputs, advantages: Tensor, returns: Tensor) -> Advantages:
-        """What a sample without a reward has: advantages of 0, and returns that the critic says already."""
+        """Normalise the advantages, and leave samples without a reward with advantages of 0 and the critic's values as
+        returns."""
         if self.whiten_advantages:
             advantages = whitened(advantages, inputs.learned, inputs.gather)
         returns = torch.where(inputs.learned, returns, torch.where(inputs.mask, inputs.needed("values").double(), 0.0))
@@ -52,7 +53,7 @@ class GAE(CriticEstimator):
     lam: float = key(0.95, "lambda: 1 = returns less values, 0 = errors of single steps", minimum=0, maximum=1)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages, and returns for the critic."""
+        """Compute advantages, and returns for the critic."""
         return self.of_scored(inputs, *self.estimate(inputs, self.lam))
 
 
@@ -72,7 +73,7 @@ class VAPO(CriticEstimator):
     length_adaptive_alpha: float = key(0.05, "lambda of the policy = 1 - 1 / (alpha * length)", above=0)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages with one lambda, returns with another."""
+        """Compute advantages with one lambda, returns with another."""
         lengths = torch.bincount(inputs.rows[inputs.mask], minlength=len(inputs.rewards))
         advantages, _ = self.estimate(inputs, length_adaptive_lambda(lengths, alpha=self.length_adaptive_alpha))
         _, returns = self.estimate(inputs, self.lam_critic)
@@ -82,10 +83,11 @@ class VAPO(CriticEstimator):
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE: A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t. Returns A and A + V.
+    """Compute GAE: A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t. Returns A and A +
+    V.
 
     arXiv:1506.02438, eq. 16. Steps are the tokens that the policy made: V_{t+1} and A_{t+1} are those of the next such
-    token, whatever the environment put in between, and 0 after the last one, also where a limit cut the completion off.
+    token, whatever the environment put in between, and 0 after the last one, also if a limit cut the completion off.
 
     rewards: float [T], of each step (`step_rewards`); values: float [T], of the state before the token; mask: bool [T];
     rows: int64 [T], ascending, in 0..num_rows-1; lam: one number, or float [num_rows], one per sample. Both results are
@@ -104,7 +106,8 @@ def generalized_advantages(
 
 
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha * length), float64 [N]: the weights of a completion's errors add up to alpha * length.
+    """Compute lambda = 1 - 1 / (alpha * length), float64 [N]: the weights of a completion's errors add up to alpha *
+    length.
 
     VAPO, arXiv:2504.05118. Completions of at most 1 / alpha tokens (20 with the paper's .05), for which that is not
     above 0 and which the paper leaves out, get 0. lengths: [N], tokens that the policy made; alpha: above 0.
@@ -141,7 +144,7 @@ class VTrace(AdvantageEstimator):
             raise ConfigError(f"c_clip={self.c_clip} must be at most rho_clip={self.rho_clip} (arXiv:1802.01561)")
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages and targets; a sample without a reward has advantages of 0 and the critic's own values."""
+        """Compute advantages and targets; a sample without a reward has advantages of 0 and the critic's own values."""
         mask, gamma, values = inputs.mask, self.gamma, inputs.needed("values")
         steps = Steps.of(mask, inputs.rows, len(inputs.rewards))
         reward = steps.take(step_rewards(inputs.rewards, inputs.token_rewards, mask, inputs.rows))

@@ -27,7 +27,7 @@ class SFT(AdvantageEstimator):
     is_never_negative = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """1 at every token; samples without a reward count as well."""
+        """Return 1 at every token; samples without a reward count as well."""
         return Advantages(inputs.mask.double())
 
 
@@ -37,7 +37,7 @@ class Rejection(GroupEstimator):
     """Rejection sampling, best of n: 1 for the completions that are accepted, else 0.
 
     RAFT, arXiv:2304.06767, algorithm 1, takes the best one of each group. The paper leaves ties open: of equal rewards
-    the sample that stands first in its group is taken, so that `num_best` is never exceeded.
+    the first sample of its group is taken, so that `num_best` is never exceeded.
     """
 
     estimator: Literal["rejection"] = key("rejection", "the advantage estimator")
@@ -60,7 +60,7 @@ class Rejection(GroupEstimator):
         return 1 if self.reward_threshold is not None or self.num_best is None else self.num_best + 1
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """bool [N]: accepted samples. One without a reward never is."""
+        """Return the accepted samples, bool [N]. One without a reward never is."""
         found = Groups.of(rewards, groups)
         accepted = found.scored
         if self.reward_threshold is not None:
@@ -110,7 +110,7 @@ class Distillation(AdvantageEstimator):
         return 2 if self.needs_rewards else 1
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Differences of logprobs, and on request GRPO's advantages."""
+        """Compute differences of logprobs, and on request GRPO's advantages."""
         logprobs, teacher = inputs.needed("logprobs"), inputs.needed("teacher_logprobs")
         advantages = torch.where(inputs.mask, teacher.double() - logprobs.double(), 0.0)
         if self.needs_rewards:

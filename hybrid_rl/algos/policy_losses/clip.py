@@ -117,7 +117,7 @@ class Clip(ClipRange):
         return self.importance_sampling_level == "sequence"
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a metric of its own."""
+        """Compute the clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a metric of its own."""
         advantages = inputs.kept(inputs.advantages.detach())
         loss = self.clipped(log_ratio_at(inputs, self.importance_sampling_level), advantages, delta=self.delta)
         per_token, metrics = loss.per_token, {}
@@ -156,7 +156,8 @@ class SAPO(PolicyObjective):
         return self.importance_sampling_level == "sequence"
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The gated surrogate; the metric is what is left of the gradient of the plain ratio, 1 at the old policy."""
+        """Compute the gated surrogate; the metric is what is left of the gradient of the plain ratio, 1 at the old
+        policy."""
         ratio = ratio_of(log_ratio_at(inputs, self.importance_sampling_level))
         advantages = inputs.kept(inputs.advantages.detach())
         tau = torch.full_like(ratio, self.sapo_temperature_neg).masked_fill(advantages > 0, self.sapo_temperature_pos)

@@ -42,7 +42,7 @@ class LambdaGRPO(ClipRange):
         return length_bases(whole.mask, whole.rows, whole.num_rows, whole.groups, length_scale=self.lambda_length_scale)
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate times the weight of the token's completion."""
+        """Compute the clipped surrogate times the weight of the token's completion."""
         loss = self.clipped(inputs.log_ratio, inputs.kept(inputs.advantages.detach()))
         parameters = inputs.needed("parameters")
         weights = length_weights(inputs.needed("prepared"), parameters).to(loss.per_token.dtype)

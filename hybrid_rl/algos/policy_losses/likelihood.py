@@ -27,7 +27,7 @@ class Reinforce(PolicyObjective):
     objective: Literal["reinforce"] = key("reinforce", "the policy loss")
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The log-likelihood, weighted by the advantage."""
+        """Compute the log-likelihood, weighted by the advantage."""
         advantages = inputs.kept(inputs.advantages.detach())
         return PolicyLoss.unclipped(-advantages * inputs.kept(inputs.logprobs), ratio_of(inputs.log_ratio))
 
@@ -46,11 +46,11 @@ class CISPO(PolicyObjective):
     epsilon: float | None = key(None, "weights are at least 1 - this; None = no lower bound", above=0, maximum=1)
     epsilon_high: float = key(4.0, "weights are at most 1 + this (TRL gives the bound itself: 5)", above=0)
     importance_sampling_level: Literal["token", "sequence"] = key(
-        "token", "sequence = the weight of a completion, the geometric mean over its tokens, stands at each of them"
+        "token", "sequence = the weight of a completion, the geometric mean over its tokens, for each of them"
     )
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The weighted log-likelihood; the metric is the share of tokens whose weight was clipped."""
+        """Compute the weighted log-likelihood; the metric is the share of tokens whose weight was clipped."""
         ratio = ratio_of(log_ratio_at(inputs, self.importance_sampling_level))
         detached = ratio.detach()
         weight = detached.clamp(min=0.0 if self.epsilon is None else 1 - self.epsilon, max=1 + self.epsilon_high)
@@ -67,7 +67,7 @@ class VESPO(PolicyObjective):
     arXiv:2602.10693, section 3.4, with the constants of its authors: k and lambda of their own for A >= 0 and for the
     rest. W is not divided by the length. The paper's W is against the policy that made the completion: that is
     `old_logprobs=rollout`, as the preset has it. The kernel is 1 at W = 1; it is computed from ln W in float64 and
-    needs no bounds on W, as it vanishes where W overflows or underflows. With lambda = 0 it does not: it is at most
+    needs no bounds on W, as it vanishes if W overflows or underflows. With lambda = 0 it does not: it is at most
     e^20.
     """
 
@@ -78,7 +78,7 @@ class VESPO(PolicyObjective):
     vespo_lambda_neg: float = key(2.0, "negative advantages: how fast large weights vanish", minimum=0)
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The log-likelihood, weighted by kernel and advantage. `weight` is the ratio of each token."""
+        """Compute the log-likelihood, weighted by kernel and advantage. `weight` is the ratio of each token."""
         log_ratio, dtype = inputs.log_ratio, inputs.logprobs.dtype
         # e^700 is a float64, and 0 times it a number.
         log_weight = row_sum(log_ratio.detach().double(), inputs.rows, inputs.num_rows)[inputs.rows].clamp(max=700)

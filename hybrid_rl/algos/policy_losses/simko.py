@@ -40,7 +40,7 @@ class SimKO(ClipRange):
     needs = frozenset({Needs.LOG_PROBS})
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate; the metrics are the shares of tokens that were smoothed and punished."""
+        """Compute the clipped surrogate; the metrics are the shares of tokens that were smoothed and punished."""
         log_ratio, advantages = inputs.log_ratio, inputs.advantages.detach()
         log_probs, token_ids = inputs.needed("log_probs"), inputs.needed("token_ids")
         entropy = inputs.needed("entropy").detach()
