@@ -62,9 +62,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
         if step > newest:
             logger.warning(
                 "%s is ignored: it has neither %s nor %s, like an incomplete copy",
-                named[step],
-                STATE_FILE,
-                MANIFEST_FILE,
+                *(named[step], STATE_FILE, MANIFEST_FILE),
             )
     return named.get(newest)
 

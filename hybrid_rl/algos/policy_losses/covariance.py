@@ -105,7 +105,7 @@ def draw_by_covariance(whole: WholeMiniBatch, *, ratio: float, lower: float, upp
     covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)
     candidates = (whole.mask & (covariance > lower) & (covariance < upper)).nonzero()[:, 0]
     order = token_keys(whole)[candidates].argsort(stable=True)
-    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+    return _first(whole, candidates[order], ratio)
 
 
 def highest_covariance(whole: WholeMiniBatch, *, ratio: float) -> Tensor:
@@ -115,7 +115,7 @@ def highest_covariance(whole: WholeMiniBatch, *, ratio: float) -> Tensor:
     candidates = candidates[token_keys(whole)[candidates].argsort(stable=True)]
     covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)[candidates]
     order = covariance.argsort(descending=True, stable=True)
-    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+    return _first(whole, candidates[order], ratio)
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -153,12 +153,10 @@ def _selected(inputs: LossInputs) -> Tensor:
     return prepared > 0
 
 
-def _num_selected(whole: WholeMiniBatch, ratio: float) -> int:
-    return max(1, int(ratio * int(whole.mask.sum())))
-
-
-def _flags(whole: WholeMiniBatch, places: Tensor) -> Tensor:
-    return torch.zeros_like(whole.mask).index_fill(0, places, True)
+def _first(whole: WholeMiniBatch, tokens: Tensor, ratio: float) -> Tensor:
+    """Flag the first of these tokens, bool [T]: as many as `ratio` of all unmasked ones, rounded down, at least one."""
+    count = max(1, int(ratio * int(whole.mask.sum())))
+    return torch.zeros_like(whole.mask).index_fill(0, tokens[:count], True)
 
 
 def _centred(values: Tensor) -> Tensor:
