@@ -22,7 +22,7 @@ def presets() -> str:
     """The table of presets: name, paper, keys that it sets."""
     rows = ["| preset | paper | sets |", "|---|---|---|"]
     for name, preset in PRESETS.items():
-        keys = [f"`{path.rpartition('.')[2]}={value}`" for path, value in preset.settings.items()]
+        keys = [f"`{key}={value}`" for key, value in preset.settings.items()]
         settings = ", ".join(keys) or "nothing: these are the defaults"
         rows.append(f"| `{name}` | {preset.title} ({preset.source}) | {settings} |")
     return "\n".join(rows)

@@ -91,7 +91,7 @@ def print_algorithms() -> int:
     for title in ("algorithm", "paper", "sets"):
         table.add_column(title, overflow="fold")
     for name, preset in PRESETS.items():
-        settings = " ".join(f"{path}={value}" for path, value in preset.settings.items())
+        settings = " ".join(f"{key}={value}" for key, value in preset.settings.items())
         table.add_row(name, escape(f"{preset.title}, {preset.source}"), escape(settings))
     console = _wide_console()
     _show(console, table)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import field
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
 
 
 def key(
@@ -51,3 +52,9 @@ def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
         if limit is not None and not holds(limit):
             return f"must be {words} {limit}" + (f": {metadata['remedy']}" if metadata.get("remedy") else "")
     return ""
+
+
+@functools.cache
+def field_types(section: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name."""
+    return get_type_hints(section)

@@ -73,7 +73,7 @@ def settings_digest(name: str) -> str:
     text = settings_file(name).read_text()
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     preset = PRESETS[load_config(settings_file(name))[0].algorithm.name].settings
-    said = json.dumps([sorted(filter(None, lines)), sorted((path, repr(value)) for path, value in preset.items())])
+    said = json.dumps([sorted(filter(None, lines)), sorted((key, repr(value)) for key, value in preset.items())])
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 

@@ -19,8 +19,7 @@ from hybrid_rl.algos.interface import (
     WholeMiniBatch,
     register,
 )
-from hybrid_rl.algos.kl import kl_estimate
-from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward
+from hybrid_rl.algos.kl import KLInLoss, KLInReward, kl_estimate
 from hybrid_rl.algos.masked import row_mean, row_sum, token_weights
 from hybrid_rl.algos.policy_losses import Clip, ClipRange
 

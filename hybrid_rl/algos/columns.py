@@ -35,7 +35,7 @@ def check_columns(**columns: Tensor) -> None:
 
 
 def check_ascending(rows: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless `rows`, int64 [T], ascend within 0..num_rows-1: samples lie one after another."""
+    """Raise ValueError unless `rows`, int64 [T], ascend within 0..num_rows-1: samples follow one another."""
     if len(rows) and (bool((rows.diff() < 0).any()) or int(rows[0]) < 0 or int(rows[-1]) >= num_rows):
         raise ValueError(
             f"rows must ascend within 0..{num_rows - 1}, one sample after another, not {rows[:8].tolist()}..; "
@@ -58,20 +58,20 @@ def check_rewards(**rewards: Tensor) -> None:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """float16 and bfloat16 widened: sums in them stand still, at 256 in bfloat16, and ratios lose the digits that a
-    clip looks at. Other dtypes as they are."""
+    """Convert float16 and bfloat16 to float32: sums in them stop growing, at 256 in bfloat16, and ratios lose the
+    digits that a clip looks at. Other dtypes as they are."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """ln of policy / old policy, [T] with gradient through logprobs, in at least float32; 0 where masked, where an
-    overflow of exp, or -inf less -inf, would reach the gradient as 0 * inf."""
+    """Compute ln of policy / old policy, [T] with gradient through logprobs, in at least float32; 0 where masked:
+    there an overflow of exp, or -inf less -inf, would reach the gradient as 0 * inf."""
     gap = at_least_float32(logprobs) - old_logprobs.detach()
     return torch.where(mask, gap, torch.zeros_like(gap))
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """The logarithm of a ratio, at most MAX_LOG_RATIO, with the gradient of the whole: what is made of it (exp, k3)
+    """Bound the logarithm of a ratio by MAX_LOG_RATIO, with the gradient of the whole: what is made of it (exp, k3)
     ends there in its value and in its slope, and is finite in float32. A clip then makes 0 of the slope, not NaN of
     0 * inf. NaN stays NaN. log_ratio: float, any shape."""
     apply: Any = _Bounded.apply
@@ -80,7 +80,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of the logarithm of a ratio, at most e^20: see `bounded`."""
+    """Compute exp of the logarithm of a ratio, at most e^20 (`bounded`)."""
     return bounded(log_ratio).exp()
 
 

@@ -41,11 +41,6 @@ class CorrectionInputs:
     def __post_init__(self) -> None:
         check_columns(**{name: column for name, column in vars(self).items() if name != "num_rows"})
 
-    @property
-    def of_policies(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """The arguments that ratios and divergences of the two policies begin with."""
-        return self.logprobs, self.rollout_logprobs, self.mask, self.rows, self.num_rows
-
 
 @dataclass(frozen=True)
 class Corrected:
@@ -57,21 +52,18 @@ class Corrected:
     truncated: Tensor
 
 
-def importance_ratio(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, level: str
-) -> Tensor:
-    """pi_old / pi_rollout, float64 [T], detached; 1 for a masked token at level "token".
+def importance_ratio(inputs: CorrectionInputs, *, level: str) -> Tensor:
+    """Return pi_old / pi_rollout, float64 [T], detached; 1 for a masked token at level "token".
 
     - "token": of each token
     - "sequence": the product over the unmasked tokens of its completion, the same at all of them
     - "geometric": its n-th root over these n tokens, exp of the mean of the logs
 
     The product is the only unbiased one for whole completions; its spread grows with their length. At most e^20
-    (`ratio_of`); NaN if both say that the token cannot be.
-    logprobs, rollout_logprobs: float [T]; mask: bool [T]; rows: int64 [T], in 0..num_rows-1, every sample whole.
+    (`ratio_of`); NaN if both policies say that the token is impossible. Raises ValueError for another level.
     """
-    check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
-    gap = logprobs.detach().double() - rollout_logprobs.detach().double()
+    mask, rows, num_rows = inputs.mask, inputs.rows, inputs.num_rows
+    gap = inputs.logprobs.detach().double() - inputs.rollout_logprobs.detach().double()
     log_ratio = torch.where(mask, gap, torch.zeros_like(gap))
     if level == "token":
         return ratio_of(log_ratio)
@@ -84,7 +76,7 @@ def importance_ratio(
 
 
 def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float = 0.0) -> Corrected:
-    """Truncated importance sampling: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is not a number,
+    """Truncate importance weights: min(max(ratio, floor), cap). It zeroes nothing but a ratio that is not a number,
     which counts as rejected. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & ~ratio.isnan()
@@ -93,56 +85,53 @@ def truncated_weights(ratio: Tensor, mask: Tensor, *, cap: float, floor: float =
 
 
 def masked_weights(ratio: Tensor, mask: Tensor, *, low: float, high: float) -> Corrected:
-    """Masked importance sampling: the ratio itself where low <= ratio <= high, 0 elsewhere. A ratio that is not a
+    """Mask importance weights: the ratio itself if low <= ratio <= high, else 0. A ratio that is not a
     number counts as outside. ratio: float [T]; mask: bool [T]."""
     check_columns(ratio=ratio, mask=mask)
     kept = mask & (ratio >= low) & (ratio <= high)
     return Corrected(torch.where(kept, ratio, torch.zeros_like(ratio)), mask & ~kept, torch.zeros_like(mask))
 
 
-def mean_divergence(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, estimator: str
-) -> Tensor:
-    """Estimate of KL(pi_rollout || pi_old) per token of each completion, float64 [num_rows], 0 for one without tokens.
+def mean_divergence(inputs: CorrectionInputs, *, estimator: str) -> Tensor:
+    """Estimate KL(pi_rollout || pi_old) per token of each completion, float64 [num_rows], 0 for one without tokens.
 
     The absolute value of the mean of `kl_estimate` over its unmasked tokens, which the engine sampled: with k1 this is
-    |ln of the geometric mean of the ratios|. Arguments as in `importance_ratio`.
+    |ln of the geometric mean of the ratios|.
     """
-    check_columns(logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, rows=rows)
-    estimate = kl_estimate(rollout_logprobs.detach().double(), logprobs.detach().double(), estimator)
+    mask, rows, num_rows = inputs.mask, inputs.rows, inputs.num_rows
+    estimate = kl_estimate(inputs.rollout_logprobs.detach().double(), inputs.logprobs.detach().double(), estimator)
     total = row_sum(torch.where(mask, estimate, torch.zeros_like(estimate)), rows, num_rows)
     return total.abs() / row_sum(mask.double(), rows, num_rows).clamp(min=1)
 
 
 def leave_out(found: Corrected, which: Tensor, mask: Tensor) -> Corrected:
-    """The same without the tokens `which`, bool [T]: weight 0, rejected."""
+    """Return `found` without the tokens `which`, bool [T]: their weight is 0, and they are rejected."""
     check_columns(weights=found.weights, which=which, mask=mask)
     return Corrected(found.weights.masked_fill(which, 0), found.rejected | (mask & which), found.truncated & ~which)
 
 
-def vetoed(ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, veto: float) -> Tensor:
-    """All tokens of the completions that have an unmasked token with a ratio below `veto`, bool [T]. ratio: float [T],
-    of each token."""
-    check_columns(ratio=ratio, mask=mask, rows=rows)
-    return (row_sum((mask & (ratio < veto)).double(), rows, num_rows) > 0)[rows]
+def vetoed(inputs: CorrectionInputs, *, veto: float) -> Tensor:
+    """Return the tokens of all completions that have an unmasked token with a ratio below `veto`, bool [T]."""
+    is_bad = inputs.mask & (importance_ratio(inputs, level="token") < veto)
+    return (row_sum(is_bad.double(), inputs.rows, inputs.num_rows) > 0)[inputs.rows]
 
 
 @dataclass(frozen=True)
 class Correction(Record):
-    """Base of the corrections. is_active: False if nothing is done."""
+    """Base of the corrections. is_active: False if it does nothing."""
 
     correction_mode: str = key("", _MODE)
     is_active: ClassVar[bool] = True
 
     def weigh(self, inputs: CorrectionInputs) -> Corrected:
-        """Weights of all tokens."""
+        """Return the weights of all tokens."""
         raise NotImplementedError
 
 
 @register
 @dataclass(frozen=True)
 class NoCorrection(Correction):
-    """The engine's samples are taken for the trainer's own."""
+    """The engine's samples are used as if the trainer had made them."""
 
     correction_mode: Literal["none"] = key("none", _MODE)
     is_active = False
@@ -150,30 +139,25 @@ class NoCorrection(Correction):
 
 @dataclass(frozen=True)
 class _Weighing(Correction):
-    """What all corrections have: older tokens may count less, by a factor per policy version (a plain discount, from no
-    paper)."""
+    """Base of the corrections that weigh tokens: older ones may count less, by a factor per policy version (a plain
+    discount, not from a paper)."""
 
     staleness_decay: float = key(
         1.0, "a token's weight times this for every policy version that it is old; 1 = off", above=0, maximum=1
     )
 
     def weigh(self, inputs: CorrectionInputs) -> Corrected:
-        """See Correction. In the dtype of the logprobs."""
+        """Return the weights of all tokens, in the dtype of the logprobs."""
         found = self._weigh(inputs)
         weights = found.weights * self.staleness_decay ** inputs.ages.clamp(min=0).double()
         return replace(found, weights=weights.to(inputs.logprobs.dtype))
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        """The weights before they decay, float64."""
+        """Return the weights before they decay, float64."""
         raise NotImplementedError
 
     def _veto(self, found: Corrected, inputs: CorrectionInputs, veto: float | None) -> Corrected:
-        if veto is None:
-            return found
-        bad = vetoed(
-            importance_ratio(*inputs.of_policies, level="token"), inputs.mask, inputs.rows, inputs.num_rows, veto=veto
-        )
-        return leave_out(found, bad, inputs.mask)
+        return found if veto is None else leave_out(found, vetoed(inputs, veto=veto), inputs.mask)
 
 
 @register
@@ -192,7 +176,7 @@ class TruncatedImportanceSampling(_Weighing):
     correction_floor: float = key(0.0, "ratios below this count as this; 0 = no lower bound", minimum=0, maximum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = importance_ratio(*inputs.of_policies, level=self.correction_level)
+        ratio = importance_ratio(inputs, level=self.correction_level)
         return truncated_weights(ratio, inputs.mask, cap=self.correction_cap, floor=self.correction_floor)
 
 
@@ -212,7 +196,7 @@ class MaskedImportanceSampling(_Weighing):
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = importance_ratio(*inputs.of_policies, level=self.correction_level)
+        ratio = importance_ratio(inputs, level=self.correction_level)
         found = masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
         return self._veto(found, inputs, self.correction_veto)
 
@@ -227,7 +211,7 @@ class IcePop(_Weighing):
     correction_high: float = key(5.0, "ratios above this have weight 0 (beta)", minimum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        ratio = importance_ratio(*inputs.of_policies, level="token")
+        ratio = importance_ratio(inputs, level="token")
         return masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
 
 
@@ -251,14 +235,13 @@ class KLRejection(_Weighing):
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
-        divergence = mean_divergence(*inputs.of_policies, estimator=self.correction_estimator)
+        divergence = mean_divergence(inputs, estimator=self.correction_estimator)
         if self.correction_cap is None:
             none = torch.zeros_like(inputs.mask)
             found = Corrected(inputs.mask.double(), none, none)
         else:
-            found = truncated_weights(
-                importance_ratio(*inputs.of_policies, level="token"), inputs.mask, cap=self.correction_cap
-            )
+            ratio = importance_ratio(inputs, level="token")
+            found = truncated_weights(ratio, inputs.mask, cap=self.correction_cap)
         # Not `>`: a divergence that is not a number is left out.
         found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
         return self._veto(found, inputs, self.correction_veto)

@@ -19,17 +19,20 @@ from hybrid_rl.algos.masked import row_sum
 def gap_diagnostics(
     trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, ages: Tensor, num_rows: int
 ) -> dict[str, float]:
-    """All numbers about the gap, empty if no token is in the mask; see `mismatch` and `staleness`.
+    """Compute all numbers about the gap, as in `mismatch` and `staleness`; empty if no token is in the mask.
 
     trainer, engine: float [T], logprobs of the sampled tokens, before any update; mask: bool [T]; rows: int64 [T], in
     0..num_rows-1; ages: int64 [T], policy versions between token and learner, 0 if unknown.
     """
     check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows, ages=ages)
+    if not bool(mask.any()):
+        return {}
     return {**mismatch(trainer, engine, mask, rows, num_rows), **staleness(ages, mask)}
 
 
 def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:
-    """With w = trainer / engine for tokens that the engine sampled:
+    """Compare trainer and engine, with at least one token in the mask. With w = trainer / engine for tokens that the
+    engine sampled:
 
     - mismatch/ess_tokens, mismatch/ess_samples: effective sample size of w over tokens, and of its product over samples
       (those with tokens), as a share: (sum w)^2 / (n sum w^2); 1 if all are equal
@@ -38,9 +41,6 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
       same tokens with weight w. k3 is never negative; k1 is its noisier twin
     - mismatch/perplexity_{trainer,engine}: exp(-mean logprob) over tokens
     """
-    check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows)
-    if not bool(mask.any()):
-        return {}
     mine, theirs, rows = trainer[mask].double(), engine[mask].double(), rows[mask]
     log_ratio = mine - theirs
     ratio = ratio_of(log_ratio)
@@ -61,11 +61,8 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
 
 
 def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
-    """staleness/mean_age in policy versions, and staleness/share_age_{0,1,2,3_or_more}, shares of tokens. ages: int64
-    [T]; mask: bool [T]. Empty if no token is in the mask."""
-    check_columns(ages=ages, mask=mask)
-    if not bool(mask.any()):
-        return {}
+    """Compute staleness/mean_age in policy versions, and staleness/share_age_{0,1,2,3_or_more}, shares of tokens. ages:
+    int64 [T]; mask: bool [T], with at least one token."""
     ages = ages[mask].clamp(min=0)
     counts = torch.bincount(ages.clamp(max=3), minlength=4).tolist()
     names = ("0", "1", "2", "3_or_more")
@@ -74,7 +71,7 @@ def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:
-    """What a correction does to these tokens. Empty if no token is in the mask.
+    """Count what a correction does to these tokens. Empty if no token is in the mask.
 
     mismatch/truncated_tokens, mismatch/rejected_tokens: shares of tokens; mismatch/rejected_samples: share of samples
     (those with tokens) of which nothing is left; mismatch/ess_corrected: effective sample size of the weights over
@@ -95,8 +92,8 @@ def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_row
 
 
 def effective_sample_share(log_weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2), between 1/n and 1; 0 if all weights are 0. log_weights: float [n], ln w: a product
-    over a long completion may not fit in w itself."""
+    """Compute (sum w)^2 / (n sum w^2), between 1/n and 1; 0 if all weights are 0. log_weights: float [n], ln w: a
+    product over a long completion may not fit in w itself."""
     if log_weights.dim() != 1 or not len(log_weights):
         raise ValueError(f"log_weights must be [n] with n > 0, not {tuple(log_weights.shape)}")
     if bool(log_weights.isneginf().all()):
@@ -106,7 +103,7 @@ def effective_sample_share(log_weights: Tensor) -> float:
 
 
 def _quantile(ordered: Tensor, share: float) -> float:
-    """Linear between neighbours, as torch.quantile, which refuses more than 2^24 values."""
+    """Interpolate linearly between neighbours, as torch.quantile, which refuses more than 2^24 values."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

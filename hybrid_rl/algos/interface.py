@@ -1,5 +1,4 @@
-"""What an algorithm is made of: records, the columns that they are given and give back, what they need, and the
-registry.
+"""The interface of algorithms: records, the columns that they take and return, what they need, and the registry.
 
 A record is a frozen dataclass. Its fields are the options of an algorithm and become configuration keys, its properties
 say what it needs and what it does not go with, and its method is the algorithm itself.
@@ -8,7 +7,6 @@ say what it needs and what it does not go with, and its method is the algorithm 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,11 +21,11 @@ from torch import Tensor
 
 from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards, masked_log_ratio
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key, range_error
+from hybrid_rl.options import field_types, key, range_error
 
 
 class Needs(StrEnum):
-    """What an estimator or a policy loss cannot do without: most are columns of its inputs."""
+    """Requirements of an estimator or a policy loss: most are columns of its inputs."""
 
     VALUES = "values"  # of a critic
     LOGPROBS = "logprobs"  # of the learner, at the start of the training step
@@ -37,7 +35,7 @@ class Needs(StrEnum):
     SUM_PI_SQUARED = "sum_pi_squared"  # over the vocabulary, of the learner
     BASELINE_REWARDS = "baseline_rewards"  # of one greedy completion per prompt
     FUNCTION_REWARDS = "function_rewards"  # of each reward function by itself, with reward_weights
-    DEMONSTRATIONS = "demonstrations"  # samples are the dataset's own completions: there is no rollout
+    DEMONSTRATIONS = "demonstrations"  # samples are the dataset's completions, without a rollout
     OLD_LOGPROBS = "old_logprobs"  # of the learner at the start of the step, even if one update uses the batch
     LOG_PROBS = "log_probs"  # of the whole vocabulary, with the token_ids
     OLD_TOP = "old_top"  # the best tokens of the old policy, as many as the record's option num_top says
@@ -49,15 +47,15 @@ OF_ESTIMATORS = frozenset(Needs) - OF_LOSSES
 
 
 def alone(value: Any) -> list[Any]:
-    """`gather` of a single rank."""
+    """Gather the value of a single rank."""
     return [value]
 
 
 class _Columns:
-    """What both kinds of inputs share."""
+    """Base of both kinds of inputs."""
 
     def needed(self, name: str) -> Tensor:
-        """A column that is not always there. Raises ValueError if it is missing."""
+        """Return a column that is not always there. Raises ValueError if it is missing."""
         column: Tensor | None = getattr(self, name)
         if column is None:
             raise ValueError(
@@ -127,13 +125,13 @@ class AdvantageInputs(_Columns):
         return self.mask & self.scored[self.rows]
 
     def per_token(self, per_sample: Tensor) -> Tensor:
-        """A number of each sample, [N], at each of its tokens that the policy made, 0 elsewhere: float64 [T]."""
+        """Spread a number of each sample, [N], over its tokens that the policy made, 0 elsewhere: float64 [T]."""
         spread = per_sample.double()[self.rows]
         return torch.where(self.mask, spread, torch.zeros_like(spread))
 
     def everywhere(self, *columns: Tensor) -> tuple[list[Tensor], slice]:
-        """Columns of all ranks, each joined along its first dimension, and the place of this rank's rows in them.
-        Collective."""
+        """Gather columns of all ranks, each joined along its first dimension, and the place of this rank's rows in
+        them. Collective."""
         whole = self.gather(columns)
         start = sum(len(parts[0]) for parts in whole[: self.rank])
         return [torch.cat(parts) for parts in zip(*whole, strict=True)], slice(start, start + len(columns[0]))
@@ -150,21 +148,21 @@ class Advantages:
 
 @dataclass(frozen=True)
 class LossInputs(_Columns):
-    """A micro-batch of whole samples: T completion tokens of `num_rows` samples. All columns lie on one device.
+    """A micro-batch of whole samples: T completion tokens of `num_rows` samples. All columns are on one device.
 
-    logprobs: float [T], with gradient. old_logprobs: float [T], of the policy that ratios compare with; if there is no
-    other, the detached logprobs themselves. advantages: float [T]. mask: bool [T], tokens in the loss. rows: int64 [T],
-    the sample of each token, in 0..num_rows-1.
+    logprobs: float [T], with gradient. old_logprobs: float [T], of the policy that ratios compare with; without another
+    policy, the detached logprobs themselves. advantages: float [T]. mask: bool [T], tokens in the loss. rows: int64
+    [T], the sample of each token, in 0..num_rows-1.
 
     In a run: entropy, float [T] with gradient; rollout_logprobs, float [T], of the engine that sampled; token_versions,
-    int64 [T], policy version behind each token, -1 if unknown, with version, of the learner at the start of the
+    int64 [T], policy version that made each token, -1 if unknown, with version, of the learner at the start of the
     training step, and newest_version, the largest of token_versions (None if it is not known: looking it up would wait
     for the device); prepared, [T, ...], what `PolicyObjective.prepare` gave for these tokens.
 
     If `needs` asks for them: log_probs, float [T, V] with gradient, of the whole vocabulary; old_top_ids int64 and
     old_top_logprobs float [T, K], the K best tokens of the old policy; router_logprobs and old_router_logprobs, float
     [T, L, K], detached, of the K experts that the old policy's router chose in each of L layers. parameters: float64
-    [P], learned beside the model, with gradient.
+    [P], learned in addition to the model, with gradient.
     """
 
     logprobs: Tensor
@@ -198,8 +196,8 @@ class LossInputs(_Columns):
         return masked_log_ratio(self.logprobs, self.old_logprobs, self.mask)
 
     def kept(self, values: Tensor) -> Tensor:
-        """`values` [T], 0 where masked: in a loss that is one number per completion a NaN at a masked token would reach
-        the gradient of all others."""
+        """Return `values` [T], 0 where masked: in a loss that is one number per completion a NaN at a masked token
+        would reach the gradient of all others."""
         return torch.where(self.mask, values, torch.zeros_like(values))
 
 
@@ -239,7 +237,7 @@ class PolicyLoss:
 
     @classmethod
     def unclipped(cls, per_token: Tensor, weight: Tensor, metrics: Mapping[str, Tensor] | None = None) -> PolicyLoss:
-        """The loss of an objective that stops no gradient. per_token, weight: float [T]."""
+        """Return the loss of an objective that stops no gradient. per_token, weight: float [T]."""
         nothing = torch.zeros_like(per_token, dtype=torch.bool)
         return cls(per_token, weight, weight.detach(), nothing, nothing, metrics=dict(metrics or {}))
 
@@ -251,7 +249,7 @@ class Record:
 
     def __post_init__(self) -> None:
         own: type = type(self)
-        hints = _hints(own)
+        hints = field_types(own)
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             problem = _type_error(value, hints[item.name]) or range_error(value, item.metadata)
@@ -260,18 +258,13 @@ class Record:
 
     @property
     def inert_options(self) -> Mapping[str, str]:
-        """Options that do nothing beside the values that others have, each with the reason: a configuration that sets
+        """Options that have no effect with the values of the others, each with the reason: a configuration that sets
         one is refused."""
         return {}
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def _type_error(value: Any, expected: Any) -> str:
-    """What is wrong with the type of an option's value, empty if nothing is."""
+    """Return what is wrong with the type of an option's value, empty if nothing is."""
     if typing.get_origin(expected) in (types.UnionType, typing.Union):
         problems = [_type_error(value, option) for option in typing.get_args(expected)]
         return "" if "" in problems else " or ".join(problems)
@@ -287,10 +280,12 @@ def _type_error(value: Any, expected: Any) -> str:
 
 @dataclass(frozen=True)
 class AdvantageEstimator(Record):
-    """From rewards to advantages. A subclass sets its name in the field `estimator`; the properties below are plain
-    class attributes there, or properties if they follow from its options."""
+    """From rewards to advantages. A subclass sets its name in the field `estimator`; it overrides what
+    is below with class attributes, or with properties if the values follow from its options."""
 
     estimator: str = key("", "the advantage estimator")
+    # Whether no advantage is negative, whatever the rewards are.
+    is_never_negative: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Needs]:
@@ -309,7 +304,7 @@ class AdvantageEstimator(Record):
 
     @property
     def takes_kl_rewards(self) -> bool:
-        """False if a KL penalty in the rewards would spoil them (thresholds, steps), or would not be seen."""
+        """False if a KL penalty in the rewards would distort them (thresholds, steps), or would not be seen."""
         return True
 
     @property
@@ -328,13 +323,8 @@ class AdvantageEstimator(Record):
         """True if it is another estimator without rewards of single tokens."""
         return False
 
-    @property
-    def is_never_negative(self) -> bool:
-        """True if no advantage is negative, whatever the rewards are."""
-        return False
-
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages of all tokens, the same however samples lie on ranks."""
+        """Compute advantages of all tokens, the same however samples are spread over ranks."""
         raise NotImplementedError
 
 
@@ -348,18 +338,17 @@ class PolicyObjective(Record):
     options."""
 
     objective: str = key("", "the policy loss")
-    # Numbers that are learned beside the model, by Adam at parameter_learning_rate: what they start from.
+    # Numbers that are learned in addition to the model, by Adam at parameter_learning_rate: what they start from.
     initial_parameters: ClassVar[tuple[float, ...]] = ()
+    # Size of the smallest group that it can learn from.
+    min_generations: ClassVar[int] = 1
+    # Whether it compares the engine, the start of the step and the policy.
+    uses_proximal: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[Needs]:
         """Columns of LossInputs that it cannot do without."""
         return frozenset()
-
-    @property
-    def min_generations(self) -> int:
-        """Size of the smallest group that it can do anything with."""
-        return 1
 
     @property
     def corrects_rollout(self) -> bool:
@@ -370,11 +359,6 @@ class PolicyObjective(Record):
     def uses_old_logprobs(self) -> bool:
         """False if it compares with the engine's policy only."""
         return True
-
-    @property
-    def uses_proximal(self) -> bool:
-        """True if it compares engine, start of the step and policy."""
-        return False
 
     @property
     def is_per_completion(self) -> bool:
@@ -388,12 +372,12 @@ class PolicyObjective(Record):
         raise NotImplementedError
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor | None:
-        """What must be known of the whole mini-batch before it is cut, [T, ...] for its tokens, or None. Every rank
-        computes the same from the same."""
+        """Compute what must be known about the whole mini-batch before it is cut, [T, ...] for its tokens, or None.
+        Every rank computes the same from the same."""
         return None
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The loss of each token, before `masked.token_weights` weighs tokens against each other."""
+        """Compute the loss of each token, before `masked.token_weights` weighs tokens against each other."""
         raise NotImplementedError
 
 
@@ -401,7 +385,7 @@ class PolicyObjective(Record):
 class KLTerm(Record):
     """Base of the KL penalties against the reference."""
 
-    kl_in: str = key("", "where a KL penalty against the reference stands: none, loss or reward")
+    kl_in: str = key("", "where the KL penalty against the reference is added: none, loss or reward")
     in_loss: ClassVar[bool] = False
     in_reward: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a pure function, for losses of your own. There is no trainer over pairs here."""
+"""Direct preference optimisation: a pure function, for your own losses. This library has no trainer for pairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def dpo_loss(
     *,
     beta: float,
 ) -> Tensor:
-    """-ln sigmoid(beta * margin), margin = ln (pi / ref)(chosen) - ln (pi / ref)(rejected), [N] with gradient.
+    """Compute -ln sigmoid(beta * margin), margin = ln (pi / ref)(chosen) - ln (pi / ref)(rejected), [N] with gradient.
 
     DPO, arXiv:2305.18290, eq. 7. All arguments: float [N], ln p of whole completions (sums over their tokens). A larger
-    beta holds the policy closer to the reference: the same loss is reached with a smaller margin.
+    beta keeps the policy closer to the reference: the same loss is reached with a smaller margin.
     """
     columns = (chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs)
     shapes = [tuple(column.shape) for column in columns]

@@ -11,13 +11,14 @@ from hybrid_rl.algos.columns import check_columns
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), per token.
+    """Compute 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), per token.
 
     The value loss that comes with PPO's implementations (PPO2 of OpenAI Baselines; arXiv:2005.12729, section 3); PPO's
     paper has the plain square (arXiv:1707.06347, eq. 9), which clip=None gives.
 
-    values: float [T], with gradient; old_values, returns: float [T]. Returns float [T], to be summed with token weights
-    that are fixed from global counts: a mean of each micro-batch would grow or shrink with their number.
+    values: float [T], with gradient; old_values, returns: float [T]; clip: above 0. Returns float [T], to be summed
+    with token weights that are fixed from global counts: a mean of each micro-batch would grow or shrink with their
+    number.
     """
     plain, bounded = _squares(values, old_values, returns, clip)
     # torch.where, not torch.maximum: at a tie the gradient is the unclipped one, whole.
@@ -25,15 +26,13 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Tokens whose gradient `clipped_value_loss` stops, bool [T]."""
+    """Return the tokens whose gradient `clipped_value_loss` stops, bool [T]."""
     plain, bounded = _squares(values.detach(), old_values, returns, clip)
     return bounded > plain
 
 
 def _squares(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     check_columns(values=values, old_values=old_values, returns=returns)
-    if clip is not None and clip <= 0:
-        raise ValueError(f"clip={clip} would stop the critic; use a number above 0, or None for no clip")
     old_values, returns = old_values.detach(), returns.detach()
     plain = (values - returns) ** 2
     if clip is None:
@@ -75,7 +74,7 @@ class ValueFit:
         )
 
     def __add__(self, other: ValueFit) -> ValueFit:
-        """Of both together (T. Chan et al., "Algorithms for computing the sample variance", 1983)."""
+        """Combine both (T. Chan et al., "Algorithms for computing the sample variance", 1983)."""
         count = self.count + other.count
         if not count:
             return ValueFit()

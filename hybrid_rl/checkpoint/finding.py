@@ -25,7 +25,7 @@ _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 
 
 def hidden_name(folder: Path, kind: str) -> Path:
-    """The path of a checkpoint that this process is writing ("tmp"), or of one that it is replacing ("old")."""
+    """Return the path of a checkpoint that this process is writing ("tmp"), or of one that it is replacing ("old")."""
     return folder.with_name(f".{folder.name}.{Owner.here().token}.{kind}")
 
 
@@ -52,7 +52,8 @@ def _is_left(owner: str, *, is_ours: bool) -> bool:
 
 
 def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
-    """The checkpoint of a run folder with the most training steps; None if there is none. is_ours: as in `clear_up`."""
+    """Return the checkpoint of a run folder with the most training steps; None if there is none. is_ours: as in
+    `clear_up`."""
     clear_up(run, is_ours=is_ours)
     named = checkpoints_of(run)
     there = [step for step, path in named.items() if _is_checkpoint(path)]
@@ -61,20 +62,18 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
         if step > newest:
             logger.warning(
                 "%s is ignored: it has neither %s nor %s, like an incomplete copy",
-                named[step],
-                STATE_FILE,
-                MANIFEST_FILE,
+                *(named[step], STATE_FILE, MANIFEST_FILE),
             )
     return named.get(newest)
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or was, a checkpoint: one that lost its state is damaged, not ignored."""
+    """Return whether a folder is, or was, a checkpoint: one that lost its state is damaged, not ignored."""
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The folders of a run that are named like checkpoints, whatever is in them, by their training steps."""
+    """Return the folders of a run that are named like checkpoints, whatever is in them, by their training steps."""
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir())
     return {int(match[1]): path for match, path in found if match is not None}
 
@@ -104,9 +103,9 @@ def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]
 
 
 def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
-    """The run folder to resume: that of run_name if `resume` is "auto", whether it exists or not; that of the given
-    checkpoint, unless another run_name is given. None for a new run, also from a checkpoint that was set aside, because
-    the rest of its folder belongs to the branch that continued."""
+    """Return the run folder to resume: that of run_name if `resume` is "auto", whether it exists or not; that of the
+    given checkpoint, unless another run_name is given. None for a new run, also from a checkpoint that was set aside,
+    because the rest of its folder belongs to the branch that continued."""
     if resume is None:
         return None
     named = None if run_name is None else Path(output_dir).absolute() / run_name
@@ -161,7 +160,7 @@ def _tell_of_siblings(run: Path, found: Path | None) -> None:
 
 
 def _written(checkpoint: Path) -> int:
-    """The time at which a checkpoint was written, by its file system's clock."""
+    """Return the time at which a checkpoint was written, by its file system's clock."""
     return (checkpoint / STATE_FILE).stat().st_mtime_ns
 
 
@@ -177,7 +176,7 @@ def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
 
 
 def _newest_intact(damaged: Path) -> str:
-    """A sentence that says what to resume instead of a damaged checkpoint."""
+    """Return a sentence that says what to resume instead of a damaged checkpoint."""
     for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
         if path == damaged or not (path / MANIFEST_FILE).is_file():
             continue

@@ -19,7 +19,7 @@ WEIGHTS = (".safetensors", ".safetensors.index.json")
 def check_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, naming the file, if a checkpoint is not what was written.
 
-    Warns if there is no manifest, and of texts of the model that somebody seems to have edited.
+    Warns if there is no manifest, and about texts of the model that seem to have been edited.
     """
     files = _read(folder)
     if files is None:
@@ -66,13 +66,14 @@ def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> 
 
 
 def _is_text_of_the_model(name: str) -> bool:
-    """Files that people edit: config, tokenizer, chat template, a model card. Resuming does not read them."""
+    """Return whether people edit this file: config, tokenizer, chat template, a model card. Resuming does not read
+    them."""
     return "/" not in name and name != STATE_FILE and not name.endswith(WEIGHTS)
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether a changed file is one that somebody may have edited: JSON that can be parsed, or a text. A file that is
-    missing, empty, cut or not a text is damaged."""
+    """Return whether a changed file is one that somebody may have edited: JSON that can be parsed, or a text. A file
+    that is missing, empty, cut or not a text is damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -83,7 +84,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Content] | None:
-    """The contents by name in the folder; None if there is no manifest."""
+    """Return the contents by name in the folder; None if there is no manifest."""
     try:
         found = read_manifest(folder)
     except ValueError as error:

@@ -26,9 +26,7 @@ def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {STATE_FILE}")
     try:
-        state = json.loads(path.read_text())
-        if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__}, not an object")
+        state = _read_object(path)
         missing = sorted(set(required) - state.keys())
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -57,7 +55,10 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
     files are damaged or of another model.
     """
     path = folder / OPTIMIZER_FOLDER
-    rest = _read_scalars(path)
+    try:
+        rest = _read_object(path / SCALARS_FILE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path / SCALARS_FILE}: {error}") from error
     read_shards(path, split(state)[0])
     try:
         return _joined(state, rest)
@@ -65,14 +66,11 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
         raise CheckpointError(f"{path / SCALARS_FILE} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _read_scalars(folder: Path) -> dict[str, Any]:
-    path = folder / SCALARS_FILE
-    try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises OSError and ValueError."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Checks over the sections of an algorithm, and what they say about the columns that a training step needs."""
+"""Checks over the sections of an algorithm, and the columns that a training step needs for it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LOGPROBS = frozenset({Needs.LOGPROBS, Needs.SUM_PI_SQUARED, Needs.OLD_LOGPROBS,
 
 
 def needs_reference(config: TrainerConfig) -> bool:
-    """Whether somebody must compute the reference's logprobs."""
+    """Return whether the run must compute the reference's logprobs."""
     return config.kl.in_loss or config.kl.in_reward or Needs.REF_LOGPROBS in config.advantage.needs
 
 
 def needs_logprobs(config: TrainerConfig) -> bool:
-    """Whether the learner's logprobs are wanted before the update, whatever the ratio compares with."""
+    """Return whether the learner's logprobs are needed before the update, whatever the ratio compares with."""
     needs = config.advantage.needs | config.policy_loss.needs
     sees_mini_batch = type(config.policy_loss).prepare is not PolicyObjective.prepare  # WholeMiniBatch.old_logprobs
     return bool(config.kl.in_reward or _LOGPROBS & needs or sees_mini_batch)
 
 
 def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig:
-    """The algorithm section with what `auto` stands for. updates: optimizer steps that use one batch.
+    """Return the algorithm section with `auto` resolved. updates: optimizer steps that use one batch.
 
     Raises ConfigError for records that do not go together.
     """
@@ -70,34 +70,38 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
 
 
 def learns_from_demonstrations(config: TrainerConfig) -> bool:
-    """Whether samples are the dataset's own completions, so that no engine samples and no reward tells them apart."""
+    """Return whether samples are the dataset's completions, so that no engine samples and no reward distinguishes
+    them."""
     return Needs.DEMONSTRATIONS in config.advantage.needs
 
 
-def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[bool, str, str]]:
-    """Keys of an algorithm that other keys leave without effect: whether it is so, the path, the reason. has_eval:
-    whether there is data for evaluation, which has rewards of its own."""
+def inert_keys(config: TrainerConfig, *, has_eval: bool) -> Iterator[tuple[str, str]]:
+    """Yield keys of an algorithm that other keys leave without effect: the path and the reason. has_eval: whether there
+    is data for evaluation, which has its own rewards."""
     for section in ("advantage", "policy_loss", "kl", "correction"):
         for option, reason in getattr(config, section).inert_options.items():
-            yield True, f"{section}.{option}", reason
-    estimator = config.advantage.estimator
-    shown = learns_from_demonstrations(config)
-    without = f"advantage={estimator} learns from the dataset's completions"
-    yield shown, "algorithm.max_refills", f"{without}: there is nothing to replace"
-    yield shown, "algorithm.mask_truncated_completions", f"{without}, none of which is cut off"
-    yield shown and config.algorithm.num_generations != 1, "algorithm.num_generations", f"{without}, one per prompt"
-    positive = config.advantage.is_never_negative
-    why = f"advantage={estimator} makes no negative advantages, and others stay"
-    yield positive, "algorithm.off_policy_mask_threshold", why
-    for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
-        yield shown and not has_eval, f"rewards.{name}", f"{without}, and nothing is evaluated: no reward is called"
-    yield shown and not has_eval, "rewards.max_reward_failure_share", f"{without}, and nothing is evaluated"
-    ignored = not config.advantage.needs_rewards and not (config.algorithm.positive_nll_coef and not shown)
-    yield ignored, "rewards.overlong_buffer", f"advantage={estimator} learns without rewards"
+            yield f"{section}.{option}", reason
+    estimator, has_demonstrations = config.advantage.estimator, learns_from_demonstrations(config)
+    if has_demonstrations:
+        why = f"advantage={estimator} learns from the dataset's completions"
+        yield "algorithm.max_refills", f"{why}: there is nothing to replace"
+        yield "algorithm.mask_truncated_completions", f"{why}, none of which is cut off"
+        if config.algorithm.num_generations != 1:
+            yield "algorithm.num_generations", f"{why}, one per prompt"
+        if not has_eval:
+            for name in ("reward_weights", "reward_processes", "reward_timeout_seconds", "score_by"):
+                yield f"rewards.{name}", f"{why}, and nothing is evaluated: no reward is called"
+            yield "rewards.max_reward_failure_share", f"{why}, and nothing is evaluated"
+    if config.advantage.is_never_negative:
+        why = f"advantage={estimator} makes no negative advantages, and others stay"
+        yield "algorithm.off_policy_mask_threshold", why
+    if not config.advantage.needs_rewards and (has_demonstrations or not config.algorithm.positive_nll_coef):
+        yield "rewards.overlong_buffer", f"advantage={estimator} learns without rewards"
 
 
 def _check_credit(config: TrainerConfig) -> None:
-    """A loss with one ratio per completion wants one advantage per completion: else each token gets the mean of all."""
+    """Check that a loss with one ratio per completion gets one advantage per completion: else each token gets their
+    mean."""
     advantage, loss = config.advantage, config.policy_loss
     if not loss.is_per_completion:
         return
@@ -115,7 +119,7 @@ def _check_credit(config: TrainerConfig) -> None:
 
 
 def one_advantage_remedy(config: TrainerConfig) -> str:
-    """What to do if a loss with one ratio per completion meets advantages of single tokens."""
+    """Return what to do if a loss with one ratio per completion meets advantages of single tokens."""
     if hasattr(config.policy_loss, "importance_sampling_level"):
         return "use importance_sampling_level=sequence_token, or an estimator with one advantage per completion"
     return "use another loss (policy_loss=clip), or an estimator with one advantage per completion"
@@ -128,7 +132,8 @@ def _loss_name(config: TrainerConfig) -> str:
 
 
 def _check_engine(config: TrainerConfig, old: str) -> None:
-    """What the engine sampled is weighed once, and by what did sample. old: old_logprobs, once `auto` is settled."""
+    """Check that the engine's samples are weighted once, and against the policy that sampled. old: old_logprobs without
+    `auto`."""
     estimator, objective = config.advantage.estimator, config.policy_loss.objective
     takers = {
         f"advantage={estimator}": Needs.ROLLOUT_LOGPROBS in config.advantage.needs,
@@ -228,5 +233,6 @@ def _check_kl(config: TrainerConfig) -> None:
 
 
 def reference_ranks(config: TrainerConfig) -> int:
-    """Ranks of their own for the reference; 0 if it shares the policy's, or the backend has no such choice."""
+    """Return the number of ranks only for the reference; 0 if it shares the policy's, or the backend has no such
+    choice."""
     return getattr(config.controller, "reference_ranks", 0)

@@ -1,4 +1,4 @@
-"""The section `algorithm`: what every algorithm has beside the records that it is put together from."""
+"""The section `algorithm`: the keys of every algorithm, in addition to the records that it is composed of."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybrid_rl.options import key
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What every algorithm has. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), which may
-    all be set otherwise."""
+    """The keys of every algorithm. `name` is a preset: it sets other keys (`hybrid-rl algorithms` lists them), all of
+    which can be overridden."""
 
     name: str = key("grpo", "preset of the other keys of algorithm, advantage, policy_loss, kl, correction and critic")
     loss_type: Literal["grpo", "dapo", "dr_grpo", "sequence_sum"] = key(
@@ -29,7 +29,7 @@ class AlgorithmConfig:
     )
     max_refills: int = key(
         0,
-        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most so many further "
+        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most this many further "
         "rollouts per training step; 0 = they stay",
         minimum=0,
     )
@@ -41,8 +41,8 @@ class AlgorithmConfig:
     )
     top_entropy_quantile: float = key(
         1.0,
-        "only so large a share of a mini-batch's tokens, those of the highest entropy, is in the policy loss and the "
-        "entropy bonus (0.2); 1 = all. With several micro-batches or ranks a forward pass of its own finds them",
+        "only this share of a mini-batch's tokens, those of the highest entropy, is in the policy loss and the entropy "
+        "bonus (0.2); 1 = all. With several micro-batches or ranks a separate forward pass finds them",
         minimum=0,
         maximum=1,
     )
@@ -52,15 +52,15 @@ class AlgorithmConfig:
     )
     router_aux_loss_coef: float | None = key(
         None,
-        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = what the model's config says. "
-        "With several micro-batches or ranks a forward pass of its own counts which experts are chosen; 0 = none",
+        "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = that of the model's config. "
+        "With several micro-batches or ranks a separate forward pass counts which experts are chosen; 0 = none",
         minimum=0,
     )
 
 
 @dataclass(frozen=True)
 class EntropyConfig:
-    """Base of what entropy_coef does over a run; without more it stays as it is."""
+    """Base of the sections about entropy_coef over a run; this one keeps it constant."""
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ class AdaptiveEntropyConfig(EntropyConfig):
     )
     entropy_coef_min: float = key(0.0, "entropy_coef falls to this at most", minimum=0)
     entropy_coef_max: float = key(1.0, "entropy_coef rises to this at most", minimum=0)
-    entropy_coef_delta: float = key(0.005, "by so much entropy_coef rises or falls at an optimizer step", above=0)
+    entropy_coef_delta: float = key(0.005, "change of entropy_coef at an optimizer step", above=0)

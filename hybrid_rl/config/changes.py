@@ -33,6 +33,6 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str 
 
 
 def _text(value: Any) -> str:
-    """The value as in YAML, shortened if it is long."""
+    """Return the value as in YAML, shortened if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 3]}..."

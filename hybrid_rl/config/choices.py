@@ -13,10 +13,10 @@ from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
+    ControllerConfig,
     CriticConfig,
     EvalConfig,
     InPlaceRolloutConfig,
-    LocalControllerConfig,
     ModelConfig,
     RayControllerConfig,
     SampledEvalConfig,
@@ -28,14 +28,14 @@ from hybrid_rl.config.schema import (
 
 def _refuse(section: Any, name: str, value: Any) -> None:
     raise FrozenInstanceError(
-        f"{name}={value!r}: a configuration is fixed. dataclasses.replace(...) makes another one; a Trainer goes on "
+        f"{name}={value!r}: a configuration is fixed. dataclasses.replace(...) makes another one; a Trainer continues "
         f"with other values as Trainer(..., resume=trainer.save(), {name}={value!r})"
     )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A section whose class is chosen by the value of its tag key, which may lie in the section or be its value.
+    """A section whose class is chosen by the value of its tag key, which may be in the section or be its value.
 
     members: by name, the default first. infer: from all given leaves (name to value) and the members chosen so far, the
     member if none is named; None if nothing speaks for one. Without a tag the member is always inferred. remedy: what
@@ -54,7 +54,7 @@ class Choice:
 
 
 def number(value: Any) -> float:
-    """A given value as a number, 0 if it is not one: whether it may be used is checked with the other values."""
+    """Return a given value as a number, 0 if it is not one: its range is checked later, with the other values."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -62,7 +62,7 @@ def number(value: Any) -> float:
 
 
 def _loss(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
-    # Of a loss that compares with the policy that sampled, nothing could be read if nobody did.
+    # Demonstrations were sampled by no policy, so a loss that compares with that policy would mean nothing.
     named = given.get("advantage", given.get("estimator"))
     estimator = ADVANTAGES.get(named) if isinstance(named, str) else None
     return "reinforce" if estimator is not None and Needs.DEMONSTRATIONS in estimator().needs else None
@@ -73,12 +73,12 @@ def _kl(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
 
 
 def _backend(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
-    # Whether auto is more than one shows when the GPUs are counted.
+    # Whether auto is more than one rank is known when the GPUs are counted.
     return "ray" if given.get("num_ranks") == "auto" or number(given.get("num_ranks")) > 1 else None
 
 
 def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
-    # As a value is read: torch.bfloat16 too. What auto stands for is settled when the hardware is known.
+    # torch.bfloat16 is read as its name. auto is resolved when the hardware is known.
     return "bfloat16" if str(given.get("dtype")).removeprefix("torch.") == "bfloat16" else None
 
 
@@ -123,7 +123,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         ),
         "controller": Choice(
             "backend",
-            {"local": LocalControllerConfig, "ray": RayControllerConfig},
+            {"local": ControllerConfig, "ray": RayControllerConfig},
             _backend,
             "set num_ranks above 1 or auto, or that",
         ),
@@ -132,7 +132,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
 
 
 def _sections(config: Any) -> Iterator[Any]:
-    """The class of a configuration and those of all of its sections."""
+    """Return the class of a configuration and those of all of its sections."""
     yield type(config)
     for item in fields(config):
         if is_dataclass(getattr(config, item.name)):

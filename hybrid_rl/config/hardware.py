@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
-from hybrid_rl.config.schema import LocalControllerConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.config.schema import ControllerConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
@@ -66,12 +66,12 @@ def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware
     num_gpus = 0 if config.model.device == "cpu" else hardware.num_gpus
     num_ranks, controller = max(1, num_gpus - _apart(config)), config.controller
     if num_ranks == 1 and controller == RayControllerConfig() and "controller.backend" not in given:
-        controller = LocalControllerConfig()
+        controller = ControllerConfig()
     return dataclasses.replace(config, num_ranks=num_ranks, controller=controller)
 
 
 def _apart(config: TrainerConfig) -> int:
-    """Number of ranks that hold only the reference."""
+    """Return the number of ranks that hold only the reference."""
     return reference_ranks(config) if needs_reference(config) else 0
 
 

@@ -6,25 +6,18 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from hybrid_rl.algos import Needs
-from hybrid_rl.config.schema import ENGINES, RolloutConfig, TrainerConfig
+from hybrid_rl.config.schema import ENGINES, EngineConfig, RolloutConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
 @dataclass(frozen=True)
-class HFConfig:
-    """The engine that decodes through the model's own forward, with the caches of transformers."""
+class HFConfig(EngineConfig):
+    """The engine that decodes through the model's own forward, with the caches of transformers. A running sequence
+    counts at its full length in the cache."""
 
-    max_num_seqs: int = key(256, "sequences that run at a time", minimum=1)
     max_num_batched_tokens: int = key(
         8192, "prompt tokens computed together; a longer prompt is computed by itself", minimum=1
-    )
-    max_num_waiting: int = key(65536, "requests that may wait in the engine; further ones are refused", minimum=1)
-    kv_cache_memory_bytes: int | None = key(
-        None,
-        "memory for the caches of running sequences, each counted at its full length; None = room for max_num_seqs "
-        "full sequences, at most 40 % of free memory",
-        minimum=1,
     )
 
 

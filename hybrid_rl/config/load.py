@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS, VALUE_HABIT
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import range_error
+from hybrid_rl.options import field_types, range_error
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Leaf:
 
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """All keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
+    """Return all keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
     chosen = _members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
 
 @functools.cache
 def leaf_names() -> frozenset[str]:
-    """The leaf names of all keys, under any tags."""
+    """Return the leaf names of all keys, under any tags."""
     choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
     return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
 
@@ -60,16 +60,11 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
 
 
 def _fields(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
-    """The fields of a section with their paths, and their types under these tags."""
-    hints = _hints(cls)
+    """Return the fields of a section with their paths, and their types under these tags."""
+    hints = field_types(cls)
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def load_config(
@@ -88,7 +83,9 @@ def load_config(
     leaves = visible_leaves(tags)
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
-    flat = {path: v for path, v in preset.items() if path in leaves and path.partition(".")[0] not in others}
+    paths = _paths_by_name(leaves)
+    flat = {paths[name]: value for name, value in preset.items() if name in paths}
+    flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
     for layer in layers:
         given = _flatten(layer, leaves, tags)
@@ -103,17 +100,18 @@ def load_config(
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as nested plain containers, every key present."""
+    """Return a config as nested plain containers, every key present."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: Any) -> str:
-    """A config as YAML; `load_config` reads it back."""
+    """Return a config as YAML; `load_config` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
-    """The content of a YAML file, a mapping or a config, whether its keys are known or not. Raises ConfigError."""
+    """Return the content of a YAML file, a mapping or a config, whether its keys are known or not. Raises
+    ConfigError."""
     if config is None:
         return {}
     if isinstance(config, TrainerConfig):
@@ -168,7 +166,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str]:
-    """The member of every choice: as named, else as what is given implies, else the default."""
+    """Return the member of every choice: as named, else as what is given implies, else the default."""
     tags: dict[str, str] = {}
     for section, choice in CHOICES.items():
         inferred = None if section in named else choice.infer(given, tags)
@@ -177,7 +175,7 @@ def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, st
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """The member that the last layer to name one names, and the place of that layer; None if none does. Raises
+    """Return the member that the last layer to name one names, and the place of that layer; None if none does. Raises
     ConfigError for one that is unknown."""
     value: Any = None
     place = -1
@@ -206,7 +204,7 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
 
 
 def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values of all layers, by leaf name; the last one wins."""
+    """Return the values of all layers, by leaf name; the last one wins."""
     given: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -214,10 +212,15 @@ def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return given
 
 
+def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
+    """Return the paths of keys by their leaf names. `name` alone could be a key of anything."""
+    return {path.rpartition(".")[2]: path for path in leaves if path != "algorithm.name"}
+
+
 def _flatten(
     layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], prefix: str = ""
 ) -> dict[str, Any]:
-    by_name = {path.rsplit(".", 1)[-1]: path for path in leaves if path != "algorithm.name"}
+    by_name = _paths_by_name(leaves)
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
     mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
     rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
@@ -278,7 +281,7 @@ def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[st
 
 
 def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
-    """Whether such a key, which is not among `leaves`, would exist under these tags."""
+    """Return whether such a key, which is not among `leaves`, would exist under these tags."""
     theirs = visible_leaves(tags)
     elsewhere = theirs.keys() - leaves.keys()
     rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
-from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
@@ -27,8 +27,8 @@ class ModelConfig:
     path: str | None = key(None, "Hugging Face name or local folder; None if a module is passed to Trainer")
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
-        "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays where "
-        "it is, except that ranks on Ray copy it to their own devices",
+        "where all models are loaded, on every rank; auto = a GPU if there is one; a module that is passed stays on "
+        "its device, except that ranks on Ray copy it to their own devices",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto",
@@ -127,35 +127,40 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class InPlaceConfig:
-    """The embedded engine, which decodes from the actor's own modules."""
+class EngineConfig:
+    """Keys of all engines."""
 
-    max_num_seqs: int = key(256, "sequences decoded together", minimum=1)
-    max_num_batched_tokens: int = key(
-        8192, "prompt tokens of one pass, besides decoding; longer prompts are computed in chunks", minimum=1
+    max_num_seqs: int = key(256, "sequences decoded together by one engine", minimum=1)
+    max_num_waiting: int = key(
+        65536, "requests of a rank that may wait in the engine; further ones are refused", minimum=1
     )
-    max_num_waiting: int = key(65536, "requests that may wait in the engine; further ones are refused", minimum=1)
-    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
-    block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
-    cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
     kv_cache_memory_bytes: int | None = key(
         None,
-        "size of the KV cache; None = room for max_num_seqs full sequences, at most 40 % of free memory; if sequences "
-        "outgrow it, the newest wait and are computed again",
+        "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory; "
+        "sequences that do not fit wait",
         minimum=1,
     )
 
 
 @dataclass(frozen=True)
-class VLLMConfig:
+class InPlaceConfig(EngineConfig):
+    """The embedded engine, which decodes from the actor's own modules. If sequences outgrow the cache, the newest wait
+    and are computed again."""
+
+    max_num_batched_tokens: int = key(
+        8192, "prompt tokens of one pass, besides decoding; longer prompts are computed in chunks", minimum=1
+    )
+    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
+    block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
+    cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
+
+
+@dataclass(frozen=True)
+class VLLMConfig(EngineConfig):
     """vLLM in the trainer's processes. Any other argument of vLLM is given as rollout.vllm.<name>."""
 
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
-    max_num_seqs: int = key(256, "sequences decoded together by one replica", minimum=1)
     max_num_batched_tokens: int = key(8192, "tokens of one pass; longer prompts are computed in chunks", minimum=1)
-    max_num_waiting: int = key(
-        65536, "requests of a rank that may wait in the engine; further ones are refused", minimum=1
-    )
     enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
     enforce_eager: bool | None = key(
         None, "no CUDA graphs and no compiled model: a faster start, slower steps; None = yes on CPUs"
@@ -165,11 +170,6 @@ class VLLMConfig:
     )
     plain_weights: bool = key(
         True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
-    )
-    kv_cache_memory_bytes: int | None = key(
-        None,
-        "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory",
-        minimum=1,
     )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name beside these keys", takes_rest=True
@@ -376,16 +376,9 @@ class FSDPConfig:
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """The processes in which the workers run."""
+    """The processes in which the workers run. This class is controller.backend=local."""
 
-    backend: str = key("local", "local (this process, one rank) or ray")
-
-
-@dataclass(frozen=True)
-class LocalControllerConfig(ControllerConfig):
-    """controller.backend=local."""
-
-    backend: Literal["local"] = key("local", "local (this process, one rank) or ray (a process per rank)")
+    backend: str = key("local", "local (this process, one rank) or ray (a process per rank)")
 
 
 @dataclass(frozen=True)
@@ -448,4 +441,4 @@ class TrainerConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    controller: ControllerConfig = field(default_factory=LocalControllerConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)

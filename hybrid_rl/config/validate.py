@@ -1,20 +1,23 @@
-"""Checks over several keys, and the values that `None` and `auto` stand for. Runs before anything is loaded."""
+"""Checks over several keys, the values of `None` and `auto`, and notices about consequences that a user may not expect.
+All of it runs before anything is loaded."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
-from hybrid_rl.config.algorithm import inert_keys, needs_reference, resolve_algorithm
-from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
+CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
+# At a ratio of 1 their loss is -A ln p.
+LIKELIHOODS = ("reinforce", "cispo")
 
 
 def resolve(
@@ -25,10 +28,10 @@ def resolve(
     hardware: Hardware = NO_GPU,
     module_device: Device | None = None,
 ) -> TrainerConfig:
-    """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: what
-    there is to compute on. module_device: "cpu" or "cuda", where a module that was passed lies.
+    """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: the
+    GPUs that are available. module_device: "cpu" or "cuda", the device of a module that was passed.
 
-    Raises ConfigError for sizes that cannot work together, GPUs that are not there, and keys that would do nothing;
+    Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would do nothing;
     CheckpointError if `resume` names no checkpoint.
     """
     config = settled(config, given, hardware, module_device)
@@ -65,13 +68,11 @@ def resolve(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
         )
     _check_learns(config)
-    return dataclasses.replace(
-        config, algorithm=algorithm, optimizer=dataclasses.replace(optimizer, prompts_per_mini_batch=mini_batch)
-    )
+    return replace(config, algorithm=algorithm, optimizer=replace(optimizer, prompts_per_mini_batch=mini_batch))
 
 
 def _check_resume(config: TrainerConfig) -> None:
-    """Refuse what names no checkpoint. Whether a checkpoint can be used is seen when it is read."""
+    """Refuse a path that is not a checkpoint. Whether a checkpoint can be used is checked when it is read."""
     if config.resume == "auto" and config.run_name is None:
         raise ConfigError("resume=auto looks for checkpoints of the run named run_name; set run_name")
     if config.resume in (None, "auto"):
@@ -102,7 +103,7 @@ def _divisors(number: int) -> str:
 
 
 def _number_of(config: TrainerConfig) -> int:
-    """num_ranks, once `auto` is settled."""
+    """Return num_ranks of a config without `auto`."""
     assert config.num_ranks != "auto"
     return config.num_ranks
 
@@ -150,63 +151,45 @@ def _check_mode(config: TrainerConfig) -> None:
 
 
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:
-    """Refuse keys that were set by hand but that this configuration never reads."""
-    rules = [
-        (
-            config.max_steps is not None,
-            "num_train_epochs",
-            f"max_steps={config.max_steps} decides the length of the run",
-        ),
-        (
-            config.optimizer.lr_scheduler_type == "constant",
-            "optimizer.warmup_steps",
-            "use lr_scheduler_type=constant_with_warmup",
-        ),
-        # An argument of vLLM is called dtype as well, and brings the key too.
-        (config.model.dtype != "bfloat16", "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"),
-        (config.rollout.probe_steps == 0, "rollout.probe_tolerance", "probe_steps=0 switches the probe off"),
-        (config.mode != "train", "rollouts_path", f"mode={config.mode} makes its own rollouts"),
-        (
-            not config.rollout.is_packed,
-            "model.attention",
-            f"rollout.engine={config.rollout.engine} runs the attention that the model's own config names",
-        ),
-        (config.mode == "train", "save_rollouts", "mode=train makes no rollouts"),
-        (not needs_reference(config), "controller.reference_ranks", "there is no reference model while beta=0"),
-    ]
-    rules += [
-        (config.num_ranks == 1, f"fsdp.{item.name}", "one rank shards nothing; set num_ranks")
-        for item in dataclasses.fields(FSDPConfig)
-    ]
-    rules += [(config.model.device == "cpu", "fsdp.cpu_offload", "on CPUs everything is in host memory anyway")]
-    rules += inert_keys(config, has_eval=has_eval)
-    rules += [
-        (not has_eval, f"eval.{name}", "there is no eval_dataset (or eval_path)")
-        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward")
-    ]
-    leaves = _values(config)
-    defaults = _values(TrainerConfig())
-    for section in CHOICES:
-        defaults |= _values(type(getattr(config, section))(), f"{section}.")
-    for inert, path, reason in rules:
+    """Refuse keys that the user set but that this configuration never reads."""
+    for path, reason in (*_inert_keys(config, has_eval), *inert_keys(config, has_eval=has_eval)):
+        section, _, name = path.rpartition(".")
+        holder = getattr(config, section) if section else config
         # A full config read back from a run folder gives every key: only a value that differs was meant.
-        if inert and path in given and leaves[path] != defaults[path]:
-            raise ConfigError(f"{path}={leaves[path]!r} would do nothing: {reason}")
+        if path in given and getattr(holder, name, None) != getattr(type(holder)(), name, None):
+            raise ConfigError(f"{path}={getattr(holder, name)!r} would do nothing: {reason}")
 
 
-def _values(config: Any, prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            values.update(_values(value, f"{prefix}{item.name}."))
-        else:
-            values[prefix + item.name] = value
-    return values
+def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, str]]:
+    """Yield keys outside the algorithm that other keys leave without effect: the path and the reason."""
+    mode, engine = config.mode, config.rollout.engine
+    if config.max_steps is not None:
+        yield "num_train_epochs", f"max_steps={config.max_steps} decides the length of the run"
+    if config.optimizer.lr_scheduler_type == "constant":
+        yield "optimizer.warmup_steps", "use lr_scheduler_type=constant_with_warmup"
+    if config.model.dtype != "bfloat16":  # an argument of vLLM is called dtype as well, and brings the key too
+        yield "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"
+    if config.rollout.probe_steps == 0:
+        yield "rollout.probe_tolerance", "probe_steps=0 switches the probe off"
+    if mode == "train":
+        yield "save_rollouts", "mode=train makes no rollouts"
+    else:
+        yield "rollouts_path", f"mode={mode} makes its own rollouts"
+    if not config.rollout.is_packed:
+        yield "model.attention", f"rollout.engine={engine} runs the attention that the model's own config names"
+    if not needs_reference(config):
+        yield "controller.reference_ranks", "there is no reference model while beta=0"
+    if config.num_ranks == 1:
+        yield from ((f"fsdp.{item.name}", "one rank shards nothing; set num_ranks") for item in fields(FSDPConfig))
+    if config.model.device == "cpu":
+        yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
+    if not has_eval:
+        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward"):
+            yield f"eval.{name}", "there is no eval_dataset (or eval_path)"
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
-    """Training steps of a run. num_prompts: size of the training set, None for a stream.
+    """Compute the number of training steps of a run. num_prompts: size of the training set, None for a stream.
 
     The epochs' prompts form one continuous sequence; what is left over at its end does not fill a step and is not used.
     """
@@ -238,6 +221,38 @@ def _check_warmup(config: TrainerConfig, steps: int) -> int:
 
 
 def optimizer_steps_per_training_step(config: TrainerConfig) -> int:
-    """Updates of the weights in one training step of a resolved config."""
+    """Compute the number of updates of the weights in one training step of a resolved config."""
     mini_batch = config.optimizer.prompts_per_mini_batch or config.data.prompts_per_step
     return config.data.prompts_per_step // mini_batch * config.algorithm.num_iterations
+
+
+def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
+    """Yield sentences about a resolved config. given: the paths that the user set."""
+    if config.model.cast_lm_head_to_fp32 and config.rollout.placement != "embedded":
+        yield (
+            f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
+            "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
+            "rollout.engine=inplace has the same head in both"
+        )
+    loss, old = config.policy_loss, config.algorithm.old_logprobs
+    objective: str = loss.objective
+    if learns_from_demonstrations(config) and objective not in LIKELIHOODS:
+        yield (
+            f"policy_loss={objective} holds ratios: the metric loss is not the negative log-likelihood of the "
+            "demonstrations (of clip it is -1), though the first update of a batch learns from it; "
+            "policy_loss=reinforce shows it"
+        )
+    has_ratio = loss.uses_old_logprobs and old != "rollout"
+    if not has_ratio or optimizer_steps_per_training_step(config) > 1:
+        return
+    defaults = {item.name: item.default for item in fields(loss)}
+    inert = [
+        f"{name}={getattr(loss, name)}"
+        for name in CLIP_KEYS
+        if f"policy_loss.{name}" in given and getattr(loss, name) != defaults[name]
+    ]
+    if inert:
+        yield (
+            f"{', '.join(inert)}: nothing is clipped, because each batch is used by one optimizer step, at which every "
+            "ratio is 1; set num_iterations above 1, or prompts_per_mini_batch below prompts_per_step"
+        )

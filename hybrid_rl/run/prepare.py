@@ -29,8 +29,8 @@ from hybrid_rl.config import (
     resolve,
 )
 from hybrid_rl.config.hardware import Device, Hardware
-from hybrid_rl.config.notices import notices
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
+from hybrid_rl.config.validate import notices
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rl.algos.token_masks import next_entropy_coef
+from hybrid_rl.algos.masked import next_entropy_coef
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, EntropyConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics import MetricSums

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs, Advantages, KLTerm, Needs
-from hybrid_rl.algos.kl import kl_reward
-from hybrid_rl.algos.kl_terms import KLInReward, NoKL
+from hybrid_rl.algos.kl import KLInReward, NoKL, kl_reward
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext

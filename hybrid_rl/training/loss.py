@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_rl.algos import KLInLoss, LossInputs, PolicyLoss, kl_estimate, row_mean, row_sum, token_weights
 from hybrid_rl.algos.kl import exact_kl
-from hybrid_rl.algos.token_masks import entropy_quantile, off_policy_mask
+from hybrid_rl.algos.masked import entropy_quantile, off_policy_mask
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.errors import DataError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import PolicyObjective, WholeMiniBatch
-from hybrid_rl.algos.token_masks import entropy_quantile
+from hybrid_rl.algos.masked import entropy_quantile
 from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order

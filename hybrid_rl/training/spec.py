@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_rl.algos import Correction, KLInLoss, KLTerm, Needs, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
-from hybrid_rl.algos.kl_terms import NoKL
+from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM

@@ -1,4 +1,4 @@
-"""Estimators that differ from GRPO in what a reward is compared with, or in the scale of a group."""
+"""Estimators that differ from GRPO in what a reward is compared with, or in what it is divided by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
+from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups, whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.algos.masked import row_sum
@@ -27,7 +27,7 @@ class RLOO(GroupEstimator):
     estimator: Literal["rloo"] = key("rloo", "the advantage estimator")
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         factor = found.counts / (found.counts - 1).clamp(min=1)
         return torch.where(found.compared, factor[found.index] * found.centred, 0.0)
@@ -53,7 +53,7 @@ class GPG(GroupEstimator):
     sees_all_ranks = True
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The scaled difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the scaled difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         factor = found.scored.sum().double() / found.compared.sum().clamp(min=1)
         scaled = factor * found.centred / found.scale(self.scale_rewards)[found.index]
@@ -75,7 +75,7 @@ class MaxRL(GroupEstimator):
     takes_kl_rewards = False
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The relative difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the relative difference, exactly 0 in a group whose rewards are all equal."""
         found = Groups.of(rewards, groups)
         least = float(found.rewards.min()) if len(rewards) else 0.0
         if least < 0:
@@ -102,7 +102,7 @@ class OPO(AdvantageEstimator):
     min_generations = 2
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Differences to the weighted mean."""
+        """Compute differences to the weighted mean."""
         found = Groups.of(inputs.rewards, inputs.groups)
         lengths = row_sum(inputs.mask.double(), inputs.rows, len(inputs.rewards))
         total = found.sum(lengths)
@@ -126,10 +126,98 @@ class ReMax(AdvantageEstimator):
     uses_step_rewards = True
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Rewards to come, less the baseline."""
+        """Compute rewards to come, less the baseline."""
         baseline = inputs.needed("baseline_rewards")
         steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
         earned = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
         ahead = steps.discounted(steps.take(earned), 1.0)
         known = ~(inputs.rewards.isnan() | baseline.isnan())[steps.rows]
         return Advantages(steps.spread(torch.where(known, ahead - baseline.double()[steps.rows], 0.0)))
+
+
+ENERGY_FLOOR = 1e-8  # if no path has any energy yet, the baseline is the plain mean
+
+
+@register
+@dataclass(frozen=True)
+class OptimalTokenBaseline(AdvantageEstimator):
+    """Optimal token baseline: `G_t - sum(G_t W_t) / sum(W_t)` over the samples of the group that reach step t; G_t the
+    sum of the rewards from t on, `W_t` = sum up to t of `1 - 2 p + sum_V p^2`.
+
+    arXiv:2602.07078. The terms of W are squared norms of the gradient of ln p with respect to the logits: the energy of
+    the path so far. Only tokens that the policy made are steps, so that position t is its t-th own token. A sample that
+    reaches t alone is its own baseline, and if all who reach t earn the same there is nothing to tell apart: exactly 0
+    in both.
+    """
+
+    estimator: Literal["optimal_token_baseline"] = key("optimal_token_baseline", "the advantage estimator")
+    needs = frozenset({Needs.LOGPROBS, Needs.SUM_PI_SQUARED})
+    min_generations = 2
+    tells_tokens_apart = uses_step_rewards = True
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute rewards to come against the weighted baseline of their position."""
+        steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
+        earned = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
+        ahead = steps.discounted(steps.take(earned), 1.0)
+        probabilities = steps.take(inputs.needed("logprobs")).exp()
+        squares = steps.take(inputs.needed("sum_pi_squared"))
+        # (1 - p)^2 + the p^2 of other tokens: below 0 by rounding only.
+        energy = (1 - 2 * probabilities + squares).clamp(min=0)
+        weight = steps.accumulated(energy) + ENERGY_FLOOR
+
+        scored = inputs.scored[steps.rows]
+        _, group = inputs.groups.unique(return_inverse=True)
+        width = int(steps.lengths.max()) if len(steps.lengths) else 0
+        # The samples of a group that reach the same step are compared.
+        found = Groups.of(ahead[scored], (group[steps.rows] * width + steps.position)[scored])
+        baseline = found.sum(found.rewards * weight[scored]) / found.sum(weight[scored])
+        advantages = torch.zeros_like(ahead)
+        advantages[scored] = torch.where(found.compared, found.rewards - baseline[found.index], 0.0)
+        return Advantages(steps.spread(advantages))
+
+
+@register
+@dataclass(frozen=True)
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++: `whiten(sum over s >= t of gamma^(s-t) r_s)` over all tokens of the batch.
+
+    arXiv:2501.03262, with gamma = 1: r(completion) - beta * sum of the KL from t on; the paper's KL is `kl=reward`.
+    Steps are the tokens that the policy made; what is between them does not discount.
+    """
+
+    estimator: Literal["reinforce_plus_plus"] = key("reinforce_plus_plus", "the advantage estimator")
+    gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
+    uses_step_rewards = True
+
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """True with a discount."""
+        return self.gamma < 1
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute normalised returns."""
+        steps = Steps.of(inputs.mask, inputs.rows, len(inputs.rewards))
+        earned = steps.take(step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows))
+        returns = steps.spread(steps.discounted(earned, self.gamma))
+        return Advantages(whitened(returns, inputs.learned, inputs.gather))
+
+
+@register
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(AdvantageEstimator):
+    """REINFORCE++-baseline: `whiten(r - mean)`.
+
+    arXiv:2501.03262. The paper leaves open what it is normalised over: here over tokens, as without the baseline, so
+    that it is the mean of the loss's own terms that is 0. A group whose rewards are all equal gives exactly 0 before
+    normalisation, and a sample that is scored alone too.
+    """
+
+    estimator: Literal["reinforce_plus_plus_baseline"] = key("reinforce_plus_plus_baseline", "the advantage estimator")
+    min_generations = 2
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute normalised differences."""
+        found = Groups.of(inputs.rewards, inputs.groups)
+        centred = inputs.per_token(torch.where(found.compared, found.centred, 0.0))
+        return Advantages(whitened(centred, inputs.learned, inputs.gather))

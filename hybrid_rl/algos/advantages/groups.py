@@ -1,9 +1,11 @@
-"""Rewards by group: what the estimators that compare completions of one prompt share."""
+"""Rewards by group, for the estimators that compare the completions of one prompt, and normalisation over all ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ class Groups:
     """The rewards of N samples in G groups, in ascending order of their ids.
 
     rewards: float64 [N], 0 if there is none. scored: bool [N]. index: int64 [N], the group of each sample. counts:
-    float64 [G], scored samples. low, high: float64 [G], of the scored rewards, inf and -inf where there are none.
+    float64 [G], scored samples. low, high: float64 [G], of the scored rewards, inf and -inf if there are none.
     """
 
     rewards: Tensor
@@ -73,18 +75,19 @@ class Groups:
         return torch.zeros_like(self.counts).index_add_(0, self.index, kept)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` [N] over the scored samples of each group, float64 [G]; 0 if there are none."""
+        """Average `values` [N] over the scored samples of each group, float64 [G]; 0 if there are none."""
         return self.sum(values) / self.counts.clamp(min=1)
 
     def std(self) -> Tensor:
-        """Sample standard deviation (n - 1) of the rewards of each group, float64 [G]; 0 for fewer than two."""
+        """Compute the sample standard deviation (n - 1) of the rewards of each group, float64 [G]; 0 for fewer than
+        two."""
         unit = power_of_two(torch.where(self.has_signal, self.high - self.low, torch.ones_like(self.low)))
         squares = self.sum((self.centred / unit[self.index]) ** 2)
         return unit * (squares / (self.counts - 1).clamp(min=1)).sqrt()
 
     def ranking(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The scored samples, group after group, ascending in `values` [N] and in their order if values are equal:
-        int64 [S], and where each group begins among them: int64 [G]."""
+        """Return the scored samples, group after group, ascending in `values` [N] and in their order if values are
+        equal: int64 [S], and the place of each group's first one: int64 [G]."""
         order = torch.nonzero(self.scored)[:, 0]
         order = order[values[order].argsort(stable=True)]
         order = order[self.index[order].argsort(stable=True)]
@@ -92,30 +95,30 @@ class Groups:
         return order, counts.cumsum(0) - counts
 
     def median(self, values: Tensor) -> Tensor:
-        """Median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle two if
-        their number is even; 0 if there are none."""
+        """Compute the median of `values` [N] over the scored samples of each group, float64 [G], the mean of the middle
+        two if their number is even; 0 if there are none."""
         order, starts = self.ranking(values)
         if not len(order):
             return torch.zeros_like(self.counts)
         ranked, counts = values[order].to(torch.float64), self.counts.long()
-        # An empty group's places lie outside its own samples: clamped here, its result is left out below.
+        # An empty group's places are outside its own samples: clamped here, its result is left out below.
         lower = ranked[(starts + (counts - 1).div(2, rounding_mode="floor")).clamp(0, len(order) - 1)]
         upper = ranked[(starts + counts.div(2, rounding_mode="floor")).clamp(0, len(order) - 1)]
         return torch.where(counts > 0, (lower + upper) / 2, torch.zeros_like(lower))
 
     def robust_std(self) -> Tensor:
-        """1.4826 times the median absolute deviation from the median, float64 [G].
+        """Return 1.4826 times the median absolute deviation from the median, float64 [G].
 
-        Where more than half of the rewards are equal, which is common for binary ones, that is 0: there, 1.253314 times
-        the mean absolute deviation from the median (Iglewicz and Hoaglin, How to detect and handle outliers, 1993).
+        If more than half of the rewards are equal, which is common for binary ones, that is 0: then 1.253314 times the
+        mean absolute deviation from the median (Iglewicz and Hoaglin, How to detect and handle outliers, 1993).
         """
         deviation = (self.rewards - self.median(self.rewards)[self.index]).abs()
         mad = self.median(deviation)
         return torch.where(mad > 0, MAD_TO_STD * mad, MEAN_DEVIATION_TO_STD * self.mean(deviation))
 
     def scale(self, scale_rewards: str) -> Tensor:
-        """What centred rewards are divided by, float64 [G]: 1 for "none"; else STD_FLOOR more than the sample standard
-        deviation of the group ("group"), a robust estimate of it ("mad"), or that of all samples ("batch")."""
+        """Return what centred rewards are divided by, float64 [G]: 1 for "none"; else STD_FLOOR more than the sample
+        standard deviation of the group ("group"), a robust estimate of it ("mad"), or that of all samples ("batch")."""
         if scale_rewards == "none":
             return torch.ones_like(self.counts)
         if scale_rewards == "group":
@@ -132,16 +135,16 @@ class Groups:
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """The power of two at or below each size, at least 1: float64, of the shape of `sizes`, which are finite.
+    """Return the power of two at or below each size, at least 1: float64, of the shape of `sizes`, which are finite.
 
-    Numbers up to that size are divided by it before they are squared: squares of rewards of 1e154 and more are no
+    Numbers up to that size are divided by it before they are squared: squares of rewards of 1e154 and more are not
     float64. Divided and multiplied by a power of two, other numbers keep every bit.
     """
     return torch.ldexp(torch.ones_like(sizes), (sizes.frexp().exponent - 1).clamp(min=0))
 
 
 def group_has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
-    """True for each group (bool [G], groups in ascending order of their id) with at least two different rewards."""
+    """Find the groups with at least two different rewards: bool [G], groups in ascending order of their id."""
     return Groups.of(rewards, groups).has_signal
 
 
@@ -158,13 +161,40 @@ class GroupEstimator(AdvantageEstimator):
         return 2
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The advantage of each sample, [N], 0 for one without a reward and for one that is scored alone. rewards:
-        float [N], NaN for a sample that could not be scored; groups: int64 [N], any numbers."""
+        """Compute the advantage of each sample, [N], 0 for one without a reward and for one that is scored alone.
+        rewards: float [N], NaN for a sample that could not be scored; groups: int64 [N], any numbers."""
         raise NotImplementedError
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """The number of a sample at each of its tokens."""
+        """Give each token the number of its sample."""
         if not self.sees_all_ranks:
             return Advantages(inputs.per_token(self.of_samples(inputs.rewards, inputs.groups)))
         (rewards, groups), mine = inputs.everywhere(inputs.rewards, inputs.groups)
         return Advantages(inputs.per_token(self.of_samples(rewards, groups)[mine]))
+
+
+VARIANCE_FLOOR = 1e-8  # TRL's, a standard deviation of 1e-4: rewards are of the order of 1
+
+
+def whitened(values: Tensor, keep: Tensor, gather: Callable[[Any], list[Any]]) -> Tensor:
+    """Compute (value - mean) / sqrt(variance + 1e-8) over the kept values of all ranks; exactly 0 elsewhere, and
+    everywhere if they are all equal or only one is kept.
+
+    values: float64 [K]; keep: bool [K]; gather: the same call on every rank gives the values of all ranks. The variance
+    is that of a sample (n - 1), as in TRL; it is taken around the global mean, in a second pass, because a difference
+    of sums of squares would lose the digits that matter.
+    """
+    if values.dim() != 1 or keep.shape != values.shape:
+        raise ValueError(f"values and keep must be [K], not {tuple(values.shape)} and {tuple(keep.shape)}")
+    kept = values[keep].to(torch.float64)
+    low, high = (float(kept.min()), float(kept.max())) if len(kept) else (math.inf, -math.inf)
+    counts, sums, lows, highs = zip(*gather((len(kept), float(kept.sum()), low, high)), strict=True)
+    count = sum(counts)
+    mean = math.fsum(sums) / max(count, 1)
+    # What is squared is of the order of 1 (`power_of_two`): squares of 1e154 and more are not float64.
+    unit = float(power_of_two(torch.tensor(max(highs) - min(lows) if count else 1.0, dtype=torch.float64)))
+    squares = math.fsum(gather(float((((kept - mean) / unit) ** 2).sum())))
+    if count < 2 or min(lows) == max(highs):
+        return torch.zeros_like(values, dtype=torch.float64)
+    deviation = unit * math.sqrt(squares / (count - 1) + VARIANCE_FLOOR / unit / unit)
+    return torch.where(keep, (values.to(torch.float64) - mean) / deviation, 0.0)

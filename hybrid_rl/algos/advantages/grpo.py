@@ -39,8 +39,8 @@ class GRPO(GroupEstimator):
 
     `multi_objective_aggregation=normalize_then_sum` is GDPO, arXiv:2601.05242: `(s - mean) / (std + 1e-4)` over the
     batch, s the sum over reward functions k of `weight_k (r_k - mean) / (std + 1e-4)` over the group, so that no
-    function drowns the others. Numbers are TRL's: a function that says nothing of a sample counts 0 there; a sample
-    that was not scored is in no mean. Refused with `kl=reward`, which is no function's, and with `token_level`.
+    function drowns the others. Numbers are TRL's: a function that says nothing about a sample counts 0 there; a
+    sample that was not scored is in no mean. Refused with `kl=reward`, which is not a function, and with `token_level`.
     """
 
     estimator: Literal["grpo"] = key("grpo", "the advantage estimator")
@@ -99,7 +99,7 @@ class GRPO(GroupEstimator):
         return {"scale_rewards": reason} if self.by_function else {}
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages of whole completions, of reward functions or of steps."""
+        """Compute advantages of whole completions, of reward functions or of steps."""
         if self.token_level:
             return Advantages(self.of_steps(inputs))
         if not self.by_function:
@@ -109,11 +109,11 @@ class GRPO(GroupEstimator):
         return Advantages(inputs.per_token(reward_decoupled_advantages(rewards, of_functions, weights, groups)[mine]))
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The normalised difference, exactly 0 in a group whose rewards are all equal."""
+        """Compute the normalised difference, exactly 0 in a group whose rewards are all equal."""
         return group_relative_advantages(rewards, groups, scale_rewards=self.scale_rewards)
 
     def of_steps(self, inputs: AdvantageInputs) -> Tensor:
-        """The sum of the normalised step rewards at each token and after it, float64 [T]. Collective."""
+        """Compute the sum of the normalised step rewards at each token and after it, float64 [T]. Collective."""
         rows, num_rows = inputs.rows, len(inputs.rewards)
         found, token_rewards = Groups.of(inputs.rewards, inputs.groups), inputs.token_rewards.double()
         dense = row_sum(token_rewards, rows, num_rows)
@@ -131,7 +131,7 @@ class GRPO(GroupEstimator):
 
 
 def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards: str = "group") -> Tensor:
-    """GRPO: each reward against the mean of its group, (r - mean) / (std + 1e-4).
+    """Compute GRPO: each reward against the mean of its group, (r - mean) / (std + 1e-4).
 
     DeepSeekMath, arXiv:2402.03300, section 4.1.2; scale_rewards is that of `GRPO`. Standard deviations are those of a
     sample (n - 1), as in TRL.
@@ -145,8 +145,8 @@ def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards:
 
 
 def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-    """GDPO: each reward function against the mean of its group, (r_k - mean) / (std + 1e-4), then the weighted sum of
-    these against that of the batch in the same way, so that no function drowns the others.
+    """Compute GDPO: each reward function against the mean of its group, (r_k - mean) / (std + 1e-4), then the weighted
+    sum of these against that of the batch in the same way, so that no function drowns the others.
 
     S. Liu et al., arXiv:2601.05242; the constant, the sample standard deviations (n - 1) and what a function that says
     nothing of a sample counts (0, and it is in no mean) are TRL's, multi_objective_aggregation="normalize_then_sum".

@@ -37,7 +37,7 @@ class PassAtK(GroupEstimator):
         return self.pass_k + 1
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """A(success) or A(failure)."""
+        """Compute A(success) or A(failure)."""
         found, pass_k = Groups.of(rewards, groups), self.pass_k
         success = found.scored & (found.rewards >= self.success_threshold)
         count = found.counts
@@ -67,7 +67,7 @@ class MaxOfGroup(GroupEstimator):
     is_never_negative = True
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """The gain of the best sample."""
+        """Compute the gain of the best sample."""
         found = Groups.of(rewards, groups)
         order, starts = found.ranking(found.rewards)
         ends = starts + found.counts.long()
@@ -78,7 +78,7 @@ class MaxOfGroup(GroupEstimator):
 
 
 def _binomial_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
-    """C(top, k) / C(bottom, k) = product over j < k of (top - j) / (bottom - j), for bottom >= top >= k."""
+    """Compute C(top, k) / C(bottom, k) = product over j < k of (top - j) / (bottom - j), for bottom >= top >= k."""
     ratio = torch.ones_like(top)
     for j in range(k):
         ratio = ratio * (top - j) / (bottom - j)

@@ -1,6 +1,6 @@
 """Tokens as steps of an episode: rewards, next values and sums over what follows, without padding.
 
-Only tokens that the policy made are steps. What lies between them (tool results, later prompts) is the environment's
+Only tokens that the policy made are steps. What is between them (tool results, later prompts) is the environment's
 answer: the next step after a token is the next token that the policy made.
 """
 
@@ -19,7 +19,7 @@ from hybrid_rl.algos.masked import row_sum
 class Steps:
     """K steps of N samples, sample after sample.
 
-    place: int64 [K], where each lies among the T tokens. rows: int64 [K], its sample. lengths: int64 [N]. position:
+    place: int64 [K], the index of each among the T tokens. rows: int64 [K], its sample. lengths: int64 [N]. position:
     int64 [K], its number within the sample, from 0. num_tokens: T.
     """
 
@@ -31,7 +31,8 @@ class Steps:
 
     @classmethod
     def of(cls, mask: Tensor, rows: Tensor, num_rows: int) -> Steps:
-        """mask: bool [T], True where the policy made the token; rows: int64 [T], ascending, the sample of each."""
+        """Find the steps. mask: bool [T], True if the policy made the token; rows: int64 [T], ascending, the sample of
+        each."""
         place = torch.nonzero(mask)[:, 0]
         kept = rows[place]
         lengths = torch.bincount(kept, minlength=num_rows)
@@ -44,23 +45,25 @@ class Steps:
         return self.position == self.lengths[self.rows] - 1
 
     def take(self, values: Tensor) -> Tensor:
-        """`values` [T] at the steps, float64 [K]."""
+        """Return `values` [T] at the steps, float64 [K]."""
         return values[self.place].to(torch.float64)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`values` [K] at their tokens, 0 elsewhere: float64 [T]."""
+        """Put `values` [K] at their tokens, 0 elsewhere: float64 [T]."""
         return values.new_zeros(self.num_tokens, dtype=torch.float64).index_copy_(0, self.place, values.double())
 
     def next(self, values: Tensor) -> Tensor:
-        """`values` [K] of the next step; 0 at the last one of a sample: an episode that ends has no value to come."""
+        """Return `values` [K] of the next step; 0 at the last one of a sample: an episode that ends has no value to
+        come."""
         shifted = torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
         return torch.where(self.is_last, torch.zeros_like(values), shifted)
 
     def discounted(self, terms: Tensor, decay: Tensor | float) -> Tensor:
-        """y_t = terms_t + decay_t * y_{t+1}, with y = 0 after the last step: float64 [K].
+        """Compute y_t = terms_t + decay_t * y_{t+1}, with y = 0 after the last step: float64 [K].
 
-        terms: float64 [K]; decay: one number, or float64 [K]. A loop over steps counted from the end, all samples
-        abreast. Samples lie from the longest to the shortest there, so that those which reach a step come first.
+        terms: float64 [K]; decay: one number, or float64 [K]. A loop over steps counted from the end, all samples in
+        parallel. Samples are ordered from the longest to the shortest there, so that those that reach a step come
+        first.
         """
         lane = self.lengths.argsort(descending=True, stable=True).argsort()
         longest = int(self.lengths.max()) if len(self.lengths) else 0
@@ -86,7 +89,7 @@ class Steps:
 
 
 def step_rewards(rewards: Tensor, token_rewards: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """The reward of each step, float64 [T], 0 where masked.
+    """Compute the reward of each step, float64 [T], 0 where masked.
 
     rewards: float [N], the total of a sample, NaN if it could not be scored; token_rewards: float [T], the part of
     it that belongs to single tokens; mask: bool [T]; rows: int64 [T], ascending. What is left of the total belongs to

@@ -1,19 +1,15 @@
-"""Policy losses per token: one file per family. How tokens are weighed against each other is in masked.py."""
+"""Policy losses per token: one file per family. How tokens are weighted against each other is in masked.py."""
 
 # ruff: noqa: F401
-from hybrid_rl.algos.policy_losses.clip import Clip
+from hybrid_rl.algos.policy_losses.clip import SAPO, Clip, ClipRange, at_level
 
 # The default is registered first.
 # isort: split
 
-from hybrid_rl.algos.policy_losses.cispo import CISPO
 from hybrid_rl.algos.policy_losses.covariance import ClipCov, KLCov
 from hybrid_rl.algos.policy_losses.decoupled import A3PO, Decoupled
 from hybrid_rl.algos.policy_losses.dppo import DPPO
 from hybrid_rl.algos.policy_losses.gmpo import GMPO, RSPO
 from hybrid_rl.algos.policy_losses.lambda_grpo import LambdaGRPO
-from hybrid_rl.algos.policy_losses.ratios import ClipRange, at_level
-from hybrid_rl.algos.policy_losses.reinforce import Reinforce
-from hybrid_rl.algos.policy_losses.sapo import SAPO
+from hybrid_rl.algos.policy_losses.likelihood import CISPO, VESPO, Reinforce
 from hybrid_rl.algos.policy_losses.simko import SimKO
-from hybrid_rl.algos.policy_losses.vespo import VESPO

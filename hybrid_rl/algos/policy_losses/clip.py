@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate, with the ratio of a token or of a whole completion (GSPO, LUSPO)."""
+"""Ratios of policy and old policy, of a token or of a whole completion (GSPO, LUSPO), and their bounds: PPO's clip
+around 1, and SAPO's smooth gate."""
 
 from __future__ import annotations
 
@@ -6,11 +7,71 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from hybrid_rl.algos.interface import LossInputs, PolicyLoss, register
-from hybrid_rl.algos.policy_losses.ratios import ClipRange, log_ratio_at
+from hybrid_rl.algos.columns import ratio_of
+from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
+from hybrid_rl.algos.masked import row_mean
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+
+def at_level(log_ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, level: str) -> Tensor:
+    """Return ln of the ratio that each token is weighted by, [T].
+
+    - "token": its own
+    - "sequence": the mean over its completion, with the gradient of all of its tokens: that of the geometric mean of
+      the ratios (GSPO, arXiv:2507.18071, eq. 7)
+    - "sequence_token": the same value with a gradient through the token's own logprob only, sg[s] * p / sg[p]
+      (GSPO-token, eq. 14)
+
+    log_ratio: float [T], 0 where masked; mask: bool [T]; rows: int64 [T], in 0..num_rows-1, every sample whole.
+    """
+    if level == "token":
+        return log_ratio
+    if level == "sequence":
+        return row_mean(log_ratio, mask, rows, num_rows)[rows]
+    if level == "sequence_token":
+        mean = row_mean(log_ratio.detach(), mask, rows, num_rows)[rows]
+        return mean + (log_ratio - log_ratio.detach())
+    raise ValueError(f"importance_sampling_level={level!r} is unknown; use token, sequence or sequence_token")
+
+
+def log_ratio_at(inputs: LossInputs, level: str) -> Tensor:
+    """Return `at_level` of the inputs' log ratio."""
+    return at_level(inputs.log_ratio, inputs.mask, inputs.rows, inputs.num_rows, level)
+
+
+@dataclass(frozen=True)
+class ClipRange(PolicyObjective):
+    """Base of the losses whose ratio is clipped to 1 - epsilon .. 1 + epsilon_high."""
+
+    epsilon: float = key(0.2, "ratio clip below 1", above=0, maximum=1)
+    epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon", above=0)
+
+    @property
+    def high(self) -> float:
+        """epsilon_high; epsilon if it is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def clipped(self, log_ratio: Tensor, advantages: Tensor, *, delta: float | None = None) -> PolicyLoss:
+        """Compute PPO's surrogate, -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A), of each token.
+
+        PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO, arXiv:2503.14476, eq. 10. delta: None = no bound of its own.
+        log_ratio: ln w, float [T], with gradient, 0 where masked; w above e^20 counts as e^20, in value and slope.
+        advantages: float [T], 0 where masked, without gradient.
+        """
+        low, high = 1 - self.epsilon, 1 + self.high
+        ratio = ratio_of(log_ratio)
+        unclipped = ratio if delta is None else ratio.clamp(max=delta)
+        detached = ratio.detach()
+        return PolicyLoss(
+            per_token=-torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages),
+            weight=ratio,
+            ratio=detached,
+            clipped_low=(detached < low) & (advantages < 0),
+            clipped_high=(detached > high) & (advantages > 0),
+        )
 
 
 @register
@@ -56,7 +117,7 @@ class Clip(ClipRange):
         return self.importance_sampling_level == "sequence"
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a metric of its own."""
+        """Compute the clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a metric of its own."""
         advantages = inputs.kept(inputs.advantages.detach())
         loss = self.clipped(log_ratio_at(inputs, self.importance_sampling_level), advantages, delta=self.delta)
         per_token, metrics = loss.per_token, {}
@@ -67,3 +128,39 @@ class Clip(ClipRange):
             metrics = {"clip_ratio/ceiling": ((loss.ratio > ceiling) & (advantages < 0)).float()}
         per_sample = self.importance_sampling_level != "token"
         return replace(loss, per_token=per_token, per_sample=per_sample, metrics=metrics)
+
+
+@register
+@dataclass(frozen=True)
+class SAPO(PolicyObjective):
+    """Soft adaptive policy optimisation: `-(4 / tau) sigmoid(tau (w - 1)) A`, with a tau for A > 0 and one for the
+    rest.
+
+    arXiv:2511.20347, with the paper's temperatures. The gradient is `w sech^2(tau (w - 1) / 2) A` times that of ln p,
+    at the old policy that of the unclipped objective. The value at the old policy is -2 A / tau, not -A.
+    `importance_sampling_level=sequence` takes the w of the completion, as in TRL.
+    """
+
+    objective: Literal["sapo"] = key("sapo", "the policy loss")
+    sapo_temperature_pos: float = key(1.0, "how fast the gate closes for tokens with a positive advantage", above=0)
+    sapo_temperature_neg: float = key(1.05, "how fast it closes for the other tokens", above=0)
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = key(
+        "token",
+        "sequence = the gate is that of the completion's ratio, the geometric mean over its tokens; sequence_token = "
+        "the same value, each token with its own advantage and gradient",
+    )
+
+    @property
+    def is_per_completion(self) -> bool:
+        """True for the ratio of a completion with the gradient of all of its tokens."""
+        return self.importance_sampling_level == "sequence"
+
+    def loss(self, inputs: LossInputs) -> PolicyLoss:
+        """Compute the gated surrogate; the metric is what is left of the gradient of the plain ratio, 1 at the old
+        policy."""
+        ratio = ratio_of(log_ratio_at(inputs, self.importance_sampling_level))
+        advantages = inputs.kept(inputs.advantages.detach())
+        tau = torch.full_like(ratio, self.sapo_temperature_neg).masked_fill(advantages > 0, self.sapo_temperature_pos)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        share = (4 * gate * (1 - gate)).detach()
+        return PolicyLoss.unclipped(-4 / tau * gate * advantages, ratio, {"sapo/gate": share})

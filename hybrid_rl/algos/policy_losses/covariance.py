@@ -1,7 +1,7 @@
 """Clip-Cov and KL-Cov: the few tokens that make entropy collapse lose their gradient, or pay a KL penalty.
 
 A policy gradient changes the entropy by about minus the covariance of ln p and advantage ("The Entropy Mechanism of
-Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a small share of tokens makes up most of
+Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a small share of tokens causes most of
 it. Both methods choose tokens by their part in it. The paper takes the present policy's logprobs; here they are those
 at the start of the training step, equal in its first update, because the choice is made over the whole mini-batch of
 all ranks before it is cut.
@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -26,7 +26,7 @@ from hybrid_rl.options import key
 @register
 @dataclass(frozen=True)
 class ClipCov(ClipRange):
-    """Clip-Cov: clip's loss, without gradient for tokens drawn from those whose covariance lies between two bounds.
+    """Clip-Cov: clip's loss, without gradient for tokens drawn from those whose covariance is between two bounds.
 
     arXiv:2505.22617. The covariance of a token is `(ln p_old - mean)(A - mean)`; the paper takes the present p, which
     is the same in the first update. The ratio is not bounded below, and by 2 above. The tokens that are drawn count as
@@ -44,7 +44,7 @@ class ClipCov(ClipRange):
         super().__post_init__()
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ConfigError(
-                f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}: no token lies between"
+                f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}: no token is between"
             )
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
@@ -54,7 +54,7 @@ class ClipCov(ClipRange):
         ).float()
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate, 0 at the tokens that were drawn."""
+        """Compute the clipped surrogate, 0 at the tokens that were drawn."""
         advantages, selected = inputs.advantages.detach(), _selected(inputs)
         loss = self.clipped(inputs.log_ratio, inputs.kept(advantages))
         return replace(
@@ -87,7 +87,7 @@ class KLCov(PolicyObjective):
         return highest_covariance(whole, ratio=self.kl_cov_ratio).float()
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The unclipped surrogate with the penalty."""
+        """Compute the unclipped surrogate with the penalty."""
         log_ratio, selected = inputs.log_ratio, _selected(inputs) & inputs.mask
         ratio = ratio_of(log_ratio)
         penalty = torch.where(selected, self.kl_cov_coef * log_ratio.abs(), torch.zeros_like(log_ratio))
@@ -96,7 +96,7 @@ class KLCov(PolicyObjective):
 
 
 def draw_by_covariance(whole: WholeMiniBatch, *, ratio: float, lower: float, upper: float) -> Tensor:
-    """Tokens drawn at random from those whose covariance lies between `lower` and `upper`: bool [T].
+    """Draw tokens at random from those whose covariance is between `lower` and `upper`: bool [T].
 
     As many as `ratio` of all unmasked tokens, rounded down, at least one, or as there are. Which ones depends on the
     seed and on what the samples hold, not on their order. The authors' code leaves out tokens that the ratio clip
@@ -105,21 +105,22 @@ def draw_by_covariance(whole: WholeMiniBatch, *, ratio: float, lower: float, upp
     covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)
     candidates = (whole.mask & (covariance > lower) & (covariance < upper)).nonzero()[:, 0]
     order = token_keys(whole)[candidates].argsort(stable=True)
-    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+    return _first(whole, candidates[order], ratio)
 
 
 def highest_covariance(whole: WholeMiniBatch, *, ratio: float) -> Tensor:
-    """Tokens with the highest covariance: bool [T]. As many as `ratio` of all unmasked tokens, rounded down, at least
-    one. Ties are broken by the seed and by what the samples hold, not by their order."""
+    """Find the tokens with the highest covariance: bool [T]. As many as `ratio` of all unmasked tokens, rounded down,
+    at least one. Ties are broken by the seed and by what the samples hold, not by their order."""
     candidates = whole.mask.nonzero()[:, 0]
     candidates = candidates[token_keys(whole)[candidates].argsort(stable=True)]
     covariance = token_covariance(whole.old_logprobs, whole.advantages, whole.mask)[candidates]
     order = covariance.argsort(descending=True, stable=True)
-    return _flags(whole, candidates[order[: _num_selected(whole, ratio)]])
+    return _first(whole, candidates[order], ratio)
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(ln p - mean ln p) * (A - mean A) of each token, means over the unmasked tokens: float64 [T], 0 where masked.
+    """Compute (ln p - mean ln p) * (A - mean A) of each token, means over the unmasked tokens: float64 [T], 0 where
+    masked.
 
     logprobs, advantages: float [T]; mask: bool [T].
     """
@@ -130,9 +131,9 @@ def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tens
 
 
 def token_keys(whole: WholeMiniBatch) -> Tensor:
-    """A pseudo-random number of each token, int64 [T], from the seed, its position in its sample and the logprobs and
-    advantages of that sample: the same however samples are ordered. Tokens of samples that are equal throughout share
-    it, and so does nothing else but by accident."""
+    """Return a pseudo-random number of each token, int64 [T], from the seed, its position in its sample and the
+    logprobs and advantages of that sample: the same however samples are ordered. Tokens of samples that are equal
+    throughout share it; others share it only by accident."""
     zeros = torch.zeros_like(whole.rows)
     first = torch.full((whole.num_rows,), len(whole.rows), dtype=torch.int64, device=whole.rows.device)
     places = torch.arange(len(whole.rows), device=whole.rows.device)
@@ -146,18 +147,16 @@ def token_keys(whole: WholeMiniBatch) -> Tensor:
 
 
 def _selected(inputs: LossInputs) -> Tensor:
-    """The tokens that `prepare` chose, bool [T]."""
+    """Return the tokens that `prepare` chose, bool [T]."""
     prepared = inputs.needed("prepared")
     check_columns(mask=inputs.mask, prepared=prepared)
     return prepared > 0
 
 
-def _num_selected(whole: WholeMiniBatch, ratio: float) -> int:
-    return max(1, int(ratio * int(whole.mask.sum())))
-
-
-def _flags(whole: WholeMiniBatch, places: Tensor) -> Tensor:
-    return torch.zeros_like(whole.mask).index_fill(0, places, True)
+def _first(whole: WholeMiniBatch, tokens: Tensor, ratio: float) -> Tensor:
+    """Flag the first of these tokens, bool [T]: as many as `ratio` of all unmasked ones, rounded down, at least one."""
+    count = max(1, int(ratio * int(whole.mask.sum())))
+    return torch.zeros_like(whole.mask).index_fill(0, tokens[:count], True)
 
 
 def _centred(values: Tensor) -> Tensor:
@@ -171,12 +170,12 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 on int64: every bit of the result depends on every bit of the argument."""
+    """Apply the finalizer of SplitMix64 on int64: every bit of the result depends on every bit of the argument."""
     bits = (bits ^ _shifted(bits, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     bits = (bits ^ _shifted(bits, 27)) * (0x94D049BB133111EB - (1 << 64))
     return bits ^ _shifted(bits, 31)
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shift logically to the right."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

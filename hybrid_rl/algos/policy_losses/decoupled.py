@@ -1,4 +1,4 @@
-"""Decoupled PPO: the clip is around a proximal policy, which need not be the one that made the tokens."""
+"""Decoupled PPO: losses with the clip around a proximal policy, which need not be the one that made the tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, masked_log_ratio, ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, register
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
 
 
@@ -23,8 +23,8 @@ class AroundProximal(ClipRange):
     corrects_rollout = True
 
     def around(self, proximal: Tensor, inputs: LossInputs) -> PolicyLoss:
-        """-(p_prox / p_roll) * min(u A, clip(u, 1 - epsilon, 1 + epsilon_high) A), u = p / p_prox. `weight` and `ratio`
-        are p / p_roll. proximal: ln p_prox, float [T]."""
+        """Compute -(p_prox / p_roll) * min(u A, clip(u, 1 - epsilon, 1 + epsilon_high) A), u = p / p_prox. `weight` and
+        `ratio` are p / p_roll. proximal: ln p_prox, float [T]."""
         engine, advantages = inputs.needed("rollout_logprobs"), inputs.kept(inputs.advantages.detach())
         loss = self.clipped(masked_log_ratio(inputs.logprobs, proximal, inputs.mask), advantages)
         behavior_weight = ratio_of(masked_log_ratio(proximal.detach(), engine, inputs.mask))
@@ -52,7 +52,7 @@ class Decoupled(AroundProximal):
     uses_proximal = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clip is around the old policy."""
+        """Compute the loss with the clip around the old policy."""
         return self.around(inputs.old_logprobs, inputs)
 
 
@@ -70,7 +70,7 @@ class A3PO(AroundProximal):
     uses_old_logprobs = False
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clip is around a policy between the engine's and the learner's."""
+        """Compute the loss with the clip around a policy between the engine's and the learner's."""
         proximal = log_linear_proximal(
             inputs.logprobs,
             inputs.needed("rollout_logprobs"),
@@ -84,7 +84,8 @@ class A3PO(AroundProximal):
 def log_linear_proximal(
     logprobs: Tensor, behavior_logprobs: Tensor, versions: Tensor, *, version: int, newest: int | None = None
 ) -> Tensor:
-    """ln p_behav + a * (ln p - ln p_behav) with a = (v_prox - v_behav) / (v - v_behav) and v_prox = v - 1, detached.
+    """Compute ln p_behav + a * (ln p - ln p_behav) with a = (v_prox - v_behav) / (v - v_behav) and v_prox = v - 1,
+    detached.
 
     A-3PO, arXiv:2512.06547: with d = v - v_behav this is (ln p_behav) / d + (1 - 1/d) ln p for d >= 1.
 

@@ -70,7 +70,7 @@ class DPPO(PolicyObjective):
         return {"num_top": reason}
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The masked surrogate; the metric is D."""
+        """Compute the masked surrogate; the metric is D."""
         scope, kind = self.divergence_type.split("_")
         if scope == "binary":
             old_logprobs = inputs.needed("rollout_logprobs")
@@ -84,7 +84,7 @@ class DPPO(PolicyObjective):
         return self.surrogate(log_ratio, inputs.advantages.detach(), divergence)
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, divergence: Tensor) -> PolicyLoss:
-        """The loss of these ratios, advantages and D(old, policy), float [T] each. log_ratio: with gradient."""
+        """Compute the loss of these ratios, advantages and D(old, policy), float [T] each. log_ratio: with gradient."""
         check_columns(log_ratio=log_ratio, advantages=advantages, divergence=divergence)
         threshold = THRESHOLDS[self.divergence_type.split("_")[1]]
         outside = divergence > (threshold if self.divergence_threshold is None else self.divergence_threshold)
@@ -100,8 +100,8 @@ class DPPO(PolicyObjective):
 
 
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: str) -> Tensor:
-    """D(old || policy) of the two events "this token" and "another one", float64 [T], detached: a lower bound of the
-    divergence over the vocabulary. arXiv:2602.04879, eq. 13 (kind="tv") and eq. 14 (kind="kl").
+    """Compute D(old || policy) of the two events "this token" and "another one", float64 [T], detached: a lower bound
+    of the divergence over the vocabulary. arXiv:2602.04879, eq. 13 (kind="tv") and eq. 14 (kind="kl").
 
     logprobs, old_logprobs: float [T], ln p of the sampled token. A probability of 1 - p below 1e-12 counts as 1e-12.
     """
@@ -114,8 +114,9 @@ def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: str) -> Tens
 def top_divergence(
     log_probs: Tensor, token_ids: Tensor, old_logprobs: Tensor, old_top_ids: Tensor, old_top_logprobs: Tensor, kind: str
 ) -> Tensor:
-    """D(old || policy) over the best tokens of the old policy, the sampled token and "other", float64 [T], detached: a
-    lower bound of the divergence over the vocabulary. arXiv:2602.04879, eq. 15 (kind="tv") and eq. 16 (kind="kl").
+    """Compute D(old || policy) over the best tokens of the old policy, the sampled token and "other", float64 [T],
+    detached: a lower bound of the divergence over the vocabulary. arXiv:2602.04879, eq. 15 (kind="tv") and eq. 16
+    (kind="kl").
 
     log_probs: float [T, V], of the policy; token_ids: int64 [T] and old_logprobs: float [T], of the sampled tokens;
     old_top_ids: int64 [T, K], K different ids a token; old_top_logprobs: float [T, K]. A probability of "other" below
@@ -143,8 +144,8 @@ def top_divergence(
 
 
 def _divergence(policy: Tensor, policy_rest: Tensor, old: Tensor, old_rest: Tensor, kind: str) -> Tensor:
-    """policy, old: ln p of N events, [T, N], -inf in both for no event; policy_rest, old_rest: p of all others, [T, 1].
-    Returns [T]."""
+    """Compute D(old || policy). policy, old: ln p of N events, [T, N], -inf in both for no event; policy_rest,
+    old_rest: p of all others, [T, 1]. Returns [T]."""
     rests = torch.cat([old_rest, policy_rest], dim=1).clamp(min=REST_FLOOR)
     if kind == "tv":
         return 0.5 * ((old.exp() - policy.exp()).abs().sum(1) + (rests[:, 0] - rests[:, 1]).abs())

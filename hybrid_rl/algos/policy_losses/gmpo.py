@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, register
 from hybrid_rl.algos.masked import row_mean
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
 
 
@@ -25,7 +25,8 @@ class GeometricMean(ClipRange):
     is_per_completion = True
 
     def geometric_mean(self, inputs: LossInputs, log_ratio: Tensor) -> PolicyLoss:
-        """GMPO's loss with this log ratio, float [T], 0 where masked. `weight` is the mean of the unclipped ratios."""
+        """Compute GMPO's loss with this log ratio, float [T], 0 where masked. `weight` is the mean of the unclipped
+        ratios."""
         advantages = inputs.kept(inputs.advantages.detach())
         low, high = -self.epsilon, self.high
         clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
@@ -58,7 +59,7 @@ class GMPO(GeometricMean):
     objective: Literal["gmpo"] = key("gmpo", "the policy loss")
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The geometric mean of the ratios to the old policy."""
+        """Compute the geometric mean of the ratios to the old policy."""
         return self.geometric_mean(inputs, inputs.log_ratio)
 
 
@@ -82,7 +83,7 @@ class RSPO(GeometricMean):
     needs = frozenset({Needs.ROUTER_SCORES})
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """GMPO's loss with shifted ratios."""
+        """Compute GMPO's loss with shifted ratios."""
         now, then = inputs.needed("router_logprobs"), inputs.needed("old_router_logprobs")
         shift = router_shift_ratio(now, then, floor=self.router_shift_floor).to(inputs.logprobs.dtype)
         loss = self.geometric_mean(inputs, inputs.log_ratio + inputs.kept(shift.log()))
@@ -90,7 +91,8 @@ class RSPO(GeometricMean):
 
 
 def router_shift_ratio(router_logprobs: Tensor, old_router_logprobs: Tensor, *, floor: float) -> Tensor:
-    """max(floor, exp(-mean over layers and experts of |ln r - ln r_old|)): how far a token's routing moved, detached.
+    """Compute max(floor, exp(-mean over layers and experts of |ln r - ln r_old|)): how far a token's routing moved,
+    detached.
 
     arXiv:2510.23027. router_logprobs, old_router_logprobs: float [T, L, K], ln of the router's scores in each of L
     layers for the K experts that the old policy activated. Result [T], in [floor, 1]; 1 = as it was. floor: in (0, 1].
@@ -101,7 +103,5 @@ def router_shift_ratio(router_logprobs: Tensor, old_router_logprobs: Tensor, *, 
             f"router_logprobs and old_router_logprobs must both be [T, L, K], tokens by layers by experts, not {shape} "
             f"and {tuple(old_router_logprobs.shape)}"
         )
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor={floor} must be above 0 and at most 1: it bounds a ratio whose logarithm is taken")
     moved = (router_logprobs.detach() - old_router_logprobs.detach()).abs()
     return (-moved.mean((1, 2))).exp().clamp(min=floor)

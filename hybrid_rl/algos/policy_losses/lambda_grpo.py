@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.advantages.groups import Groups
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
 
 
@@ -33,7 +34,7 @@ class LambdaGRPO(ClipRange):
 
     @property
     def parameter_learning_rate(self) -> float:
-        """That of lambda."""
+        """The learning rate of lambda."""
         return self.lambda_learning_rate
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:
@@ -41,7 +42,7 @@ class LambdaGRPO(ClipRange):
         return length_bases(whole.mask, whole.rows, whole.num_rows, whole.groups, length_scale=self.lambda_length_scale)
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate times the weight of the token's completion."""
+        """Compute the clipped surrogate times the weight of the token's completion."""
         loss = self.clipped(inputs.log_ratio, inputs.kept(inputs.advantages.detach()))
         parameters = inputs.needed("parameters")
         weights = length_weights(inputs.needed("prepared"), parameters).to(loss.per_token.dtype)
@@ -51,7 +52,7 @@ class LambdaGRPO(ClipRange):
 
 
 def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, length_scale: float) -> Tensor:
-    """h = 1 + length_scale * z of each token's completion, and of all completions of its group.
+    """Compute h = 1 + length_scale * z of each token's completion, and of all completions of its group.
 
     arXiv:2510.06870: z is the completion's number of tokens in the loss, standardised within its group. The standard
     deviation is that of the population; z is 0 if all lengths of a group are equal and in a group of one.
@@ -69,36 +70,26 @@ def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, l
             f"and {tuple(groups.shape)}"
         )
     lengths = row_sum(mask.double(), rows, num_rows)
-    counted = lengths > 0
-    index = torch.unique(groups, return_inverse=True)[1]
-    zeros = lengths.new_zeros(int(index.max()) + 1 if num_rows else 0)
-    sizes = zeros.index_add(0, index, counted.double())
-    mean = zeros.index_add(0, index, lengths) / sizes.clamp(min=1)
-    centred = torch.where(counted, lengths - mean[index], torch.zeros_like(lengths))
-    std = (zeros.index_add(0, index, centred**2) / sizes.clamp(min=1)).sqrt()
-    longest = zeros.scatter_reduce(0, index, lengths, "amax")
-    shortest = (zeros + torch.inf).scatter_reduce(0, index, torch.where(counted, lengths, torch.inf), "amin")
-    # Equal lengths are told by their values: their standard deviation may be a rounding error.
-    differs = (longest > shortest)[index]
-    bases = 1 + length_scale * torch.where(differs, centred / std[index], torch.zeros_like(lengths))
+    found = Groups.of(torch.where(lengths > 0, lengths, torch.nan), groups)
+    std = found.mean(found.centred**2).sqrt()[found.index]
+    bases = 1 + length_scale * torch.where(found.compared, found.centred / std, 0.0)
     if bool((bases <= 0).any()):
         raise ValueError(
             f"lambda_length_scale={length_scale:.4g} is too large: a completion is "
             f"{float((1 - bases.min()) / length_scale):.4g} standard deviations shorter than its group, so that "
             "its base is 0 or less; use a smaller one"
         )
-    table = zeros.new_full((len(zeros), max(1, int(torch.bincount(index).max()) if num_rows else 1)), torch.nan)
-    table[sizes == 0, 0] = 1.0  # nobody's weight; finite, so that its gradient is 0 and not NaN
-    order = torch.where(counted)[0]
-    order = order[bases[order].argsort()]
-    order = order[index[order].argsort(stable=True)]
-    starts = (sizes.cumsum(0) - sizes).long()
-    table[index[order], torch.arange(len(order), device=mask.device) - starts[index[order]]] = bases[order]
-    return torch.cat([bases[:, None], table[index]], 1)[rows]
+    width = int(torch.bincount(found.index).max()) if num_rows else 1
+    table = lengths.new_full((len(found.counts), width), torch.nan)
+    table[found.counts == 0, 0] = 1.0  # for groups without tokens; finite, so that its gradient is 0 and not NaN
+    order, starts = found.ranking(bases)
+    group = found.index[order]
+    table[group, torch.arange(len(order), device=mask.device) - starts[group]] = bases[order]
+    return torch.cat([bases[:, None], table[found.index]], 1)[rows]
 
 
 def length_weights(bases: Tensor, exponent: Tensor) -> Tensor:
-    """f = G * exp(h^lambda) / (sum over the group of exp(h^lambda)), the weight of each token's completion.
+    """Compute f = G * exp(h^lambda) / (sum over the group of exp(h^lambda)), the weight of each token's completion.
 
     arXiv:2510.06870. The mean of f over the completions of a group is 1. bases: float64 [T, 1 + G], from
     `length_bases`; exponent: float64 [1], lambda, with gradient. Result float64 [T].

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, register
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.algos.policy_losses.ratios import ClipRange
+from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
 
 
@@ -40,7 +40,7 @@ class SimKO(ClipRange):
     needs = frozenset({Needs.LOG_PROBS})
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """The clipped surrogate; the metrics are the shares of tokens that were smoothed and punished."""
+        """Compute the clipped surrogate; the metrics are the shares of tokens that were smoothed and punished."""
         log_ratio, advantages = inputs.log_ratio, inputs.advantages.detach()
         log_probs, token_ids = inputs.needed("log_probs"), inputs.needed("token_ids")
         entropy = inputs.needed("entropy").detach()
@@ -66,10 +66,8 @@ class SimKO(ClipRange):
 
 
 def row_quantile(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, quantile: float) -> Tensor:
-    """Quantile of `values` [T] over the unmasked tokens of each sample, [num_rows], detached, interpolated linearly
-    between neighbours; inf for a sample without any. rows: int64 [T]; mask: bool [T]."""
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile={quantile} is not a quantile; use 0 to 1")
+    """Return a quantile (0 to 1) of `values` [T] over the unmasked tokens of each sample, [num_rows], detached,
+    interpolated linearly between neighbours; inf for a sample without any. rows: int64 [T]; mask: bool [T]."""
     if not len(values):
         return values.new_full((num_rows,), torch.inf)
     # Sample after sample, unmasked tokens first, each ascending. No shape here depends on the mask: on a GPU finding it

@@ -128,10 +128,9 @@ def test_rejection_by_kl() -> None:
     """Of ratios 1.1 and 1/1.1: k3 = (.1 - .0953102 + .0953102 - .0909091) / 2 = .0045455, |mean ln| = 0, mean |ln| =
     .0953102. Of 1.05 twice: .0012098, .0487902, .0487902."""
     given = inputs([1.1, 1 / 1.1, None], [1.05, 1.05])
-    options = {"mask": given.mask, "rows": given.rows, "num_rows": 2}
     expected = {"k3": (0.0045454545, 0.0012098358), "k1": (0, 0.0487901642), "abs": (0.0953101798, 0.0487901642)}
     for estimator, values in expected.items():
-        found = mean_divergence(given.logprobs, given.rollout_logprobs, **options, estimator=estimator)
+        found = mean_divergence(given, estimator=estimator)
         assert found.tolist() == pytest.approx(values, abs=1e-10)
     assert weights(KLRejection(), given) == [1, 1, 0, 1, 1]
     assert weights(KLRejection(correction_threshold=0.002), given) == [0, 0, 0, 1, 1]
@@ -143,13 +142,12 @@ def test_rejection_by_kl() -> None:
 def test_k3_is_that_of_the_engine_to_the_trainer() -> None:
     """The engine sampled: r = trainer / engine = 2 gives 2 - 1 - ln 2 = .306853; the other way round, .193147."""
     given = inputs([2.0])
-    found = mean_divergence(given.logprobs, given.rollout_logprobs, given.mask, given.rows, 1, estimator="k3")
+    found = mean_divergence(given, estimator="k3")
     assert float(found) == pytest.approx(0.306853, abs=5e-7)
 
 
 def test_a_completion_without_tokens_has_no_divergence() -> None:
-    given = inputs([None, None], [2.0])
-    found = mean_divergence(given.logprobs, given.rollout_logprobs, given.mask, given.rows, 3, estimator="k1")
+    found = mean_divergence(inputs([None, None], [2.0], num_rows=3), estimator="k1")
     assert found.tolist() == pytest.approx([0, math.log(2), 0], rel=1e-12)
 
 
@@ -173,8 +171,7 @@ def test_one_token_may_veto_its_completion(correction: Correction) -> None:
     """5e-5 is below 1e-4, 2e-4 is not; a masked token has no veto."""
     found = correction.weigh(inputs([1.0, 5e-5, 1.0], [1.0, 2e-4], [1.0, None]))
     assert flags(found.rejected) == "xxx...."
-    masked = torch.tensor([False, True])
-    assert not vetoed(torch.tensor([1e-9, 1.0]), masked, torch.tensor([0, 0]), 1, veto=1e-4).any()
+    assert not vetoed(inputs([1e-9, 1.0], mask=torch.tensor([False, True])), veto=1e-4).any()
     assert found.weights[:3].tolist() == [0, 0, 0] and bool((found.weights[[3, 4, 5]] > 0).all())
 
 
@@ -337,6 +334,5 @@ def test_columns_must_have_one_length(name: str) -> None:
 
 
 def test_unknown_level() -> None:
-    given = inputs([1.0])
     with pytest.raises(ValueError, match="'batch' is unknown; use token, sequence or geometric"):
-        importance_ratio(given.logprobs, given.rollout_logprobs, given.mask, given.rows, 1, level="batch")
+        importance_ratio(inputs([1.0]), level="batch")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hybrid_rl.algos import KL_TERMS, KLTerm
-from hybrid_rl.algos.kl import kl_estimate
-from hybrid_rl.algos.kl_terms import KLInLoss, KLInReward, NoKL
+from hybrid_rl.algos.kl import KLInLoss, KLInReward, NoKL, kl_estimate
 
 
 def choices(record: type, name: str) -> set[str]:

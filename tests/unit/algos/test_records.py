@@ -18,9 +18,8 @@ from hybrid_rl.algos import (
     POLICY_LOSSES,
     AdvantageEstimator,
     AdvantageInputs,
-    token_weights,
 )
-from hybrid_rl.algos.advantages import GAE, Distillation, OptimalTokenBaseline, ReMax, VTrace, length_adaptive_lambda
+from hybrid_rl.algos.advantages import GAE, Distillation, OptimalTokenBaseline, ReMax, VTrace
 from hybrid_rl.algos.correction import MaskedImportanceSampling
 from hybrid_rl.algos.policy_losses import DPPO, Clip
 from hybrid_rl.errors import ConfigError
@@ -139,22 +138,3 @@ def test_the_column_that_is_missing_is_named(estimator: Any) -> None:
 def test_columns_of_an_estimator_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advantage_inputs(**changes)
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "counts", "message"),
-    [
-        ("dr_grpo", {"max_completion_length": 0}, "max_completion_length=0 is what dr_grpo divides by"),
-        ("dapo", {"num_tokens": -1}, "num_tokens=-1 and num_trajectories=1 are counts"),
-        ("grpo", {"num_trajectories": -2}, "num_tokens=1 and num_trajectories=-2 are counts"),
-    ],
-)
-def test_counts_of_token_weights(loss_type: str, counts: dict[str, int], message: str) -> None:
-    given = {"num_tokens": 1, "num_trajectories": 1, "max_completion_length": 1, **counts}
-    with pytest.raises(ValueError, match=message):
-        token_weights(torch.ones(1).bool(), torch.zeros(1).long(), 1, loss_type, **given)
-
-
-def test_lengths_are_numbers_of_tokens() -> None:
-    with pytest.raises(ValueError, match="lengths are numbers of tokens, but one is -3"):
-        length_adaptive_lambda(torch.tensor([5, -3]), alpha=0.05)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.config import load_config, resolve
-from hybrid_rl.config.notices import notices
+from hybrid_rl.config.validate import notices
 
 
 def told(**keys: Any) -> str:

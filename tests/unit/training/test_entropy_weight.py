@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.algos.token_masks import next_entropy_coef
+from hybrid_rl.algos.masked import next_entropy_coef
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError

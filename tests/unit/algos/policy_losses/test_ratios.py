@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.algos import LossInputs, PolicyObjective
 from hybrid_rl.algos.policy_losses import CISPO, SAPO
-from hybrid_rl.algos.policy_losses.ratios import at_level
+from hybrid_rl.algos.policy_losses.clip import at_level
 
 # Two completions, the second a token longer; the fourth token is masked. Advantages 1.5 and -0.5.
 NEW = [-1.0, -2.0, -0.5, -3.0, -0.3, -1.2, -2.0, -1.0]

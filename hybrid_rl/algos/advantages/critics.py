@@ -1,4 +1,5 @@
-"""Generalised advantage estimation, with one lambda (PPO) or one each for policy and critic (VAPO)."""
+"""Estimators that learn from a critic's values: GAE with one lambda (PPO) or one each for policy and critic (VAPO), and
+V-trace for samples of an older policy or of another engine."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.advantages.groups import whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
-from hybrid_rl.algos.advantages.whitening import whitened
-from hybrid_rl.algos.columns import check_ascending, check_columns
+from hybrid_rl.algos.columns import check_ascending, check_columns, ratio_of
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
 
@@ -25,13 +27,14 @@ class CriticEstimator(AdvantageEstimator):
     tells_tokens_apart = uses_step_rewards = True
 
     def estimate(self, inputs: AdvantageInputs, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        """`generalized_advantages` of these inputs."""
+        """Call `generalized_advantages` with these inputs."""
         rewards = step_rewards(inputs.rewards, inputs.token_rewards, inputs.mask, inputs.rows)
         values, num_rows = inputs.needed("values").double(), len(inputs.rewards)
         return generalized_advantages(rewards, values, inputs.mask, inputs.rows, num_rows, gamma=self.gamma, lam=lam)
 
     def of_scored(self, inputs: AdvantageInputs, advantages: Tensor, returns: Tensor) -> Advantages:
-        """What a sample without a reward has: advantages of 0, and returns that the critic says already."""
+        """Normalise the advantages, and leave samples without a reward with advantages of 0 and the critic's values as
+        returns."""
         if self.whiten_advantages:
             advantages = whitened(advantages, inputs.learned, inputs.gather)
         returns = torch.where(inputs.learned, returns, torch.where(inputs.mask, inputs.needed("values").double(), 0.0))
@@ -50,7 +53,7 @@ class GAE(CriticEstimator):
     lam: float = key(0.95, "lambda: 1 = returns less values, 0 = errors of single steps", minimum=0, maximum=1)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages, and returns for the critic."""
+        """Compute advantages, and returns for the critic."""
         return self.of_scored(inputs, *self.estimate(inputs, self.lam))
 
 
@@ -70,7 +73,7 @@ class VAPO(CriticEstimator):
     length_adaptive_alpha: float = key(0.05, "lambda of the policy = 1 - 1 / (alpha * length)", above=0)
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
-        """Advantages with one lambda, returns with another."""
+        """Compute advantages with one lambda, returns with another."""
         lengths = torch.bincount(inputs.rows[inputs.mask], minlength=len(inputs.rewards))
         advantages, _ = self.estimate(inputs, length_adaptive_lambda(lengths, alpha=self.length_adaptive_alpha))
         _, returns = self.estimate(inputs, self.lam_critic)
@@ -80,10 +83,11 @@ class VAPO(CriticEstimator):
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, *, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE: A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t. Returns A and A + V.
+    """Compute GAE: A_t = delta_t + gamma * lambda * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t. Returns A and A +
+    V.
 
     arXiv:1506.02438, eq. 16. Steps are the tokens that the policy made: V_{t+1} and A_{t+1} are those of the next such
-    token, whatever the environment put in between, and 0 after the last one, also where a limit cut the completion off.
+    token, whatever the environment put in between, and 0 after the last one, also if a limit cut the completion off.
 
     rewards: float [T], of each step (`step_rewards`); values: float [T], of the state before the token; mask: bool [T];
     rows: int64 [T], ascending, in 0..num_rows-1; lam: one number, or float [num_rows], one per sample. Both results are
@@ -102,13 +106,56 @@ def generalized_advantages(
 
 
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha * length), float64 [N]: the weights of a completion's errors add up to alpha * length.
+    """Compute lambda = 1 - 1 / (alpha * length), float64 [N]: the weights of a completion's errors add up to alpha *
+    length.
 
-    VAPO, arXiv:2504.05118. Completions of at most 1 / alpha tokens (20 with the paper's .05), for which
-    that is not above 0 and which the paper leaves out, get 0. lengths: [N], tokens that the policy made.
+    VAPO, arXiv:2504.05118. Completions of at most 1 / alpha tokens (20 with the paper's .05), for which that is not
+    above 0 and which the paper leaves out, get 0. lengths: [N], tokens that the policy made; alpha: above 0.
     """
-    if lengths.dim() != 1 or not alpha > 0:
-        raise ValueError(f"lengths must be [N] and alpha above 0, not {tuple(lengths.shape)} and {alpha}")
-    if len(lengths) and int(lengths.min()) < 0:
-        raise ValueError(f"lengths are numbers of tokens, but one is {int(lengths.min())}; give 0 or more")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths must be [N], one per sample, not {tuple(lengths.shape)}")
     return (1 - 1 / (alpha * lengths.to(torch.float64).clamp(min=1))).clamp(min=0)
+
+
+@register
+@dataclass(frozen=True)
+class VTrace(AdvantageEstimator):
+    """V-trace, IMPALA's off-policy correction of a critic: `rho_t (r_t + gamma v_{t+1} - V_t)`; the critic's target is
+    `v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1})`, `rho = min(rho_clip, p_old /
+    p_roll)`, `c = lam min(c_clip, p_old / p_roll)`.
+
+    arXiv:1802.01561, eq. 1, remarks 1 and 2, and section 4.2, with p_old the learner at the start of the training step
+    and p_roll the engine that sampled. Steps, and what follows the last one, are as in `gae`. With p_old = p_roll,
+    lambda and clips 1 the targets are the returns. The advantages hold the weight rho of the policy gradient already: a
+    `correction` of engine to trainer in the loss besides would count it twice, and is refused.
+    """
+
+    estimator: Literal["vtrace"] = key("vtrace", "the advantage estimator")
+    gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
+    lam: float = key(1.0, "lambda: factor of c, how far later errors reach back", minimum=0, maximum=1)
+    rho_clip: float = key(1.0, "upper bound of the weight of a step's own error: what the critic converges to", above=0)
+    c_clip: float = key(1.0, "upper bound of the weight of later errors: how fast it does; at most rho_clip", above=0)
+    needs = frozenset({Needs.VALUES, Needs.LOGPROBS, Needs.ROLLOUT_LOGPROBS})
+    tells_tokens_apart = uses_step_rewards = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.c_clip > self.rho_clip:
+            raise ConfigError(f"c_clip={self.c_clip} must be at most rho_clip={self.rho_clip} (arXiv:1802.01561)")
+
+    def compute(self, inputs: AdvantageInputs) -> Advantages:
+        """Compute advantages and targets; a sample without a reward has advantages of 0 and the critic's own values."""
+        mask, gamma, values = inputs.mask, self.gamma, inputs.needed("values")
+        steps = Steps.of(mask, inputs.rows, len(inputs.rewards))
+        reward = steps.take(step_rewards(inputs.rewards, inputs.token_rewards, mask, inputs.rows))
+        value = steps.take(values)
+        ratio = ratio_of(steps.take(inputs.needed("logprobs")) - steps.take(inputs.needed("rollout_logprobs")))
+        rho, c = ratio.clamp(max=self.rho_clip), self.lam * ratio.clamp(max=self.c_clip)
+        error = rho * (reward + gamma * steps.next(value) - value)
+        targets = value + steps.discounted(error, gamma * c)
+        advantages = rho * (reward + gamma * steps.next(targets) - value)
+        own = torch.where(mask, values.double(), 0.0)
+        return Advantages(
+            torch.where(inputs.learned, steps.spread(advantages), 0.0),
+            torch.where(inputs.learned, steps.spread(targets), own),
+        )
