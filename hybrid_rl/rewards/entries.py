@@ -9,15 +9,7 @@ from typing import Any
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.engine_judge import EngineJudge
-from hybrid_rl.rewards.functions import (
-    LIBRARY_PARAMETERS,
-    UNPASSED_COLUMNS,
-    RewardFunction,
-    function_name,
-    inspect_function,
-    reserved_column_message,
-    unique_names,
-)
+from hybrid_rl.rewards.functions import RewardFunction, function_name, inspect_function, unique_names
 from hybrid_rl.rewards.marks import unwrap_partial
 
 
@@ -61,9 +53,6 @@ class RewardList:
         given = [as_entry(entry) for entry in as_list(reward_funcs)]
         if not given:
             raise ConfigError("reward_funcs is empty; pass at least one function")
-        columns = set(available_columns or ()) - UNPASSED_COLUMNS
-        if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
-            raise ConfigError(reserved_column_message(reserved))
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
         models = {place: entry for place, entry in enumerate(given) if isinstance(entry, RewardModelEntry)}
         judges = {place: entry for place, entry in enumerate(given) if isinstance(entry, EngineJudge)}

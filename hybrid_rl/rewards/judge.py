@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle, Question
 
 

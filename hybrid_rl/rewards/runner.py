@@ -6,14 +6,12 @@ import asyncio
 import atexit
 import contextlib
 import itertools
-import math
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.rewards.calling import CallOutcome
@@ -54,8 +52,8 @@ class RewardRunner:
         score_by: "sample", or "group": the samples of a group must be submitted together.
 
     Raises:
-        ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
-            of a group without score_by="group".
+        ConfigError: an unusable function; a wrong number of weights; a function that compares the samples of a group
+            without score_by="group".
     """
 
     def __init__(
@@ -72,13 +70,18 @@ class RewardRunner:
         self.names = self.entries.names
         self.late = self.entries.late
         self.functions = list(self.entries.functions.values())
-        self.score_by = check_score_by(score_by, [spec.name for spec in self.functions if spec.needs_group])
-        self.weights = check_weights(weights, self.names)
+        self.score_by = score_by
+        self.weights = [1.0] * len(self.names) if weights is None else list(weights)
+        if len(self.weights) != len(self.names):
+            raise ConfigError(
+                f"{len(self.weights)} reward weights for {len(self.names)} reward functions ({', '.join(self.names)})"
+            )
+        for spec in self.functions:
+            if spec.needs_group and score_by != "group":
+                raise ConfigError(
+                    f"reward function {spec.name!r} compares the completions of a prompt; set rewards.score_by=group"
+                )
         self.available_columns = tuple(available_columns or ())
-        if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 0:
-            raise ConfigError(f"num_processes={num_processes!r}; use 0 (threads of this process) or a positive number")
-        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r}; use a positive number, or None for no limit")
         self._num_processes = num_processes
         self._caller = (
             ProcessCaller(self.functions, num_processes, timeout_seconds)
@@ -179,27 +182,3 @@ class RewardRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_score_by(score_by: ScoreBy, comparing: Sequence[str]) -> ScoreBy:
-    """Return score_by. Raises ConfigError for an unknown value, and if functions (named in `comparing`) that need whole
-    groups would not get them."""
-    if score_by not in get_args(ScoreBy):
-        raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
-    if comparing and score_by != "group":
-        raise ConfigError(
-            f"reward function {comparing[0]!r} compares the completions of a prompt; set rewards.score_by=group"
-        )
-    return score_by
-
-
-def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:
-    """Return the weights as floats, 1.0 each for None. Raises ConfigError for a wrong number or a non-finite one."""
-    if weights is None:
-        return [1.0] * len(names)
-    if len(weights) != len(names):
-        raise ConfigError(f"{len(weights)} reward weights for {len(names)} reward functions ({', '.join(names)})")
-    for weight, name in zip(weights, names, strict=True):
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"the weight of reward function {name!r} is {weight!r}; use a finite number")
-    return [float(weight) for weight in weights]

@@ -15,8 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages, function_name, is_async_callable
+from hybrid_rl.rewards.functions import function_name, is_async_callable
 from hybrid_rl.rewards.marks import NEEDS_GROUP, group_reward, has_mark
 from hybrid_rl.rewards.verifiers import completion_text
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
-from hybrid_rl.data.prompts import PromptEncoder
+from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
-from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.late import LateScores
