@@ -177,16 +177,11 @@ class BatchRef(Mapping[str, Column]):
         if taken:
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
 
-    def __reduce__(self) -> Any:
-        # `get` is not pickled: each process fetches in its own way.
-        return _rebuilt, (dict(self._resident), self._pieces, self.num_samples)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_get": None}  # each process fetches in its own way
 
 
 AnyBatch = Batch | BatchRef
-
-
-def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_samples: int) -> BatchRef:
-    return BatchRef(resident, pieces, num_samples=num_samples)
 
 
 def store(batch: Batch, put: Callable[[Batch], Any], known: Collection[str] = frozenset()) -> BatchRef:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import FIELDS, Batch, Field, Jagged, lengths_to_offsets
-from hybrid_rl.batch import batch as batch_module
+from hybrid_rl.batch import FIELDS, Batch, Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
@@ -294,16 +292,3 @@ def test_views_arrive_whole(batch: Batch) -> None:
     odd = Batch({"group": strided, "trajectory": inside})
     copy = pickle.loads(pickle.dumps(odd, 5))
     assert copy["group"].tolist() == [0, 2, 4, 6] and copy["trajectory"].tolist() == [5, 6, 7, 8]
-
-
-def test_bfloat16_goes_as_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    field = Field("completion", torch.bfloat16, "actor", 0.0, "a column of a type that numpy lacks")
-    monkeypatch.setattr(batch_module, "FIELDS", MappingProxyType({"hidden": field}))
-    values = torch.tensor([[1.0, -0.0], [float("inf"), 3.14]], dtype=torch.bfloat16)
-    batch = Batch({"hidden": Jagged(values, torch.tensor([0, 2, 2]))})
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    again = pickle.loads(stream, buffers=buffers)["hidden"]
-    assert again.values.dtype == torch.bfloat16
-    assert torch.equal(again.values.view(torch.int16), values.view(torch.int16))
-    assert again.values.data_ptr() == values.data_ptr()
