@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -94,11 +94,12 @@ class RewardRunner:
         self._closed = False
         self._pid = os.getpid()
 
-    def submit(self, inputs: Sequence[RewardInput], trainer_state: Any) -> Future[RewardResult]:
+    def submit(self, inputs: Sequence[RewardInput], trainer_state: Any) -> Future[list[tuple[int, Part]]]:
         """Begin scoring and return at once; submissions may overlap.
 
-        `trainer_state` is passed on as it is; with processes it must be picklable. The future raises RewardError
-        if a process cannot load the functions, or if the runner is closed first.
+        `trainer_state` is passed on as it is; with processes it must be picklable. The future gives the outcome of
+        every call with the place of its function, for `join`. It raises RewardError if a process cannot load the
+        functions, or if the runner is closed first.
         Raises RewardError on a closed runner, DataError for repeated keys.
         """
         inputs = list(inputs)
@@ -112,8 +113,13 @@ class RewardRunner:
                 atexit.register(self.close)
             return self._loop.start(self._score(inputs, trainer_state))
 
-    async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
-        """Make all calls over these samples and join their outcomes."""
+    def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
+        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards."""
+        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
+        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.late)
+
+    async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
+        """Make all calls over these samples."""
         calls = [(place, chunk) for place in self.entries.functions for chunk in self._chunks(inputs)]
         self._open.add(asyncio.current_task())
         try:
@@ -122,9 +128,7 @@ class RewardRunner:
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())
-        parts = [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
-        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
-        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.late)
+        return [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
 
     async def _call(self, place: int, inputs: Sequence[RewardInput], trainer_state: Any) -> list[Part]:
         spec = self.entries.functions[place]
@@ -155,7 +159,7 @@ class RewardRunner:
 
     def score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
         """Score and wait. Raises as `submit` and its future."""
-        return self.submit(inputs, trainer_state).result()
+        return self.join(inputs, self.submit(inputs, trainer_state).result())
 
     def close(self) -> None:
         """Stop scoring: open futures get RewardError, processes are killed and reaped. Idempotent. Does nothing in a

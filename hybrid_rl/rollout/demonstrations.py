@@ -17,7 +17,7 @@ from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.engines.base import FinishedSample, FinishReason, SamplingParams
 from hybrid_rl.errors import DataError, ModelError
-from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.metrics import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.scored import RolloutReport, sample_columns
 
@@ -200,7 +200,7 @@ class Demonstrations:
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
             columns["function_rewards"] = [[1.0] for _ in samples]
             columns["extra"] = [{} for _ in samples]
-        return Batch(columns), RolloutReport(timings.seconds, [], MetricSums())
+        return Batch(columns), RolloutReport(timings.seconds)
 
 
 def check_demonstrations(

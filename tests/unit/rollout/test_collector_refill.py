@@ -14,9 +14,8 @@ from hybrid_rl.batch.ref import store
 from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import load_source
-from hybrid_rl.errors import ConfigError, DataError, NoSignalError, RewardError
+from hybrid_rl.errors import DataError, NoSignalError, RewardError
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.refill import GroupRewards, Refill, judged_rewards
 from tests.tiny import build_tokenizer
 from tests.unit.rollout.refilling import Rig, row_of, rows_of, worth
@@ -389,11 +388,6 @@ def test_failures_count_over_the_whole_step(caplog):
     with pytest.raises(RewardError, match=r"step 3: 4 of 12 samples \(33.3%\) .*") as raised:
         Rig(rows_of(*groups, WRONG, (NAN, NAN)), share=0.25).collect(2)
     assert "4 samples returned NaN or infinity (trajectories 3, 6, 10, 11)" in str(raised.value)
-
-
-def test_weights_must_match_the_functions():
-    with pytest.raises(ConfigError, match=r"2 reward weights for the reward functions \['a'\]"):
-        Collector(Workers([]), ["a"], max_failure_share=1, reward_weights=[1.0, 2.0])
 
 
 def test_rewards_that_are_logged_are_those_of_all_samples():
