@@ -115,10 +115,8 @@ def _python(scalar: Any) -> Any:
 
 def frame_table(frame: Any) -> Any:
     """Return the Arrow table of a pandas.DataFrame, without its index. Raises DataError if it cannot be read."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError("a pandas.DataFrame needs pyarrow; install it, or pass frame.to_dict('records')") from error
+    import pyarrow
+
     try:
         return pyarrow.Table.from_pandas(frame, preserve_index=False)
     except (pyarrow.ArrowException, ValueError, TypeError) as error:
@@ -147,10 +145,8 @@ def _read_folder(path: Path) -> Any:
             f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json); pass such a "
             "folder or a .jsonl or .parquet file"
         )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"the folder {str(path)!r} needs the datasets library; install it") from error
+    import datasets
+
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:  # half-written folders fail in many ways
@@ -176,11 +172,9 @@ def _read_json_lines(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"the file {str(path)!r} needs pyarrow; install it") from error
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         return pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -50,8 +50,6 @@ class SizedSource:
 
     Attributes:
         column_names: the dataset's columns, `prompt` included.
-        num_dropped: overlong rows left out (`overlong_prompts="drop"`).
-        num_truncated: overlong rows cut (`overlong_prompts="truncate"`).
         fingerprint: hash of all token ids and row indices; equal for equal prompts under an equal tokenizer.
     """
 
@@ -64,8 +62,6 @@ class SizedSource:
             for index, value in enumerate(rows.values(name)):
                 if is_shown_elsewhere(value):
                     raise encoder.media_error(name, index)
-        self.num_dropped = 0
-        self.num_truncated = 0
         kept: list[npt.NDArray[np.int64]] = []
         lengths: list[npt.NDArray[np.int64]] = []
         chunks: list[npt.NDArray[np.int32]] = []
@@ -95,8 +91,6 @@ class SizedSource:
                 f"all {len(rows)} prompts are longer than max_prompt_length={encoder.max_prompt_length} and were "
                 f"dropped; the shortest has {shortest} tokens: {encoder.remedy(shortest)}"
             )
-        self.num_dropped = len(rows) - len(self._kept)
-        self.num_truncated = len(over) - self.num_dropped
         self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         self._ids = np.concatenate(chunks)
         self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
@@ -136,8 +130,6 @@ class StreamSource:
 
     Attributes:
         column_names: columns of the first row, `prompt` included; every later row must have the same.
-        num_dropped: overlong rows skipped since this object was made, over all passes.
-        num_truncated: overlong rows cut since this object was made, over all passes.
         fingerprint: hash of the column names and of the first row's token ids.
     """
 
@@ -145,8 +137,6 @@ class StreamSource:
         """open_rows: starts a pass over the rows, given the number of the pass."""
         self._open_rows = open_rows
         self._encoder = encoder
-        self.num_dropped = 0
-        self.num_truncated = 0
         self._shortest_dropped = 2**62
         for row in open_rows(0):
             self.column_names: tuple[str, ...] = row_columns(row, 0, None)
@@ -181,7 +171,6 @@ class StreamSource:
         for index, row in rows:
             ids = self._encode(row, index)
             if ids is None:
-                self.num_dropped += 1
                 num_dropped += 1
                 if num_dropped >= _MAX_DROPS_IN_A_ROW:
                     raise self._all_dropped(num_dropped, index)
@@ -203,7 +192,6 @@ class StreamSource:
         limited = self._encoder.limit(ids, index)
         if limited is None:
             self._shortest_dropped = min(len(ids), self._shortest_dropped)
-        self.num_truncated += limited is not None and len(limited) < len(ids)
         return limited
 
     def _ids_of(self, row: Any, index: int) -> list[int]:

@@ -8,14 +8,14 @@ with the one that ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.data.source import SizedSource, StreamSource
-from hybrid_rl.engines.base import FinishedSample, FinishReason, SamplingParams
+from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.metrics import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
@@ -24,8 +24,6 @@ from hybrid_rl.rollout.scored import RolloutReport, sample_columns
 COMPLETION_COLUMN = "completion"
 DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
 CHECKED_ROWS = 1024  # tokenised together while a dataset is checked
-
-OverlongCompletions = Literal["error", "truncate"]
 
 
 class DemonstrationEncoder:
@@ -36,20 +34,12 @@ class DemonstrationEncoder:
     Messages go through the chat template with their prompt, which must begin as the prompt does alone. What a template
     writes behind the token that ends the completion is left out: a rollout stops there.
 
-    chat_template_kwargs: as of the prompts. overlong_completions: what happens to those of more than max_tokens tokens:
-    `error`, or `truncate`: they are cut and end as a rollout does at its limit, without an end-of-sequence token.
+    chat_template_kwargs: those of the prompts.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        overlong_completions: OverlongCompletions = "error",
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
-        self.overlong_completions = overlong_completions
 
     def encode(self, rows: Sequence[PromptRow], params: SamplingParams) -> list[list[int]]:
         """Token ids of each row's completion, whatever its length. params: the stop tokens, of which one is the last.
@@ -68,14 +58,6 @@ class DemonstrationEncoder:
             self._ended(self._behind(head, whole, head_text, whole_text, row), row, params)
             for head, whole, (head_text, whole_text), row in zip(heads, wholes, pairs, rows, strict=True)
         ]
-
-    def limit(self, ids: list[int], row: int, params: SamplingParams) -> tuple[list[int], FinishReason]:
-        """A completion under params.max_tokens, and why it ends. Raises DataError for a longer one under `error`."""
-        if len(ids) <= params.max_tokens:
-            return ids, "stop"
-        if self.overlong_completions == "error":
-            raise overlong_error(1, len(ids), row, params)
-        return ids[: params.max_tokens], "length"
 
     def _plain_texts(self, row: PromptRow) -> tuple[str, str]:
         completion = _completion(row)
@@ -184,7 +166,8 @@ class Demonstrations:
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """The demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
 
-        Raises ValueError for a call of several samples per prompt, and what the encoder raises.
+        Raises ValueError for a call of several samples per prompt, DataError for a completion of more than
+        params.max_tokens tokens, and what the encoder raises.
         """
         if call.num_generations != 1:
             raise ValueError(f"a prompt has one demonstration, but num_generations={call.num_generations}; use 1")
@@ -192,9 +175,10 @@ class Demonstrations:
         with timings.measure("rollout"):
             samples = []
             for task, ids in zip(tasks, self._encoder.encode([t.row for t in tasks], call.params), strict=True):
-                kept, reason = self._encoder.limit(ids, task.row.index, call.params)
-                trajectory, size = call.trajectory(task, 0), len(kept)
-                samples.append(FinishedSample(trajectory, kept, [0.0] * size, [-1] * size, reason))
+                if len(ids) > call.params.max_tokens:
+                    raise overlong_error(1, len(ids), task.row.index, call.params)
+                trajectory, size = call.trajectory(task, 0), len(ids)
+                samples.append(FinishedSample(trajectory, ids, [0.0] * size, [-1] * size, "stop"))
             columns = sample_columns(tasks, samples, call)
             columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
@@ -227,7 +211,7 @@ def check_demonstrations(
             longest_prompt = max(longest_prompt, len(row.prompt_ids))
             if len(ids) > params.max_tokens:
                 over.append((row.index, len(ids)))
-    if over and encoder.overlong_completions == "error":
+    if over:
         room = None if max_length is None else max_length - longest_prompt
         raise overlong_error(len(over), max(size for _, size in over), over[0][0], params, room)
 

@@ -312,9 +312,6 @@ def test_overlong_completions():
     short = SamplingParams(2, stop_token_ids=(EOS_ID,))
     with pytest.raises(DataError, match="max_completion_length=2, but 1 .* has 3 tokens .* first is row 1. Raise .* 3"):
         demonstrations().run(tasks, call_of(short))
-    batch, _ = demonstrations(overlong_completions="truncate").run(tasks, call_of(short))
-    assert [row.tolist() for row in batch["completion_ids"]] == [[*ids_of("7"), EOS_ID], ids_of("18")]
-    assert batch["finish_reason"] == ["stop", "length"]
     assert demonstrations().run(tasks, call_of(SamplingParams(3, stop_token_ids=(EOS_ID,))))[0].num_samples == 2
 
 
@@ -350,7 +347,6 @@ def test_all_overlong_rows_are_told_of_at_once():
         checked(rows, max_length=16)
     with pytest.raises(DataError, match="row 1. The longest prompt leaves room for 11 .*: shorten or remove such rows"):
         checked(rows, max_length=15)
-    checked(rows, overlong_completions="truncate")
     checked(rows, SamplingParams(12, stop_token_ids=(EOS_ID,)))
 
 
