@@ -47,9 +47,6 @@ class Batch(Mapping[str, Column]):
             where = f"; {FIELDS[name].writer} writes it" if name in FIELDS else ""
             raise KeyError(f"batch has no column {name!r}{where}; it has {sorted(self._columns)}") from None
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 

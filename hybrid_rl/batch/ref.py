@@ -91,9 +91,6 @@ class BatchRef(Mapping[str, Column]):
             raise KeyError(f"batch has no column {name!r}; it has {sorted(self.columns)}")
         return self._resident[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._resident
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._resident)
 
@@ -102,11 +99,6 @@ class BatchRef(Mapping[str, Column]):
 
     def __repr__(self) -> str:
         return f"BatchRef({self.num_samples} samples: {', '.join(sorted(self.columns))})"
-
-    @property
-    def blocks(self) -> list[Any]:
-        """All handles."""
-        return [handle for piece in self._pieces for handle in piece.blocks]
 
     def with_columns(self, **columns: Column) -> BatchRef:
         """Return a reference with these [N]-sized columns added. Raises DataError if a column exists already."""

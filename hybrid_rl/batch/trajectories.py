@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch.batch import Batch
-from hybrid_rl.batch.ref import BatchRef
+from hybrid_rl.batch.ref import AnyBatch
 from hybrid_rl.errors import DataError
 
 
@@ -38,7 +38,7 @@ class Trajectories:
     last: Tensor
 
     @classmethod
-    def of(cls, batch: Batch | BatchRef) -> Trajectories:
+    def of(cls, batch: AnyBatch) -> Trajectories:
         """Find them from the columns trajectory and turn; in a batch without them every sample is a trajectory of its
         own. Raises DataError for two samples of one key, and for a trajectory in two groups."""
         if "trajectory" not in batch:
@@ -66,7 +66,7 @@ class Trajectories:
         """Return the last turn of each trajectory, whose prompt holds the turns before it: [M] samples."""
         return batch if self.num_trajectories == batch.num_samples else batch.select(self.last)
 
-    def _check(self, batch: Batch | BatchRef) -> None:
+    def _check(self, batch: AnyBatch) -> None:
         if self.num_trajectories == batch.num_samples:
             return
         ids = batch["trajectory"]
@@ -95,7 +95,7 @@ def sample_keys(batch: Batch, samples: Tensor | None = None) -> list[SampleKey]:
     return [SampleKey(*key) for key in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def key_order(batch: Batch | BatchRef, trajectory: Tensor | None = None) -> Tensor:
+def key_order(batch: AnyBatch, trajectory: Tensor | None = None) -> Tensor:
     """Sort samples by trajectory and then by turn: int64 [N]. trajectory: int64 [N], another numbering than the ids."""
     ids = batch["trajectory"] if trajectory is None else trajectory
     order = batch["turn"].argsort(stable=True) if "turn" in batch else torch.arange(len(ids))

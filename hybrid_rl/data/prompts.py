@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -168,15 +168,8 @@ class PromptEncoder:
             media_columns: columns with inputs that the model could take but is not given: they must be empty.
 
         Raises:
-            ConfigError: an option has an unusable value, or a keyword is not read by the chat template.
+            ConfigError: a keyword that the chat template does not read, or that the library sets itself.
         """
-        if max_prompt_length is not None and (
-            not isinstance(max_prompt_length, int) or isinstance(max_prompt_length, bool) or max_prompt_length < 1
-        ):
-            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None")
-        if overlong_prompts not in get_args(OverlongPolicy):
-            choices = ", ".join(get_args(OverlongPolicy))
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {choices}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -218,15 +211,12 @@ class PromptEncoder:
         Raises:
             DataError: the prompt is too long and `overlong_prompts` is `error`.
         """
-        if not self.is_overlong(ids):
+        limit = self.max_prompt_length
+        if limit is None or len(ids) <= limit:
             return ids
         if self.overlong_prompts == "error":
             raise self.overlong_error(1, len(ids), row)
-        return None if self.overlong_prompts == "drop" else ids[len(ids) - (self.max_prompt_length or 0) :]
-
-    def is_overlong(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt has more than `max_prompt_length` tokens."""
-        return self.max_prompt_length is not None and len(ids) > self.max_prompt_length
+        return None if self.overlong_prompts == "drop" else ids[-limit:]
 
     def overlong_error(self, num_over: int, longest: int, first_row: int) -> DataError:
         """Return the error for `num_over` prompts that are too long, the longest of `longest` tokens."""

@@ -6,28 +6,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, check_column_names, shorten
 from hybrid_rl.errors import DataError
 
 CHUNK_ROWS = 4096
-
-
-class Rows(Protocol):
-    """Random access to the rows of a dataset; `prompts` reads only the prompt column."""
-
-    column_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Mapping[str, Any]: ...
-
-    def prompts(self, start: int, stop: int) -> list[Any]: ...
-
-    def values(self, name: str) -> Iterator[Any]:
-        """Yield one column, row by row, without decoding any other."""
-        ...
 
 
 class SequenceRows:
@@ -107,6 +91,11 @@ class ArrowRows:
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""
         return map(_python, self._table.column(name))
+
+
+Rows = SequenceRows | HubRows | ArrowRows
+"""Random access to the rows of a dataset. `prompts` reads only that column; `values` yields one column, row by row,
+without decoding any other."""
 
 
 def _python(scalar: Any) -> Any:

@@ -54,12 +54,8 @@ def pickle_functions(functions: Sequence[RewardFunction]) -> bytes:
 
 def describe_exit(returncode: int) -> str:
     """Describe an exit status: `exit code 3` or `signal SIGSEGV`."""
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return f"signal {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"signal {-returncode}"
+    names = {int(number): number.name for number in signal.Signals}
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {names.get(-returncode, -returncode)}"
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
-from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import RewardInput
@@ -100,11 +100,8 @@ class RewardRunner:
         `trainer_state` is passed on as it is; with processes it must be picklable. The future gives the outcome of
         every call with the place of its function, for `join`. It raises RewardError if a process cannot load the
         functions, or if the runner is closed first.
-        Raises RewardError on a closed runner, DataError for repeated keys.
+        Raises RewardError on a closed runner.
         """
-        inputs = list(inputs)
-        if len({sample.key for sample in inputs}) != len(inputs):
-            raise DataError(f"the samples to score have repeated keys: {[sample.key for sample in inputs]}")
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")

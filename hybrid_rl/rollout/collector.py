@@ -133,7 +133,7 @@ class Collector:
         """The batch of the training step that `state` names, for a learner at this policy version.
 
         The noise of a sample depends on the seed, the step, the rollout within the step and its place there only.
-        Raises NoSignalError if groups are missing after the last rollout, DataError if the data ends.
+        Raises NoSignalError if groups are missing after the last rollout.
         """
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
@@ -149,7 +149,7 @@ class Collector:
             rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:
-            rows = _take(plan.sampler, plan.num_prompts, plan.num_prompts)
+            rows = plan.sampler.take(plan.num_prompts)
             batch = self._roll_out(rows, call, tally, demonstrates=plan.demonstrates)
             if plan.demonstrates:
                 return tally.collected(batch, {})
@@ -244,7 +244,7 @@ class Collector:
         parts: list[Any] = []
         purpose = call.purpose
         while refill.num_missing:
-            rows = _take(sampler, refill.num_wanted, refill.num_missing)
+            rows = sampler.take(refill.num_wanted)
             made = self._roll_out(rows, replace(call, purpose=purpose), tally)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
@@ -314,14 +314,6 @@ class _Tally:
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
-
-
-def _take(sampler: PromptSampler, num_prompts: int, least: int) -> list[PromptRow]:
-    """The next prompts. Raises DataError where there are fewer than `least`."""
-    rows = sampler.take(num_prompts)
-    if len(rows) < least:
-        raise DataError(f"the training data gave {len(rows)} of {least} prompts: it has ended or is empty")
-    return rows
 
 
 def replay(

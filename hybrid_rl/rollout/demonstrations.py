@@ -166,11 +166,8 @@ class Demonstrations:
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """The demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
 
-        Raises ValueError for a call of several samples per prompt, DataError for a completion of more than
-        params.max_tokens tokens, and what the encoder raises.
+        Raises DataError for a completion of more than params.max_tokens tokens, and what the encoder raises.
         """
-        if call.num_generations != 1:
-            raise ValueError(f"a prompt has one demonstration, but num_generations={call.num_generations}; use 1")
         timings = Timings()
         with timings.measure("rollout"):
             samples = []

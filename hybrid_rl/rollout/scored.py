@@ -71,8 +71,8 @@ class ScoredRollout:
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """The samples of these prompts, prompt by prompt. Raises KeyboardInterrupt where an interrupt was requested."""
         timings = Timings()
+        tasks_of = {call.trajectory(task, i): task for task in tasks for i in range(call.num_generations)}
         requests = [request for task in tasks for request in self._requests(task, call)]
-        tasks_of = {r.id: task for r, task in zip(requests, _repeat(tasks, call.num_generations), strict=True)}
         rewards = self._rewards if call.is_scored else None
         finished: dict[int, FinishedSample] = {}
         texts: dict[int, str] = {}
@@ -94,13 +94,13 @@ class ScoredRollout:
                         if new:
                             futures.append(rewards.submit(new, call.state))
             samples = [finished[request.id] for request in requests]
-            columns = sample_columns(_repeat(tasks, call.num_generations), samples, call)
-            columns["completion"] = [texts[request.id] for request in requests]
+            columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
+            columns["completion"] = [texts[sample.id] for sample in samples]
             with timings.measure("reward"):
                 parts = _parts(futures)
             if rewards is None:
                 return Batch(columns), RolloutReport(timings.seconds)
-            result = rewards.join([inputs[request.id] for request in requests], parts)
+            result = rewards.join([inputs[sample.id] for sample in samples], parts)
             batch = Batch({**columns, **_reward_columns(result, is_dense=rewards.is_dense)})
             report = RolloutReport(timings.seconds, _first_in_full(result.failures), _logged(result), result.retried)
             if self._judges is not None:
@@ -118,10 +118,6 @@ class ScoredRollout:
             trajectory = call.trajectory(task, generation)
             requests.append(RolloutRequest(trajectory, tuple(task.row.prompt_ids), params, group=call.group(task)))
         return requests
-
-
-def _repeat(tasks: Sequence[RolloutTask], num_generations: int) -> list[RolloutTask]:
-    return [task for task in tasks for _ in range(num_generations)]
 
 
 def _key(sample: FinishedSample) -> SampleKey:

@@ -50,21 +50,19 @@ def test_jagged_by_hand() -> None:
     assert column.offsets.tolist() == [0, 2, 2, 3]
     assert column.lengths.tolist() == [2, 0, 1]
     assert column.row_index().tolist() == [0, 0, 2]
-    assert column.row_sum().tolist() == [3, 0, 3]
     assert [column[i].tolist() for i in (0, 1, 2, -1, -3)] == [[1, 2], [], [3], [3], [1, 2]]
     assert rows_of(column.with_values(column.values * 10)) == [[10, 20], [], [30]]
 
 
 def test_jagged_carries_inner_dims() -> None:
     column = Jagged(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 3]))
-    assert column.row_sum().tolist() == [[0, 1], [6, 8]]
     assert rows_of(column) == [[[0, 1]], [[2, 3], [4, 5]]]
     assert rows_of(column.select(torch.tensor([1]))) == [[[2, 3], [4, 5]]]
 
 
 def test_no_rows_at_all() -> None:
     column = Jagged.from_rows([], torch.int64)
-    assert (len(column), list(column), column.row_sum().shape) == (0, [], (0,))
+    assert (len(column), list(column)) == (0, [])
 
 
 @given(rows=ROWS, data=st.data())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import SampleKey
-from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner
 
 NAN = math.nan
@@ -476,8 +476,3 @@ def test_closing_ends_the_threads():
 def test_bad_settings_are_refused(options):
     with pytest.raises(ConfigError):
         RewardRunner(lambda completions, answer: [0.0], **options)
-
-
-def test_repeated_keys_are_refused():
-    with RewardRunner(number) as runner, pytest.raises(DataError, match="repeated keys"):
-        runner.submit(samples("1") * 2, None)

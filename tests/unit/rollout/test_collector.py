@@ -90,11 +90,6 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
     assert not set(seeds[0]) & set(seeds[1])
 
 
-def test_data_that_ends_before_the_step_is_full():
-    with pytest.raises(DataError, match="gave 2 of 3 prompts: it has ended or is empty"):
-        collector_of(length, [ScriptedClient()], plan=StepPlan(Sampler(), 3, 2, SamplingParams(3))).collect(9, STATE)
-
-
 # ----------------------------------------------------------------------------------------------------------- batch
 
 

@@ -301,11 +301,6 @@ def test_a_rank_without_rows_has_the_same_columns():
     assert type(some).concat([none, some])["completion"] == ["7"]
 
 
-def test_a_prompt_has_one_demonstration():
-    with pytest.raises(ValueError, match="one demonstration, but num_generations=2"):
-        demonstrations().run(tasks_of(("3+4=", "7")), call_of(num_generations=2))
-
-
 def test_overlong_completions():
     """ "18" and its end are 3 tokens."""
     tasks = tasks_of(("3+4=", "7"), ("9+9=", "18"))
