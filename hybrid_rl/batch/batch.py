@@ -1,7 +1,7 @@
 """The batch: N samples as named, immutable, aligned columns.
 
 A column is a `Tensor [N]`, a `Jagged` (one variable-length row per sample), or a list of N Python objects. `FIELDS`
-names every column of the library with its alignment, dtype, writer and its value where nothing was produced.
+names every column of the library with its alignment, dtype, writer and its value for what was not produced.
 Token ids go in and token ids come out: text in a batch is never tokenised again.
 """
 

@@ -112,12 +112,12 @@ def set_rollouts_aside(folder: Path, step: int) -> None:
 
 
 def rollout_steps(folder: Path) -> list[int]:
-    """The training steps whose rollouts are in a folder, ascending."""
+    """Return the training steps whose rollouts are in a folder, ascending."""
     return sorted({step for step, _, _, _ in _files(Path(folder))})
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, int, Path]]:
-    """Step, rank, number of ranks and path of every rollout."""
+    """Yield step, rank, number of ranks and path of every rollout."""
     if not folder.is_dir():
         raise DataError(f"the folder of rollouts {folder} does not exist; correct the path")
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""Which samples are turns of one trajectory: the key of a sample, and the samples of a batch by trajectory."""
+"""Samples as turns of trajectories: the key of a sample, and the samples of a batch by trajectory."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Trajectories:
 
     @property
     def num_trajectories(self) -> int:
-        """M."""
+        """Number of trajectories, M."""
         return len(self.first)
 
     @property
     def are_in_order(self) -> bool:
-        """Whether the turns of each trajectory stand side by side in the batch, ascending."""
+        """Whether the turns of each trajectory are side by side in the batch, ascending."""
         return torch.equal(self.order, torch.arange(len(self.order)))
 
     def last_turns(self, batch: Batch) -> Batch:
@@ -76,7 +76,7 @@ class Trajectories:
         if twice:
             raise DataError(
                 f"two samples are turn {int(turns[twice[0]])} of trajectory {int(ids[twice[0]])}; count the turns of a "
-                f"trajectory, and give every trajectory an id of its own"
+                f"trajectory, and give every trajectory its own id"
             )
         if "group" not in batch:
             return

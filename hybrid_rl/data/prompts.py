@@ -179,12 +179,15 @@ class PromptEncoder:
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
-    def encode(self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None) -> list[list[int]]:
+    def encode(
+        self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None, kind: PromptKind | None = None
+    ) -> list[list[int]]:
         """Return the token ids of each prompt, whatever its length (see `limit`).
 
         Args:
             prompts: all text or all messages.
             rows: row index of each prompt for error messages; default 0, 1, 2 ...
+            kind: that of row 0 of the dataset, which all must have; None: that of the first of these prompts.
 
         Raises:
             DataError: a prompt is empty, of a wrong type, cannot be rendered or encodes to no token; text and messages
@@ -193,9 +196,13 @@ class PromptEncoder:
         rows = range(len(prompts)) if rows is None else rows
         if not prompts:
             return []
-        first = prompt_kind(prompts[0], rows[0])
+        first, first_row = (prompt_kind(prompts[0], rows[0]), rows[0]) if kind is None else (kind, 0)
         for prompt, row in zip(prompts, rows, strict=True):
-            check_same_kind(first, rows[0], prompt_kind(prompt, row), row)
+            if prompt_kind(prompt, row) != first:
+                raise DataError(
+                    f"row {row}: the prompt is {prompt_kind(prompt, row)}, but that of row {first_row} is {first}; "
+                    "give all prompts of a dataset as text, or all as messages"
+                )
         ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows)
         if not all(ids):
             place = next(place for place, one in enumerate(ids) if not one)
@@ -311,15 +318,6 @@ class PromptEncoder:
                 text = ""
             self._takes_blocks = marker in text and str(blocks) not in text and json.dumps(blocks) not in text
         return self._takes_blocks
-
-
-def check_same_kind(first: PromptKind, first_row: int, kind: PromptKind, row: int) -> None:
-    """Raise DataError if a dataset mixes text and messages."""
-    if kind != first:
-        raise DataError(
-            f"row {row}: the prompt is {kind}, but that of row {first_row} is {first}; give all prompts of a dataset "
-            "as text, or all as messages"
-        )
 
 
 def _batch_or_blame(

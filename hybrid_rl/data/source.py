@@ -19,9 +19,7 @@ import numpy.typing as npt
 from hybrid_rl.data.prompts import (
     PROMPT_COLUMN,
     PromptEncoder,
-    PromptKind,
     PromptRow,
-    check_same_kind,
     is_shown_elsewhere,
     prompt_kind,
     shorten,
@@ -97,14 +95,10 @@ class SizedSource:
 
     def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
         """Yield, chunk by chunk, the index of the first row and the ids of all prompts."""
-        first_kind: PromptKind | None = None
+        kind = prompt_kind(self._rows.prompts(0, 1)[0], 0)
         for start in range(0, len(self._rows), CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, len(self._rows))
-            prompts = self._rows.prompts(start, stop)
-            kind = prompt_kind(prompts[0], start)
-            first_kind = first_kind or kind
-            check_same_kind(first_kind, 0, kind, start)
-            yield start, encoder.encode(prompts, range(start, stop))
+            yield start, encoder.encode(self._rows.prompts(start, stop), range(start, stop), kind)
 
     @property
     def max_length(self) -> int:
@@ -187,7 +181,6 @@ class StreamSource:
 
     def _encode(self, row: Any, index: int) -> list[int] | None:
         row_columns(row, index, self.column_names)
-        check_same_kind(self._kind, 0, prompt_kind(row[PROMPT_COLUMN], index), index)
         ids = self._ids_of(row, index)
         limited = self._encoder.limit(ids, index)
         if limited is None:
@@ -198,7 +191,7 @@ class StreamSource:
         for name in self._encoder.media_columns:
             if is_shown_elsewhere(row.get(name)):
                 raise self._encoder.media_error(name, index)
-        return self._encoder.encode([row[PROMPT_COLUMN]], [index])[0]
+        return self._encoder.encode([row[PROMPT_COLUMN]], [index], self._kind)[0]
 
     def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
         return DataError(

@@ -1,4 +1,4 @@
-"""The entries of `reward_funcs`: functions, reward models and judges, each in its place."""
+"""The entries of `reward_funcs`: functions, reward models and judges."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class RewardFunction:
 
     @property
     def log_names(self) -> list[str]:
-        """The log functions that it takes: of `log_extra` and `log_metric`."""
+        """Those of `log_extra` and `log_metric` that it takes."""
         return [name for name in LOG_PARAMETERS if self.accepts(name)]
 
     def arguments(
@@ -162,5 +162,5 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
 
 
 def bound_keywords(function: Any) -> frozenset[str]:
-    """Keywords that partials have fixed already."""
+    """Return the keywords that partials have fixed already."""
     return frozenset(name for part in layers(function) if isinstance(part, functools.partial) for name in part.keywords)

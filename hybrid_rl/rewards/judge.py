@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint."""
+"""A judge at an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 

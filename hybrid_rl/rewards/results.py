@@ -70,7 +70,7 @@ class RewardResult:
     token_rewards: list[NDArray[np.float64]]
     """For each sample [number of its tokens] the weighted rewards of single tokens; 0 for a sample without a reward."""
     retried: dict[str, tuple[int, str]]
-    """Function -> the number of samples for which it was called again alone, and why the first call over several
+    """Function -> the number of samples for which it was called again one by one, and why the first call over several
     failed."""
 
 
@@ -168,7 +168,7 @@ def total_rewards(
             rewards[row] = np.nan
             parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
             detail = (
-                f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, where sums over a batch would be infinite; "
+                f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, so sums over a batch would be infinite; "
                 "divide by a constant in the function, or lower reward_weights"
             )
             missing.append(RewardFailure(ALL_FUNCTIONS, key, "large", detail))
@@ -202,7 +202,7 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         which = "trajectory" if len(members) == 1 else "trajectories"
         detail = members[0].detail
-        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # which stands last there
+        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # the last line of a traceback
         what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
         lines.append(f"reward {function}: {what} ({which} {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())

@@ -68,7 +68,6 @@ class RewardRunner:
     ) -> None:
         self.entries = RewardList.of(reward_funcs, available_columns)
         self.names = self.entries.names
-        self.late = self.entries.late
         self.functions = list(self.entries.functions.values())
         self.score_by = score_by
         self.weights = [1.0] * len(self.names) if weights is None else list(weights)
@@ -113,7 +112,7 @@ class RewardRunner:
     def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
         """Join the outcomes of all calls over these samples, from one submission or several, to their rewards."""
         dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
-        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.late)
+        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.entries.late)
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
         """Make all calls over these samples."""
@@ -137,7 +136,7 @@ class RewardRunner:
         return await call_narrowed(call, inputs, self._caller.slot(spec), is_whole=self.score_by == "group")
 
     def _chunks(self, inputs: Sequence[RewardInput]) -> list[Sequence[RewardInput]]:
-        """The samples of each call: a group, or nearly equal shares of all for the processes."""
+        """Split samples into calls: groups, or nearly equal shares of all for the processes."""
         if self.score_by == "group":
             groups: dict[int, list[RewardInput]] = {}
             for sample in inputs:

@@ -44,7 +44,7 @@ class Generation:
 
 
 def generations_of(batch: Batch) -> list[Generation]:
-    """The samples of a batch one by one, in order."""
+    """Return the samples of a batch one by one, in order."""
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
     return [
         Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
@@ -54,7 +54,7 @@ def generations_of(batch: Batch) -> list[Generation]:
 
 @dataclass
 class Collected:
-    """A batch with what its collection cost and showed. timings: of the slowest rank; metrics: of the batch, those
+    """A batch with the timings and metrics of its collection. timings: of the slowest rank; metrics: of the batch, and
     under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
     log_metric."""
 
@@ -68,11 +68,11 @@ class RolloutGroup(Protocol):
     """The ranks that a collector gets samples from."""
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Scored samples of these prompts, in any order, and a report of each rank that had some."""
+        """Return scored samples of these prompts, in any order, and a report of each rank that had some."""
         ...
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """The data set's own completions of these prompts, in the same form."""
+        """Return the dataset's own completions of these prompts, in the same form."""
         ...
 
 
@@ -130,7 +130,7 @@ class Collector:
         self._told: set[object] = set()
 
     def collect(self, version: int, state: TrainerState) -> Collected:
-        """The batch of the training step that `state` names, for a learner at this policy version.
+        """Collect the batch of the training step in `state`, for a learner at this policy version.
 
         The noise of a sample depends on the seed, the step, the rollout within the step and its place there only.
         Raises NoSignalError if groups are missing after the last rollout.
@@ -166,7 +166,7 @@ class Collector:
     def evaluate(
         self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, version: int, state: TrainerState
     ) -> dict[str, float]:
-        """Metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
+        """Return metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
         purpose = f"evaluation/{state.global_step}"
         collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
         metrics = {f"eval/{n}": value for n, value in collected.metrics.items() if "std" not in n.split("/")[-1]}
@@ -174,13 +174,13 @@ class Collector:
         return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
-        """Warn, once for each name, of what records leave out because JSON has no such numbers."""
+        """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
         for name, value in logged.items():
             if not math.isfinite(value) and name not in self._told:
                 self._told.add(name)
                 logger.warning(
                     "step %d: the mean of what a reward function gave to log_metric(%r, ...) is %s: metrics.jsonl "
-                    "and trackers cannot hold that, and lack it in such steps; log finite numbers alone",
+                    "and trackers cannot hold that, and lack it in such steps; log finite numbers only",
                     *(step, name, value),
                 )
 
@@ -198,7 +198,7 @@ class Collector:
         purpose: str,
         is_scored: bool = True,
     ) -> Collected:
-        """Samples for these prompts, group by group, scored while others are still being generated."""
+        """Return samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
         tally = _Tally(self._max_failure_share, self._next_id)
         batch = self._roll_out(rows, call, tally)
@@ -239,7 +239,7 @@ class Collector:
     def _refilled(
         self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
     ) -> tuple[list[PromptRow], AnyBatch]:
-        """Prompts whose groups have signal, and their samples."""
+        """Return prompts whose groups have signal, and their samples."""
         kept_rows: list[PromptRow] = []
         parts: list[Any] = []
         purpose = call.purpose
@@ -256,7 +256,7 @@ class Collector:
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
 
     def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
-        """The batch with the reward of each prompt's greedy sample, float64 [N]."""
+        """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
         made = self._roll_out(rows, call, tally)
@@ -266,8 +266,8 @@ class Collector:
 
 
 class _Tally:
-    """What the rollouts of one collection cost and showed so far. first_id: of its trajectories, from which reports
-    count them."""
+    """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
+    count from there."""
 
     def __init__(self, max_failure_share: float, first_id: int) -> None:
         self._max_failure_share = max_failure_share
@@ -278,8 +278,8 @@ class _Tally:
         self._logged = MetricSums()
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError where too many of all samples so far have no reward, and what reward
-        functions end the run with."""
+        """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
+        which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
         if not call.is_scored:
@@ -310,7 +310,7 @@ class _Tally:
                 self._logged.merge(report.logged)
 
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
-        """The batch that came of it, with its metrics."""
+        """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
@@ -365,7 +365,7 @@ def replay(
 
 
 def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
-    """Metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
+    """Return metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
     functions."""
     metrics: dict[str, float] = {}
     first = Trajectories.of(batch).first
@@ -382,11 +382,11 @@ def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
 
 
 def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float]:
-    """How often the first reward function is satisfied: further ones may shape the reward, and their sum tells nothing.
-    threshold: from which of its values on it is; None: it is by 1, if all that it gives are 0 and 1, else nobody knows.
+    """Return the rates of success by the first reward function: others may only shape the reward.
+    threshold: the smallest value that is a success; None: 1, if all values are 0 or 1, else there are no such metrics.
 
-    pass@1 is the share of trajectories, pass@n, of groups of n, the share with at least one success. One without a
-    reward is none; one to which the function does not apply is left out.
+    pass@1 is the share of successful trajectories; pass@n, for groups of n, the share with at least one. A trajectory
+    without a reward is not successful; one to which the function does not apply is left out.
     """
     if not batch["function_rewards"] or not batch["function_rewards"][0]:
         return {}
@@ -409,19 +409,19 @@ def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float
 
 
 def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Metrics of the greedy baseline of a batch, every prompt counted once."""
+    """Return metrics of the greedy baseline of a batch, every prompt counted once."""
     first = torch.tensor([rows[0] for rows in batch.group_rows()])
     return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _in_order(batch: AnyBatch) -> AnyBatch:
-    """Samples by trajectory and turn: prompt by prompt, whichever rank made them."""
+    """Sort samples by trajectory and turn: prompt by prompt, whichever rank made them."""
     order = key_order(batch)
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
 
 
 def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Metrics of the completions' lengths and ends."""
+    """Return metrics of the completions' lengths and ends."""
     lengths = batch["completion_length"].double()
     ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])
     metrics = {

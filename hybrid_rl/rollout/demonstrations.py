@@ -1,7 +1,7 @@
 """Demonstrations: batches whose completions come from the dataset, for supervised fine-tuning.
 
 The rows are in TRL's prompt-completion format: the column `completion` holds a text, or chat messages: one of the
-assistant. A completion becomes the tokens that a policy would have to produce behind the prompt's tokens, up to and
+assistant. A completion becomes the tokens that a policy would have to produce after the prompt's tokens, up to and
 with the one that ends it.
 """
 
@@ -29,10 +29,10 @@ CHECKED_ROWS = 1024  # tokenised together while a dataset is checked
 class DemonstrationEncoder:
     """Turns the completions of dataset rows into token ids.
 
-    Text is tokenised with its prompt, as one text, and split where the prompt's tokens end. Where a token would lie
-    across that border the completion is tokenised by itself, since a policy finds the prompt's tokens as they are.
-    Messages go through the chat template with their prompt, which must begin as the prompt does alone. What a template
-    writes behind the token that ends the completion is left out: a rollout stops there.
+    Text is tokenised with its prompt, as one text, and split at the end of the prompt's tokens. If a token would cross
+    that border, the completion is tokenised by itself, since a policy gets the prompt's tokens as they are. Messages go
+    through the chat template with their prompt, and the result must begin as that of the prompt by itself. What a
+    template writes after the token that ends the completion is left out: a rollout stops there.
 
     chat_template_kwargs: those of the prompts.
     """
@@ -42,10 +42,11 @@ class DemonstrationEncoder:
         self._template_kwargs = dict(chat_template_kwargs or {})
 
     def encode(self, rows: Sequence[PromptRow], params: SamplingParams) -> list[list[int]]:
-        """Token ids of each row's completion, whatever its length. params: the stop tokens, of which one is the last.
+        """Return the token ids of each row's completion, whatever its length. The last one is one of the stop tokens
+        in `params`.
 
         Raises DataError, naming the row, for a completion that is missing, of a wrong type or cannot be tokenised
-        behind its prompt, ModelError for a tokenizer that cannot be used.
+        after its prompt, ModelError for a tokenizer that cannot be used.
         """
         if not rows:
             return []
@@ -106,7 +107,7 @@ class DemonstrationEncoder:
         if whole[len(whole) - len(bare) :] != bare:
             last = self._tokenizer.convert_ids_to_tokens(whole[-1])
             raise ModelError(
-                f"the tokenizer puts {last!r} behind every text, which would stand between prompt and completion; set "
+                f"the tokenizer puts {last!r} after every text, so it would come between prompt and completion; set "
                 "add_eos_token=False on it, or give messages"
             )
 
@@ -115,7 +116,7 @@ class DemonstrationEncoder:
         return [list(ids) for ids in found["input_ids"]]
 
     def _behind(self, head: list[int], whole: list[int], head_text: str, whole_text: str, row: PromptRow) -> list[int]:
-        """The tokens behind those of the prompt."""
+        """Return the tokens after those of the prompt."""
         # A truncated prompt is the end of the whole one.
         if head[len(head) - len(row.prompt_ids) :] != list(row.prompt_ids):
             raise DataError(
@@ -127,14 +128,14 @@ class DemonstrationEncoder:
         own = self._tokens([whole_text[len(head_text) :]], special=False)[0]
         if self._text(head + own) != self._text(whole):
             raise DataError(
-                f"row {row.index}: the completion {shorten(whole_text[len(head_text) :])} cannot be tokenised behind "
+                f"row {row.index}: the completion {shorten(whole_text[len(head_text) :])} cannot be tokenised after "
                 f"its prompt, which ends with {shorten(head_text[-20:])}: the text would become another; move spaces "
                 "from the end of the prompt to the start of the completion"
             )
         return own
 
     def _ended(self, ids: list[int], row: PromptRow, params: SamplingParams) -> list[int]:
-        """The completion up to its first stop token, or with an end-of-sequence token where it has none."""
+        """Return the completion up to its first stop token, or with an end-of-sequence token if it has none."""
         place = next((i for i, token in enumerate(ids) if token in params.stop_token_ids), None)
         if place is None:
             if self._tokenizer.eos_token_id is None:
@@ -146,7 +147,7 @@ class DemonstrationEncoder:
         if rest.strip():
             stop = self._tokenizer.convert_ids_to_tokens(ids[place])
             raise DataError(
-                f"row {row.index}: the completion goes on behind the stop token {stop!r}: {shorten(rest)}; a rollout "
+                f"row {row.index}: the completion goes on after the stop token {stop!r}: {shorten(rest)}; a rollout "
                 "would end there: remove the token from the text, or from stop_token_ids"
             )
         return ids[: place + 1]
@@ -164,7 +165,7 @@ class Demonstrations:
         self._decode = decode
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """The demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
+        """Return the demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
 
         Raises DataError for a completion of more than params.max_tokens tokens, and what the encoder raises.
         """
@@ -198,7 +199,7 @@ def check_demonstrations(
     """
     if COMPLETION_COLUMN not in source.column_names:
         raise DataError(
-            f"supervised fine-tuning needs a column `{COMPLETION_COLUMN}` beside `prompt`; the dataset has "
+            f"supervised fine-tuning needs a column `{COMPLETION_COLUMN}` besides `prompt`; the dataset has "
             f"{', '.join(repr(name) for name in source.column_names)}. Rename the one that holds the answer"
         )
     over: list[tuple[int, int]] = []  # (row, tokens)
@@ -216,8 +217,8 @@ def check_demonstrations(
 def overlong_error(
     num_over: int, longest: int, first_row: int, params: SamplingParams, room: int | None = None
 ) -> DataError:
-    """The error for completions that are too long, the longest of `longest` tokens. room: what max_completion_length
-    could be raised to, None = anything."""
+    """Return the error for completions that are too long, the longest of `longest` tokens. room: the most that
+    max_completion_length could be raised to, None = no limit."""
     remedy = f"Raise max_completion_length to {longest}, or shorten"
     if room is not None and longest > room:
         remedy = f"The longest prompt leaves room for {room} in the model and in a micro-batch: shorten"
@@ -243,7 +244,7 @@ def _completion(row: PromptRow) -> Any:
 
 
 def _message(completion: Any, row: PromptRow) -> Mapping[str, Any]:
-    """The assistant's message of a chat completion, which may be given as text too."""
+    """Return the assistant's message of a chat completion, which may be given as text too."""
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}
     is_list = isinstance(completion, list | tuple)

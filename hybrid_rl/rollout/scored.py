@@ -1,4 +1,4 @@
-"""A worker's share of a rollout: prompts become requests, requests samples, samples rewards, all of it a batch."""
+"""A worker's share of a rollout: prompts become requests, requests become samples, and samples get rewards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 
 @dataclass
 class RolloutReport:
-    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric. retried: as
-    in `RewardResult`."""
+    """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
+    numbers of log_metric. retried: as in `RewardResult`."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)
@@ -39,12 +39,12 @@ class RolloutReport:
 
 
 class ScoredRollout:
-    """Makes scored samples, which are scored as they finish, or where `rewards` score by group when the last of a group
-    has. Judges that are the engine itself get a round of their own in the same session, when all samples are there.
+    """Makes scored samples. They are scored as they finish, or, if `rewards` score by group, when the last of a group
+    has finished. Judges that are the engine itself get a separate round in the same session, after all samples.
 
     decode: token ids to text without special tokens. seed: of every sample's noise. encode: what a judge is asked, text
-    or messages, to token ids; max_length: of what it is asked with its answer, None = the engine has no limit. Where
-    reward models take part, rewards are NaN until `merge_late` adds their scores.
+    or messages, to token ids; max_length: of a question with its answer, None = the engine has no limit. If there
+    are reward models, rewards are NaN until `merge_late` adds their scores.
     Raises ConfigError for a judge without `encode`.
     """
 
@@ -69,7 +69,7 @@ class ScoredRollout:
             self._judges = JudgeRound(client, rewards, decode, encode, seed=seed, max_length=max_length)
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """The samples of these prompts, prompt by prompt. Raises KeyboardInterrupt where an interrupt was requested."""
+        """Return samples of these prompts, prompt by prompt. Raises KeyboardInterrupt if an interrupt was requested."""
         timings = Timings()
         tasks_of = {call.trajectory(task, i): task for task in tasks for i in range(call.num_generations)}
         requests = [request for task in tasks for request in self._requests(task, call)]
@@ -120,20 +120,15 @@ class ScoredRollout:
         return requests
 
 
-def _key(sample: FinishedSample) -> SampleKey:
-    """Name a sample: a request has its trajectory's id, and is its only turn."""
-    return SampleKey(sample.id)
-
-
 def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: RolloutCall) -> RewardInput:
     ids, group = sample.completion_ids, call.group(task)
-    return RewardInput(_key(sample), task.row.prompt, text, ids, task.row.columns, group=group)
+    return RewardInput(SampleKey(sample.id), task.row.prompt, text, ids, task.row.columns, group=group)
 
 
 def _whole_groups(
     unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
 ) -> list[RewardInput]:
-    """The samples of the groups that these complete, in order of generation; the others wait in `unscored`."""
+    """Return the samples of groups that are whole now, in order of generation; the others wait in `unscored`."""
     whole: list[RewardInput] = []
     for sample in finished:
         members = unscored.setdefault(sample.group, [])
@@ -156,9 +151,10 @@ def _parts(futures: Sequence[Future[list[tuple[int, Part]]]]) -> list[tuple[int,
 def sample_columns(
     tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
 ) -> dict[str, Any]:
-    """The columns of finished samples, one task each, before anything is scored."""
+    """Make the columns of finished samples, one task each, before anything is scored."""
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     prompts = Jagged.from_rows([list(task.row.prompt_ids) for task in tasks], torch.int64)
+    keys = torch.tensor([SampleKey(sample.id) for sample in samples], dtype=torch.int64).view(-1, 2)
 
     def aligned(name: str, dtype: torch.dtype) -> Jagged:
         return completions.with_values(
@@ -176,8 +172,8 @@ def sample_columns(
         "completion_length": completions.lengths,
         "temperature": torch.full((len(samples),), call.params.temperature, dtype=torch.float64),
         "group": torch.tensor([call.group(task) for task in tasks], dtype=torch.int64),
-        "trajectory": torch.tensor([_key(sample).trajectory for sample in samples], dtype=torch.int64),
-        "turn": torch.tensor([_key(sample).turn for sample in samples], dtype=torch.int64),
+        "trajectory": keys[:, 0],
+        "turn": keys[:, 1],
         "finish_reason": [sample.finish_reason for sample in samples],
         "prompt": [task.row.prompt for task in tasks],
         "row": [dict(task.row.columns) for task in tasks],

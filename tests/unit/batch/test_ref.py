@@ -265,7 +265,7 @@ def test_pickle_leaves_the_way_to_fetch_behind() -> None:
 
 def test_columns_that_lie_elsewhere_or_nowhere() -> None:
     ref = Store().keep(batch_of(ONE))
-    with pytest.raises(KeyError, match=r"column 'prompt' lies on the workers; load\(\) brings the whole batch here"):
+    with pytest.raises(KeyError, match=r"column 'prompt' is kept on the workers; load\(\) brings the whole batch here"):
         ref["prompt"]
     with pytest.raises(KeyError, match="batch has no column 'values'; it has"):
         ref["values"]
