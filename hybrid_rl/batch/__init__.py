@@ -1,4 +1,4 @@
-"""Batches of samples, and references to batches whose samples lie on the workers."""
+"""Batches of samples, and references to batches whose samples are kept on the workers."""
 
 from hybrid_rl.batch.batch import Batch, Column
 from hybrid_rl.batch.fields import FIELDS, Field

@@ -1,19 +1,19 @@
 """The batch: N samples as named, immutable, aligned columns.
 
 A column is a `Tensor [N]`, a `Jagged` (one variable-length row per sample), or a list of N Python objects. `FIELDS`
-names every column of the library with its alignment, dtype, writer and its value where nothing was produced.
+names every column of the library with its alignment, dtype, writer and its value for what was not produced.
 Token ids go in and token ids come out: text in a batch is never tokenised again.
 """
 
 from __future__ import annotations
 
 import difflib
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -46,9 +46,6 @@ class Batch(Mapping[str, Column]):
         except KeyError:
             where = f"; {FIELDS[name].writer} writes it" if name in FIELDS else ""
             raise KeyError(f"batch has no column {name!r}{where}; it has {sorted(self._columns)}") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -93,8 +90,8 @@ class Batch(Mapping[str, Column]):
             rows.setdefault(group, []).append(index)
         return list(rows.values())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpack, ({name: _pack(column, int(protocol)) for name, column in self._columns.items()},)
+    def __reduce__(self) -> Any:
+        return _unpack, ({name: _pack(column) for name, column in self._columns.items()},)
 
 
 def sample_index(indices: Tensor | Sequence[int]) -> Tensor:
@@ -160,31 +157,27 @@ def _concat(columns: Sequence[Any]) -> Column:
 
 
 # Tensors are pickled as numpy views: numpy's protocol 5 passes their memory out of band, so a transport with
-# `buffer_callback` copies no bytes. bfloat16, which numpy lacks, is passed as its bits.
-def _pack(column: Column, protocol: int) -> tuple[str, Any]:
-    def buffer(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
-        flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return (pickle.PickleBuffer(flat) if protocol >= 5 else flat.tobytes()), str(tensor.dtype), tuple(tensor.shape)
-
+# `buffer_callback` copies no bytes. numpy lacks bfloat16, which no column has.
+def _pack(column: Column) -> Any:
     if isinstance(column, Jagged):
-        return "jagged", (buffer(column.values), buffer(column.offsets))
-    if isinstance(column, Tensor):
-        return "tensor", buffer(column)
-    return "object", column
+        return _array(column.values), _array(column.offsets)
+    return _array(column) if isinstance(column, Tensor) else column
 
 
-def _unpack(packed: Mapping[str, tuple[str, Any]]) -> Batch:
-    def tensor(raw: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        name = getattr(torch, dtype.removeprefix("torch."))
-        data = np.frombuffer(raw, dtype=np.uint8)
-        if not data.size:
-            return torch.empty(shape, dtype=name)
-        # A read-only buffer (in-band pickling) is copied: torch has no read-only tensors.
-        return torch.from_numpy(data if data.flags.writeable else data.copy()).view(name).reshape(shape)
+def _array(tensor: Tensor) -> npt.NDArray[Any]:
+    return tensor.detach().cpu().contiguous().numpy()
 
-    decode: dict[str, Callable[[Any], Column]] = {
-        "jagged": lambda payload: Jagged(tensor(*payload[0]), tensor(*payload[1])),
-        "tensor": lambda payload: tensor(*payload),
-        "object": lambda payload: payload,
-    }
-    return Batch({name: decode[kind](payload) for name, (kind, payload) in packed.items()})
+
+def _unpack(packed: Mapping[str, Any]) -> Batch:
+    columns: dict[str, Column] = {}
+    for name, column in packed.items():
+        if isinstance(column, tuple):
+            columns[name] = Jagged(*map(_tensor, column))
+        else:
+            columns[name] = _tensor(column) if isinstance(column, np.ndarray) else column
+    return Batch(columns)
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    # A read-only buffer is copied: torch has no read-only tensors.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

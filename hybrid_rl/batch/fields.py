@@ -1,4 +1,4 @@
-"""The columns of a batch: alignment, dtype, writer, and the value where nothing was produced."""
+"""The columns of a batch: alignment, dtype, writer, and the value for what was not produced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "completion_ids": Field(
             "completion", torch.int64, "collector", None, "token ids that followed, final EOS kept"
         ),
-        "completion_mask": Field("completion", torch.bool, "collector", False, "True where the policy made the token"),
+        "completion_mask": Field("completion", torch.bool, "collector", False, "True if the policy made the token"),
         "rollout_logprobs": Field("completion", torch.float32, "collector", 0.0, "ln p of the sampling distribution"),
         "policy_version": Field("completion", torch.int64, "collector", -1, "policy version that sampled each token"),
         "temperature": Field("sample", torch.float64, "collector", 1.0, "divided the logits that it was sampled from"),

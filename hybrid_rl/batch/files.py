@@ -71,10 +71,8 @@ def load_batch(path: Path) -> Batch:
 def save_rollout(folder: Path, step: int, rank: int, num_ranks: int, batch: Batch) -> Path:
     """Write the samples of one of num_ranks ranks in a training step, one file per rank, and return its path.
 
-    Raises DataError as `save_batch` does, and for a batch without the column `trajectory`, which orders the rows.
+    Raises as `save_batch` does.
     """
-    if "trajectory" not in batch:
-        raise DataError(f"a rollout needs the column trajectory; the batch has {sorted(batch)}")
     path = Path(folder) / f"step-{step:06d}-rank-{rank:04d}-of-{num_ranks:04d}.safetensors"
     save_batch(path, batch)
     return path
@@ -114,12 +112,12 @@ def set_rollouts_aside(folder: Path, step: int) -> None:
 
 
 def rollout_steps(folder: Path) -> list[int]:
-    """The training steps whose rollouts are in a folder, ascending."""
+    """Return the training steps whose rollouts are in a folder, ascending."""
     return sorted({step for step, _, _, _ in _files(Path(folder))})
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, int, Path]]:
-    """Step, rank, number of ranks and path of every rollout."""
+    """Yield step, rank, number of ranks and path of every rollout."""
     if not folder.is_dir():
         raise DataError(f"the folder of rollouts {folder} does not exist; correct the path")
     for path in folder.iterdir():

@@ -85,11 +85,6 @@ class Jagged:
         """Return a column with the same row lengths and other values ([total, ...])."""
         return Jagged(values, self.offsets)
 
-    def row_sum(self) -> Tensor:
-        """Sum of each row, [N, ...]; 0 for an empty row."""
-        out = self.values.new_zeros((len(self), *self.values.shape[1:]))
-        return out.index_add_(0, self.row_index(), self.values)
-
     def row_index(self) -> Tensor:
         """The row of every value, int64 [total]."""
         return torch.arange(len(self), device=self.values.device).repeat_interleave(self.lengths)

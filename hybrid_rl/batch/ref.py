@@ -1,7 +1,7 @@
-"""The driver's reference to a batch whose samples lie on the workers: indices and [N]-sized columns.
+"""The driver's reference to a batch whose samples are kept on the workers: indices and [N]-sized columns.
 
 Each worker keeps its results in blocks, which are batches of its own rows, and hands out handles. A `Piece` says for
-some columns in which block, and in which row of it, every sample lies. Selecting, reordering and joining touch only
+some columns in which block, and in which row of it, every sample is. Selecting, reordering and joining touch only
 indices; a worker that receives a reference resolves it to a `Batch`.
 """
 
@@ -56,7 +56,7 @@ class Piece:
 
 
 class BatchRef(Mapping[str, Column]):
-    """N samples that lie on workers. Immutable, as `Batch` is.
+    """N samples that are kept on workers. Immutable, as `Batch` is.
 
     As a mapping it holds the resident columns, which are [N]-sized; `columns` names all of them. num_samples: needed if
     there is no column to infer it from.
@@ -86,13 +86,10 @@ class BatchRef(Mapping[str, Column]):
     def __getitem__(self, name: str) -> Any:
         check_name(name)
         if name in self.columns and name not in self._resident:
-            raise KeyError(f"column {name!r} lies on the workers; load() brings the whole batch here")
+            raise KeyError(f"column {name!r} is kept on the workers; load() brings the whole batch here")
         if name not in self._resident:
             raise KeyError(f"batch has no column {name!r}; it has {sorted(self.columns)}")
         return self._resident[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._resident
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._resident)
@@ -102,11 +99,6 @@ class BatchRef(Mapping[str, Column]):
 
     def __repr__(self) -> str:
         return f"BatchRef({self.num_samples} samples: {', '.join(sorted(self.columns))})"
-
-    @property
-    def blocks(self) -> list[Any]:
-        """All handles."""
-        return [handle for piece in self._pieces for handle in piece.blocks]
 
     def with_columns(self, **columns: Column) -> BatchRef:
         """Return a reference with these [N]-sized columns added. Raises DataError if a column exists already."""
@@ -123,8 +115,8 @@ class BatchRef(Mapping[str, Column]):
         return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)
 
     def joined(self, other: BatchRef) -> BatchRef:
-        """A reference with the columns that another one has beyond those of this one. Both were made from one
-        reference, by adding columns."""
+        """Return a reference with the columns of this one and those that only the other one has. Both were made from
+        one reference, by adding columns."""
         resident = {name: column for name, column in other._resident.items() if name not in self.columns}
         pieces = [piece for piece in other._pieces if not self.columns.issuperset(piece.names)]
         return self.merge(BatchRef(resident, pieces, self._get, num_samples=other.num_samples))
@@ -177,16 +169,11 @@ class BatchRef(Mapping[str, Column]):
         if taken:
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
 
-    def __reduce__(self) -> Any:
-        # `get` is not pickled: each process fetches in its own way.
-        return _rebuilt, (dict(self._resident), self._pieces, self.num_samples)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_get": None}  # each process fetches in its own way
 
 
 AnyBatch = Batch | BatchRef
-
-
-def _rebuilt(resident: Mapping[str, Column], pieces: Sequence[Piece], num_samples: int) -> BatchRef:
-    return BatchRef(resident, pieces, num_samples=num_samples)
 
 
 def store(batch: Batch, put: Callable[[Batch], Any], known: Collection[str] = frozenset()) -> BatchRef:

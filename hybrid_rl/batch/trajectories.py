@@ -1,4 +1,4 @@
-"""Which samples are turns of one trajectory: the key of a sample, and the samples of a batch by trajectory."""
+"""Samples as turns of trajectories: the key of a sample, and the samples of a batch by trajectory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch.batch import Batch
-from hybrid_rl.batch.ref import BatchRef
+from hybrid_rl.batch.ref import AnyBatch
 from hybrid_rl.errors import DataError
 
 
@@ -38,7 +38,7 @@ class Trajectories:
     last: Tensor
 
     @classmethod
-    def of(cls, batch: Batch | BatchRef) -> Trajectories:
+    def of(cls, batch: AnyBatch) -> Trajectories:
         """Find them from the columns trajectory and turn; in a batch without them every sample is a trajectory of its
         own. Raises DataError for two samples of one key, and for a trajectory in two groups."""
         if "trajectory" not in batch:
@@ -54,19 +54,19 @@ class Trajectories:
 
     @property
     def num_trajectories(self) -> int:
-        """M."""
+        """Number of trajectories, M."""
         return len(self.first)
 
     @property
     def are_in_order(self) -> bool:
-        """Whether the turns of each trajectory stand side by side in the batch, ascending."""
+        """Whether the turns of each trajectory are side by side in the batch, ascending."""
         return torch.equal(self.order, torch.arange(len(self.order)))
 
     def last_turns(self, batch: Batch) -> Batch:
         """Return the last turn of each trajectory, whose prompt holds the turns before it: [M] samples."""
         return batch if self.num_trajectories == batch.num_samples else batch.select(self.last)
 
-    def _check(self, batch: Batch | BatchRef) -> None:
+    def _check(self, batch: AnyBatch) -> None:
         if self.num_trajectories == batch.num_samples:
             return
         ids = batch["trajectory"]
@@ -76,7 +76,7 @@ class Trajectories:
         if twice:
             raise DataError(
                 f"two samples are turn {int(turns[twice[0]])} of trajectory {int(ids[twice[0]])}; count the turns of a "
-                f"trajectory, and give every trajectory an id of its own"
+                f"trajectory, and give every trajectory its own id"
             )
         if "group" not in batch:
             return
@@ -95,7 +95,7 @@ def sample_keys(batch: Batch, samples: Tensor | None = None) -> list[SampleKey]:
     return [SampleKey(*key) for key in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def key_order(batch: Batch | BatchRef, trajectory: Tensor | None = None) -> Tensor:
+def key_order(batch: AnyBatch, trajectory: Tensor | None = None) -> Tensor:
     """Sort samples by trajectory and then by turn: int64 [N]. trajectory: int64 [N], another numbering than the ids."""
     ids = batch["trajectory"] if trajectory is None else trajectory
     order = batch["turn"].argsort(stable=True) if "turn" in batch else torch.arange(len(ids))

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -168,15 +168,8 @@ class PromptEncoder:
             media_columns: columns with inputs that the model could take but is not given: they must be empty.
 
         Raises:
-            ConfigError: an option has an unusable value, or a keyword is not read by the chat template.
+            ConfigError: a keyword that the chat template does not read, or that the library sets itself.
         """
-        if max_prompt_length is not None and (
-            not isinstance(max_prompt_length, int) or isinstance(max_prompt_length, bool) or max_prompt_length < 1
-        ):
-            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None")
-        if overlong_prompts not in get_args(OverlongPolicy):
-            choices = ", ".join(get_args(OverlongPolicy))
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {choices}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -186,12 +179,15 @@ class PromptEncoder:
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
-    def encode(self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None) -> list[list[int]]:
+    def encode(
+        self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None, kind: PromptKind | None = None
+    ) -> list[list[int]]:
         """Return the token ids of each prompt, whatever its length (see `limit`).
 
         Args:
             prompts: all text or all messages.
             rows: row index of each prompt for error messages; default 0, 1, 2 ...
+            kind: that of row 0 of the dataset, which all must have; None: that of the first of these prompts.
 
         Raises:
             DataError: a prompt is empty, of a wrong type, cannot be rendered or encodes to no token; text and messages
@@ -200,9 +196,13 @@ class PromptEncoder:
         rows = range(len(prompts)) if rows is None else rows
         if not prompts:
             return []
-        first = prompt_kind(prompts[0], rows[0])
+        first, first_row = (prompt_kind(prompts[0], rows[0]), rows[0]) if kind is None else (kind, 0)
         for prompt, row in zip(prompts, rows, strict=True):
-            check_same_kind(first, rows[0], prompt_kind(prompt, row), row)
+            if prompt_kind(prompt, row) != first:
+                raise DataError(
+                    f"row {row}: the prompt is {prompt_kind(prompt, row)}, but that of row {first_row} is {first}; "
+                    "give all prompts of a dataset as text, or all as messages"
+                )
         ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows)
         if not all(ids):
             place = next(place for place, one in enumerate(ids) if not one)
@@ -218,15 +218,12 @@ class PromptEncoder:
         Raises:
             DataError: the prompt is too long and `overlong_prompts` is `error`.
         """
-        if not self.is_overlong(ids):
+        limit = self.max_prompt_length
+        if limit is None or len(ids) <= limit:
             return ids
         if self.overlong_prompts == "error":
             raise self.overlong_error(1, len(ids), row)
-        return None if self.overlong_prompts == "drop" else ids[len(ids) - (self.max_prompt_length or 0) :]
-
-    def is_overlong(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt has more than `max_prompt_length` tokens."""
-        return self.max_prompt_length is not None and len(ids) > self.max_prompt_length
+        return None if self.overlong_prompts == "drop" else ids[-limit:]
 
     def overlong_error(self, num_over: int, longest: int, first_row: int) -> DataError:
         """Return the error for `num_over` prompts that are too long, the longest of `longest` tokens."""
@@ -321,15 +318,6 @@ class PromptEncoder:
                 text = ""
             self._takes_blocks = marker in text and str(blocks) not in text and json.dumps(blocks) not in text
         return self._takes_blocks
-
-
-def check_same_kind(first: PromptKind, first_row: int, kind: PromptKind, row: int) -> None:
-    """Raise DataError if a dataset mixes text and messages."""
-    if kind != first:
-        raise DataError(
-            f"row {row}: the prompt is {kind}, but that of row {first_row} is {first}; give all prompts of a dataset "
-            "as text, or all as messages"
-        )
 
 
 def _batch_or_blame(

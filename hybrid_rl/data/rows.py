@@ -6,28 +6,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, check_column_names, shorten
 from hybrid_rl.errors import DataError
 
 CHUNK_ROWS = 4096
-
-
-class Rows(Protocol):
-    """Random access to the rows of a dataset; `prompts` reads only the prompt column."""
-
-    column_names: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Mapping[str, Any]: ...
-
-    def prompts(self, start: int, stop: int) -> list[Any]: ...
-
-    def values(self, name: str) -> Iterator[Any]:
-        """Yield one column, row by row, without decoding any other."""
-        ...
 
 
 class SequenceRows:
@@ -109,16 +93,19 @@ class ArrowRows:
         return map(_python, self._table.column(name))
 
 
+Rows = SequenceRows | HubRows | ArrowRows
+"""Random access to the rows of a dataset. `prompts` reads only that column; `values` yields one column, row by row,
+without decoding any other."""
+
+
 def _python(scalar: Any) -> Any:
     return scalar.as_py()
 
 
 def frame_table(frame: Any) -> Any:
     """Return the Arrow table of a pandas.DataFrame, without its index. Raises DataError if it cannot be read."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError("a pandas.DataFrame needs pyarrow; install it, or pass frame.to_dict('records')") from error
+    import pyarrow
+
     try:
         return pyarrow.Table.from_pandas(frame, preserve_index=False)
     except (pyarrow.ArrowException, ValueError, TypeError) as error:
@@ -147,10 +134,8 @@ def _read_folder(path: Path) -> Any:
             f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json); pass such a "
             "folder or a .jsonl or .parquet file"
         )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"the folder {str(path)!r} needs the datasets library; install it") from error
+    import datasets
+
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:  # half-written folders fail in many ways
@@ -176,11 +161,9 @@ def _read_json_lines(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"the file {str(path)!r} needs pyarrow; install it") from error
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         return pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:

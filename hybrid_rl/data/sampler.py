@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource, StreamSource
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.errors import DataError
 
 _STATE_VERSION = 1
 
@@ -24,25 +23,15 @@ class PromptSampler:
     resume change it. The position moves only when `take` returns; an error or Ctrl-C inside it loses nothing.
     """
 
-    def __init__(
-        self,
-        source: SizedSource | StreamSource,
-        *,
-        shuffle: bool | None = None,
-        seed: int = 0,
-        num_epochs: float | None = None,
-    ) -> None:
+    def __init__(self, source: SizedSource | StreamSource, *, shuffle: bool | None = None, seed: int = 0) -> None:
         """
         Args:
             source: where the prompts come from.
             shuffle: whether each epoch has a new order; None = True for sized sources, False for streams.
             seed: of the order; at least 0.
-            num_epochs: passes over the data, fractions allowed for sized sources (rounded up to a whole prompt);
-                None = endless.
 
         Raises:
             DataError: shuffle is set for a stream.
-            ConfigError: seed or num_epochs is unusable.
         """
         sized = isinstance(source, SizedSource)
         if shuffle and not sized:
@@ -50,25 +39,20 @@ class PromptSampler:
                 "shuffle=True, but a stream is used in the order it comes; shuffle the stream itself, for example "
                 "IterableDataset.shuffle(seed=0, buffer_size=10_000), and leave shuffle unset"
             )
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"seed={seed!r}; use a whole number >= 0")
         self._source = source
         self._seed = seed
         self._shuffle = sized if shuffle is None else shuffle
-        self._num_epochs = _check_num_epochs(num_epochs, sized)
         self._epoch = 0  # finished passes
         self._position = 0  # within the pass: counts prompts of a sized source, rows of a stream
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # (epoch, order)
         self._stream: Iterator[PromptRow] | None = None
 
     def take(self, num_prompts: int) -> list[PromptRow]:
-        """Return the next `num_prompts` prompts, across epochs; fewer at the end of the data, then none.
+        """Return the next `num_prompts` prompts, across epochs.
 
         Raises:
-            DataError: the stream yielded a bad row, or num_prompts is below 1.
+            DataError: the stream yielded a bad row.
         """
-        if num_prompts < 1:
-            raise DataError(f"take({num_prompts}); ask for at least one prompt")
         if isinstance(self._source, SizedSource):
             return self._take_sized(self._source, num_prompts)
         return self._take_stream(self._source, num_prompts)
@@ -80,17 +64,6 @@ class PromptSampler:
             return self._epoch + self._position / len(self._source)
         return float(self._epoch)
 
-    @property
-    def remaining(self) -> int | None:
-        """Prompts left; None = endless, or a stream that has not ended."""
-        if self._num_epochs is None:
-            return None
-        if isinstance(self._source, SizedSource):
-            num_prompts = len(self._source)
-            total = math.ceil(self._num_epochs * num_prompts)
-            return max(0, total - self._epoch * num_prompts - self._position)
-        return 0 if self._epoch >= self._num_epochs else None
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the identity of the data that it belongs to, as plain JSON values."""
         return {
@@ -101,7 +74,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where the state was taken. `num_epochs` may differ: a finished run can be extended.
+        """Continue exactly where the state was taken.
 
         Raises:
             DataError: the state is damaged or belongs to another dataset, seed or shuffle setting.
@@ -139,12 +112,10 @@ class PromptSampler:
 
     def _take_sized(self, source: SizedSource, num_prompts: int) -> list[PromptRow]:
         epoch, position = self._epoch, self._position
-        remaining = self.remaining
-        wanted = num_prompts if remaining is None else min(num_prompts, remaining)
         taken: list[PromptRow] = []
-        while len(taken) < wanted:
+        while len(taken) < num_prompts:
             order = self._epoch_order(epoch, len(source))
-            part = order[position : position + wanted - len(taken)]
+            part = order[position : position + num_prompts - len(taken)]
             taken.extend(source[int(index)] for index in part)
             position += len(part)
             if position == len(source):
@@ -156,7 +127,7 @@ class PromptSampler:
         epoch, position = self._epoch, self._position
         taken: list[PromptRow] = []
         try:
-            while len(taken) < num_prompts and (self._num_epochs is None or epoch < self._num_epochs):
+            while len(taken) < num_prompts:
                 if self._stream is None:
                     self._stream = source.iterate(position, epoch)
                 row = next(self._stream, None)
@@ -183,15 +154,3 @@ class PromptSampler:
                 order = np.arange(num_prompts)
             self._order = (epoch, order)
         return self._order[1]
-
-
-def _check_num_epochs(num_epochs: float | None, sized: bool) -> Fraction | None:
-    """Return the number of epochs as the decimal that the user wrote: 1.1 epochs of 10 prompts are 11, not 12."""
-    if num_epochs is None:
-        return None
-    if isinstance(num_epochs, bool) or not math.isfinite(num_epochs) or num_epochs <= 0:
-        raise ConfigError(f"num_epochs={num_epochs!r}; use a number above 0, or None for endless")
-    exact = Fraction(str(num_epochs))
-    if not sized and exact.denominator != 1:
-        raise ConfigError(f"num_epochs={num_epochs!r}; the length of a stream is unknown, so use a whole number")
-    return exact

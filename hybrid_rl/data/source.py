@@ -19,9 +19,7 @@ import numpy.typing as npt
 from hybrid_rl.data.prompts import (
     PROMPT_COLUMN,
     PromptEncoder,
-    PromptKind,
     PromptRow,
-    check_same_kind,
     is_shown_elsewhere,
     prompt_kind,
     shorten,
@@ -50,8 +48,6 @@ class SizedSource:
 
     Attributes:
         column_names: the dataset's columns, `prompt` included.
-        num_dropped: overlong rows left out (`overlong_prompts="drop"`).
-        num_truncated: overlong rows cut (`overlong_prompts="truncate"`).
         fingerprint: hash of all token ids and row indices; equal for equal prompts under an equal tokenizer.
     """
 
@@ -64,8 +60,6 @@ class SizedSource:
             for index, value in enumerate(rows.values(name)):
                 if is_shown_elsewhere(value):
                     raise encoder.media_error(name, index)
-        self.num_dropped = 0
-        self.num_truncated = 0
         kept: list[npt.NDArray[np.int64]] = []
         lengths: list[npt.NDArray[np.int64]] = []
         chunks: list[npt.NDArray[np.int32]] = []
@@ -95,22 +89,16 @@ class SizedSource:
                 f"all {len(rows)} prompts are longer than max_prompt_length={encoder.max_prompt_length} and were "
                 f"dropped; the shortest has {shortest} tokens: {encoder.remedy(shortest)}"
             )
-        self.num_dropped = len(rows) - len(self._kept)
-        self.num_truncated = len(over) - self.num_dropped
         self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         self._ids = np.concatenate(chunks)
         self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
 
     def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
         """Yield, chunk by chunk, the index of the first row and the ids of all prompts."""
-        first_kind: PromptKind | None = None
+        kind = prompt_kind(self._rows.prompts(0, 1)[0], 0)
         for start in range(0, len(self._rows), CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, len(self._rows))
-            prompts = self._rows.prompts(start, stop)
-            kind = prompt_kind(prompts[0], start)
-            first_kind = first_kind or kind
-            check_same_kind(first_kind, 0, kind, start)
-            yield start, encoder.encode(prompts, range(start, stop))
+            yield start, encoder.encode(self._rows.prompts(start, stop), range(start, stop), kind)
 
     @property
     def max_length(self) -> int:
@@ -136,8 +124,6 @@ class StreamSource:
 
     Attributes:
         column_names: columns of the first row, `prompt` included; every later row must have the same.
-        num_dropped: overlong rows skipped since this object was made, over all passes.
-        num_truncated: overlong rows cut since this object was made, over all passes.
         fingerprint: hash of the column names and of the first row's token ids.
     """
 
@@ -145,8 +131,6 @@ class StreamSource:
         """open_rows: starts a pass over the rows, given the number of the pass."""
         self._open_rows = open_rows
         self._encoder = encoder
-        self.num_dropped = 0
-        self.num_truncated = 0
         self._shortest_dropped = 2**62
         for row in open_rows(0):
             self.column_names: tuple[str, ...] = row_columns(row, 0, None)
@@ -181,7 +165,6 @@ class StreamSource:
         for index, row in rows:
             ids = self._encode(row, index)
             if ids is None:
-                self.num_dropped += 1
                 num_dropped += 1
                 if num_dropped >= _MAX_DROPS_IN_A_ROW:
                     raise self._all_dropped(num_dropped, index)
@@ -198,19 +181,17 @@ class StreamSource:
 
     def _encode(self, row: Any, index: int) -> list[int] | None:
         row_columns(row, index, self.column_names)
-        check_same_kind(self._kind, 0, prompt_kind(row[PROMPT_COLUMN], index), index)
         ids = self._ids_of(row, index)
         limited = self._encoder.limit(ids, index)
         if limited is None:
             self._shortest_dropped = min(len(ids), self._shortest_dropped)
-        self.num_truncated += limited is not None and len(limited) < len(ids)
         return limited
 
     def _ids_of(self, row: Any, index: int) -> list[int]:
         for name in self._encoder.media_columns:
             if is_shown_elsewhere(row.get(name)):
                 raise self._encoder.media_error(name, index)
-        return self._encoder.encode([row[PROMPT_COLUMN]], [index])[0]
+        return self._encoder.encode([row[PROMPT_COLUMN]], [index], self._kind)[0]
 
     def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
         return DataError(

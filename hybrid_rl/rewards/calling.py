@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 FORKED = "forked"  # the reason of a call after which a second process came back from the function
 LENGTH_BYTES = 8  # of the length before each message between trainer and reward process, big endian
 RESERVED_METRICS = frozenset({"step"})
-ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # an object without a text of its own
+ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # an object without its own text
 
 
 class CallOutcome(NamedTuple):
@@ -98,7 +98,7 @@ def check_name(function: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{function}({name!r}, ...): the name is of type {type(name).__name__}; use text")
     if not name.strip():
-        raise ValueError(f"{function}({name!r}, ...): the name is empty; choose one that tells what it is")
+        raise ValueError(f"{function}({name!r}, ...): the name is empty; choose one that says what it is")
 
 
 def one_per_sample(values: Any, column: str) -> list[Any]:

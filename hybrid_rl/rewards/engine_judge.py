@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle
 
@@ -9,6 +11,7 @@ from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, Judge
 PROMPT_TOKENS = 512
 
 
+@dataclass(eq=False)
 class EngineJudge:
     """A reward that the rollout engine gives, with the weights that made the samples.
 
@@ -23,28 +26,25 @@ class EngineJudge:
     Raises ConfigError for an unusable argument.
     """
 
-    def __init__(
-        self,
-        prompt: JudgePrompt | None = None,
-        parser: JudgeParser | None = None,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        mode: JudgeMode = "pointwise",
-        max_prompt_length: int | None = None,
-        name: str = "engine_judge",
-    ) -> None:
-        if max_tokens < 1 or temperature < 0 or (max_prompt_length is not None and max_prompt_length < 1):
+    prompt: JudgePrompt | None = None
+    parser: JudgeParser | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    mode: JudgeMode = "pointwise"
+    max_prompt_length: int | None = None
+    name: str = "engine_judge"
+
+    def __post_init__(self) -> None:
+        limit = self.max_prompt_length
+        if self.max_tokens < 1 or self.temperature < 0 or (limit is not None and limit < 1):
             raise ConfigError(
-                f"max_tokens={max_tokens} and max_prompt_length={max_prompt_length} must be at least 1, "
-                f"temperature={temperature} at least 0"
+                f"max_tokens={self.max_tokens} and max_prompt_length={limit} must be at least 1, "
+                f"temperature={self.temperature} at least 0"
             )
-        self.style = JudgeStyle.of(mode, prompt, parser)
-        self.max_tokens = max_tokens
-        self.temperature = temperature
-        self.max_prompt_length = max_prompt_length
-        self.__name__ = name
+        self.style = JudgeStyle.of(self.mode, self.prompt, self.parser)
+        self.__name__ = self.name
 
     def max_length(self, sample_length: int) -> int:
         """Count the tokens of the longest question with its answer. sample_length: of a prompt with completion."""
-        num_samples = 2 if self.style.mode == "pairwise" else 1
+        num_samples = 2 if self.mode == "pairwise" else 1
         return (self.max_prompt_length or num_samples * sample_length + PROMPT_TOKENS) + self.max_tokens

@@ -1,23 +1,16 @@
-"""The entries of `reward_funcs`: functions, reward models and judges, each in its place."""
+"""The entries of `reward_funcs`: functions, reward models and judges."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.engine_judge import EngineJudge
-from hybrid_rl.rewards.functions import (
-    LIBRARY_PARAMETERS,
-    UNPASSED_COLUMNS,
-    RewardFunction,
-    function_name,
-    inspect_function,
-    reserved_column_message,
-    unique_names,
-)
+from hybrid_rl.rewards.functions import RewardFunction, function_name, inspect_function, unique_names
 from hybrid_rl.rewards.marks import unwrap_partial
 
 
@@ -39,9 +32,9 @@ class RewardList:
     """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, no two alike."""
 
     names: list[str]
-    functions: Mapping[int, RewardFunction]
-    models: Mapping[int, RewardModelEntry]
-    judges: Mapping[int, EngineJudge]
+    functions: dict[int, RewardFunction]
+    models: dict[int, RewardModelEntry]
+    judges: dict[int, EngineJudge]
 
     @property
     def late(self) -> list[int]:
@@ -61,18 +54,16 @@ class RewardList:
         given = [as_entry(entry) for entry in as_list(reward_funcs)]
         if not given:
             raise ConfigError("reward_funcs is empty; pass at least one function")
-        columns = set(available_columns or ()) - UNPASSED_COLUMNS
-        if reserved := sorted(columns.intersection(LIBRARY_PARAMETERS)):
-            raise ConfigError(reserved_column_message(reserved))
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
-        models = {place: entry for place, entry in enumerate(given) if isinstance(entry, RewardModelEntry)}
-        judges = {place: entry for place, entry in enumerate(given) if isinstance(entry, EngineJudge)}
-        functions = {
-            place: inspect_function(entry, names[place], available_columns)
-            for place, entry in enumerate(given)
-            if not isinstance(entry, RewardModelEntry | EngineJudge)
-        }
-        return cls(names, functions, models, judges)
+        found = cls(names, {}, {}, {})
+        for place, entry in enumerate(given):
+            if isinstance(entry, RewardModelEntry):
+                found.models[place] = entry
+            elif isinstance(entry, EngineJudge):
+                found.judges[place] = entry
+            else:
+                found.functions[place] = inspect_function(entry, names[place], available_columns)
+        return found
 
 
 def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> list[Any]:
@@ -93,7 +84,7 @@ def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> lis
         )
     for place, (entry, tokenizer) in enumerate(zip(entries, classes, strict=True)):
         if isinstance(entry, RewardModelEntry):
-            entries[place] = RewardModelEntry(entry.name, entry.model, tokenizer or entry.tokenizer)
+            entries[place] = replace(entry, tokenizer=tokenizer or entry.tokenizer)
         elif tokenizer is not None:
             raise ConfigError(
                 f"reward_processing_classes has a {type(tokenizer).__name__} for {function_name(entry)!r}, which is a "
@@ -110,14 +101,9 @@ def as_list(given: Any) -> list[Any]:
 def as_entry(given: Any) -> Any:
     """Make a string or a module a RewardModelEntry, named by the last part of its path (as in TRL) or by its class."""
     if isinstance(given, str):
-        return RewardModelEntry(last_part(given) or given, given)
+        return RewardModelEntry(PurePath(given).name or given, given)
     torch = sys.modules.get("torch")  # a module can only exist once torch is imported
     if torch is None or not isinstance(unwrap_partial(given), torch.nn.Module):
         return given
-    path = getattr(getattr(given, "config", None), "name_or_path", "")
-    return RewardModelEntry(last_part(str(path or "")) or type(given).__name__, given)
-
-
-def last_part(path: str) -> str:
-    """Return the name of a folder or hub model without the folders before it."""
-    return path.rstrip("/").rpartition("/")[2]
+    path = getattr(getattr(given, "config", None), "name_or_path", None)
+    return RewardModelEntry(PurePath(path or "").name or type(given).__name__, given)

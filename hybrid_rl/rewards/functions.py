@@ -14,18 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import SampleKey  # imports torch, which processes that only call functions do without
 
-Messages = list[dict[str, Any]]
-
 LOG_PARAMETERS = ("log_extra", "log_metric")
-LIBRARY_PARAMETERS = ("prompts", "completions", "completion_ids", "trainer_state", *LOG_PARAMETERS)
-# Dataset columns that the plural arguments replace. TRL leaves out `completion` too, but that is the dataset's own.
-UNPASSED_COLUMNS = frozenset({"prompt", "completion_ids"})
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class RewardInput:
 
     key: SampleKey
     """Results are returned under it."""
-    prompt: str | Messages
+    prompt: Prompt
     completion: str
     """The text; chat samples are wrapped for the function by `format_completion`."""
     completion_ids: list[int]
@@ -66,7 +62,7 @@ class RewardFunction:
 
     @property
     def log_names(self) -> list[str]:
-        """The log functions that it takes: of `log_extra` and `log_metric`."""
+        """Those of `log_extra` and `log_metric` that it takes."""
         return [name for name in LOG_PARAMETERS if self.accepts(name)]
 
     def arguments(
@@ -75,14 +71,10 @@ class RewardFunction:
         """Build the keyword arguments of one call over K samples, without the log functions.
 
         Every list has length K. A column that a sample lacks is None there (as `datasets` fills it), so that a call
-        looks the same whichever samples happen to finish together. Raises DataError if a column has a reserved name.
+        looks the same whichever samples happen to finish together.
         """
-        found = dict.fromkeys(available_columns)
-        for sample in inputs:
-            found.update(dict.fromkeys(sample.columns))
-        columns = [name for name in found if name not in UNPASSED_COLUMNS]
-        if reserved := [name for name in columns if name in LIBRARY_PARAMETERS]:
-            raise DataError(reserved_column_message(reserved))
+        columns = dict.fromkeys([*available_columns, *(name for sample in inputs for name in sample.columns)])
+        columns.pop(PROMPT_COLUMN, None)  # `prompts` takes its place
         # Every call gets copies: a function may change what it is given, but not the dataset or the tokens we train on.
         values: dict[str, Any] = {name: [_own(sample.columns.get(name)) for sample in inputs] for name in columns}
         values["prompts"] = [_own(sample.prompt) for sample in inputs]
@@ -96,17 +88,9 @@ def _own(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
-def format_completion(prompt: str | Messages, text: str) -> str | Messages:
+def format_completion(prompt: Prompt, text: str) -> str | Messages:
     """Give a completion the form of its prompt: text for text, one assistant message for chat messages (as in TRL)."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-
-
-def reserved_column_message(columns: Sequence[str]) -> str:
-    """Say that columns would hide what the library itself passes."""
-    return (
-        f"dataset columns {columns} have names that the library itself passes to reward functions "
-        f"({', '.join(LIBRARY_PARAMETERS)}); rename them"
-    )
 
 
 def function_name(function: Any) -> str:
@@ -155,15 +139,15 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
             "write def f(completions, **kwargs)"
         )
     if available_columns is not None:
-        columns = [column for column in available_columns if column not in UNPASSED_COLUMNS]
-        fillable = {*columns, *LIBRARY_PARAMETERS}
+        columns = [column for column in available_columns if column != PROMPT_COLUMN]
+        fillable = {*columns, *RESERVED_COLUMNS}
         for parameter in named:
             if parameter.default is kinds.empty and parameter.name not in fillable:
                 near = difflib.get_close_matches(parameter.name, sorted(fillable), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(
                     f"reward function {name!r} requires the parameter {parameter.name!r}, but the dataset has no such "
-                    f"column (columns: {', '.join(columns) or 'none'}; always passed: {', '.join(LIBRARY_PARAMETERS)})"
+                    f"column (columns: {', '.join(columns) or 'none'}; always passed: {', '.join(RESERVED_COLUMNS)})"
                     f"{hint}"
                 )
     return RewardFunction(
@@ -178,5 +162,5 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
 
 
 def bound_keywords(function: Any) -> frozenset[str]:
-    """Keywords that partials have fixed already."""
+    """Return the keywords that partials have fixed already."""
     return frozenset(name for part in layers(function) if isinstance(part, functools.partial) for name in part.keywords)

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint."""
+"""A judge at an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle, Question
 
 
+@dataclass(eq=False)
 class LLMJudge:
     """An `async` reward function that asks a chat model for a grade of each completion, or compares them in pairs.
 
@@ -28,36 +30,29 @@ class LLMJudge:
     Raises ConfigError for an unusable argument, if the `openai` package is missing, and if the variable is not set.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        prompt: JudgePrompt | None = None,
-        parser: JudgeParser | None = None,
-        mode: JudgeMode = "pointwise",
-        api_key_env: str | None = "OPENAI_API_KEY",
-        max_concurrency: int = 32,
-        timeout_seconds: float = 60.0,
-        num_retries: int = 2,
-        max_tokens: int = 1024,
-        temperature: float = 0.0,
-        extra_body: dict[str, Any] | None = None,
-        name: str = "llm_judge",
-    ) -> None:
-        if max_concurrency < 1 or num_retries < 0 or not timeout_seconds > 0 or max_tokens < 1:
+    base_url: str
+    model: str
+    prompt: JudgePrompt | None = None
+    parser: JudgeParser | None = None
+    mode: JudgeMode = "pointwise"
+    api_key_env: str | None = "OPENAI_API_KEY"
+    max_concurrency: int = 32
+    timeout_seconds: float = 60.0
+    num_retries: int = 2
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    extra_body: dict[str, Any] | None = None
+    name: str = "llm_judge"
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1 or self.num_retries < 0 or not self.timeout_seconds > 0 or self.max_tokens < 1:
             raise ConfigError(
-                f"max_concurrency={max_concurrency} and max_tokens={max_tokens} must be at least 1, num_retries="
-                f"{num_retries} at least 0, timeout_seconds={timeout_seconds} above 0"
+                f"max_concurrency={self.max_concurrency} and max_tokens={self.max_tokens} must be at least 1, "
+                f"num_retries={self.num_retries} at least 0, timeout_seconds={self.timeout_seconds} above 0"
             )
-        self.style = JudgeStyle.of(mode, prompt, parser)
-        self.needs_group = mode == "pairwise"
-        self.base_url, self.model = base_url, model
-        self.api_key_env = api_key_env
-        self.max_concurrency = max_concurrency
-        self.timeout_seconds, self.num_retries = timeout_seconds, num_retries
-        self.max_tokens, self.temperature = max_tokens, temperature
-        self.extra_body = extra_body
-        self.__name__ = name
+        self.style = JudgeStyle.of(self.mode, self.prompt, self.parser)
+        self.needs_group = self.mode == "pairwise"
+        self.__name__ = self.name
         self._clients = _no_clients()
         openai_client()
         self._api_key()
@@ -74,7 +69,7 @@ class LLMJudge:
         questions = self.style.questions(prompts, completions, values, [0] * len(prompts))
         answers = await asyncio.gather(*(self._answer(question) for question in questions))
         if answers:
-            log_metric(f"{self.__name__}/unparsed", answers.count(None) / len(answers))
+            log_metric(f"{self.name}/unparsed", answers.count(None) / len(answers))
         return self.style.scores(questions, answers, len(prompts))
 
     async def _answer(self, question: Question) -> float | None | Exception:

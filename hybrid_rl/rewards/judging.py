@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.verifiers import completion_text
 
 JudgeMode = Literal["pointwise", "pairwise"]

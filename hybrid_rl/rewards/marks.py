@@ -1,4 +1,4 @@
-"""Marks of reward functions: that one gives a number per token, that one compares the samples of a group."""
+"""Marks of reward functions: those that give a number per token, and those that compare the samples of a group."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ REPEATED = HUNG | {"raised"}
 MAX_HUNG_SAMPLES = 8
 """The rest of a call is given up after so many of its samples ran into the limit or killed their process."""
 MAX_ALIKE_SAMPLES = 8
-"""If the first so many samples of a call all fail alike when called alone, the function is at fault, not they."""
+"""If the first so many samples of a call, called one by one, all fail alike, the function is at fault."""
 
 
 async def call_narrowed(
@@ -72,6 +72,6 @@ def are_alike(parts: Sequence[Part]) -> bool:
 
 
 def _kind(reason: str, detail: str) -> tuple[str, ...]:
-    """The part of an exception's text that does not name the sample."""
+    """Return the part of an exception's text that does not name the sample."""
     frames = [line for line in detail.splitlines() if line.startswith('  File "')]
     return reason, *frames[-1:], cause_of(detail).partition(":")[0]

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, which can be killed.
+"""Reward functions in separate processes, which can be killed.
 
 Each process runs `process_main.py`. Functions travel by cloudpickle, so lambdas, closures and what a notebook defines
 work. Ready-made pools were tried; `pebble.ProcessPool` 5.2, which has a time limit per task and replaces what it kills,
@@ -54,18 +54,14 @@ def pickle_functions(functions: Sequence[RewardFunction]) -> bytes:
 
 def describe_exit(returncode: int) -> str:
     """Describe an exit status: `exit code 3` or `signal SIGSEGV`."""
-    if returncode >= 0:
-        return f"exit code {returncode}"
-    try:
-        return f"signal {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"signal {-returncode}"
+    names = {int(number): number.name for number in signal.Signals}
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {names.get(-returncode, -returncode)}"
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """End a reward process with everything that it started, and reap it."""
     if process.poll() is None:
-        process.terminate()  # it kills everything below it, which nobody else could find
+        process.terminate()  # it kills everything below it, which only it can find
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
             return
@@ -94,8 +90,8 @@ class RewardProcess:
                 # Several processes with a thread per core each would fight for the cores.
                 env={"OMP_NUM_THREADS": "1", **os.environ, **child_environment()},
             )
-        # Without close(), the process goes with the interpreter or with the last reference. In a fork of the trainer
-        # it is nobody's child, which Popen takes for ended.
+        # Without close(), the process ends with the interpreter or with the last reference. A fork of the trainer is
+        # not its parent, so Popen there takes it for ended.
         self._end = weakref.finalize(self, end_process, self.process)
 
     async def load(self, functions: bytes) -> None:
@@ -127,7 +123,7 @@ class RewardProcess:
             return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big"))
 
     def _exit(self) -> str:
-        """How the process ended, after it closed its connection; it is reaped."""
+        """Describe how the process ended, after it closed its connection, and reap it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)  # for its own exit code rather than our signal
         self.kill()
@@ -161,7 +157,7 @@ class ProcessCaller:
         self._slots = asyncio.Semaphore(num_processes)
 
     def slot(self, spec: RewardFunction) -> asyncio.Semaphore:
-        """What is held during a call."""
+        """Return what is held during a call."""
         return self._slots
 
     async def call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:

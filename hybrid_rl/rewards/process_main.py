@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import cloudpickle
 
@@ -33,7 +33,6 @@ else:
     spec.loader.exec_module(calling)
 
 PARENT_CHECK_SECONDS = 0.5
-READ_BYTES = 2**20
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -44,19 +43,13 @@ def send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(len(message).to_bytes(calling.LENGTH_BYTES, "big") + message)
 
 
-def receive(connection: socket.socket) -> bytes:
+def receive(stream: BinaryIO) -> bytes:
     """Read one message. Raises EOFError if the other side is gone."""
-    return read(connection, int.from_bytes(read(connection, calling.LENGTH_BYTES), "big"))
-
-
-def read(connection: socket.socket, count: int) -> bytes:
-    """Read so many bytes. Raises EOFError if the other side is gone."""
-    found = bytearray()
-    while len(found) < count:
-        if not (chunk := connection.recv(min(count - len(found), READ_BYTES))):
-            raise EOFError
-        found += chunk
-    return bytes(found)
+    size = int.from_bytes(stream.read(calling.LENGTH_BYTES), "big")
+    message = stream.read(size)
+    if not size or len(message) < size:
+        raise EOFError
+    return message
 
 
 def kill_own_group(*_: object) -> None:
@@ -140,7 +133,8 @@ def serve(connection: socket.socket) -> None:
     A process that a function forked and that came back from it is ended here, as it would answer the call a second time
     and take the next ones. The trainer is told (`FORKED`), unless the child asked to end.
     """
-    search_path, blobs = pickle.loads(receive(connection))
+    stream = connection.makefile("rb")
+    search_path, blobs = pickle.loads(receive(stream))
     sys.path[:] = search_path
     try:
         functions = {name: (is_async, pickle.loads(blob)) for name, is_async, blob in blobs}
@@ -151,7 +145,7 @@ def serve(connection: socket.socket) -> None:
     os.set_blocking(told, False)
     with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
         while True:
-            outcome = answer(functions, receive(connection), runner)
+            outcome = answer(functions, receive(stream), runner)
             if os.getpid() != server:
                 if outcome.failure is None or outcome.failure[0] != "ended":
                     os.write(tell, b"!")

@@ -70,7 +70,7 @@ class RewardResult:
     token_rewards: list[NDArray[np.float64]]
     """For each sample [number of its tokens] the weighted rewards of single tokens; 0 for a sample without a reward."""
     retried: dict[str, tuple[int, str]]
-    """Function -> the number of samples for which it was called again alone, and why the first call over several
+    """Function -> the number of samples for which it was called again one by one, and why the first call over several
     failed."""
 
 
@@ -95,8 +95,13 @@ def assemble(
     A trajectory on a sample of which any function failed is masked: a sum over the others would be a wrong reward. One
     to which no function applies (None from all) has no reward either, and counts as failed.
     """
-    row_of = {sample.key: row for row, sample in enumerate(inputs)}
-    values = np.full((len(inputs), len(names)), np.nan)
+    keys = [sample.key for sample in inputs]
+    row_of = {key: row for row, key in enumerate(keys)}
+    last: dict[int, SampleKey] = {}  # trajectory -> its last turn, in order of first appearance
+    for key in keys:
+        last[key.trajectory] = max(key, last.get(key.trajectory, key))
+    place_of = {trajectory: place for place, trajectory in enumerate(last)}
+    totals = np.full((len(last), len(names)), np.nan)
     failures: list[RewardFailure] = []
     extras: dict[str, dict[SampleKey, Any]] = {}
     metrics: dict[str, list[tuple[float, int]]] = {}
@@ -114,7 +119,8 @@ def assemble(
             if error is not None:
                 failures.append(RewardFailure(names[index], sample.key, *error))
             elif (value := outcome.values[position]) is not None:
-                values[row_of[sample.key], index] = value
+                place = place_of[sample.key.trajectory], index
+                totals[place] = value if np.isnan(totals[place]) else totals[place] + value
                 if tokens is not None:
                     token_rewards[row_of[sample.key]] += weights[index] * np.asarray(tokens)
         for column, column_values in outcome.extras.items():
@@ -123,37 +129,15 @@ def assemble(
         for name, number in outcome.metrics:
             metrics.setdefault(name, []).append((number, len(samples)))
 
-    keys = [sample.key for sample in inputs]
-    places, ends = _trajectories(keys)
-    totals = _summed(values, places, len(ends))
-    if late:
-        none = np.full(len(keys), np.nan)
-        return RewardResult(keys, totals[places], none, failures, extras, metrics, token_rewards, retried)
-    of_trajectories, missing = total_rewards(names, weights, ends, totals, failures)
-    values, rewards = totals[places], of_trajectories[places]
-    for row in np.flatnonzero(np.isnan(rewards)).tolist():
-        token_rewards[row][:] = 0.0
-    return RewardResult(keys, values, rewards, [*failures, *missing], extras, metrics, token_rewards, retried)
-
-
-def _trajectories(keys: Sequence[SampleKey]) -> tuple[NDArray[np.int64], list[SampleKey]]:
-    """The trajectory of each sample, [N], and the last turn of each, [M], in order of first appearance."""
-    ends: dict[int, SampleKey] = {}
-    for key in keys:
-        ends[key.trajectory] = max(key, ends.get(key.trajectory, key))
-    place = {trajectory: index for index, trajectory in enumerate(ends)}
-    return np.array([place[key.trajectory] for key in keys], dtype=np.int64), list(ends.values())
-
-
-def _summed(values: NDArray[np.float64], index: NDArray[np.int64], num_trajectories: int) -> NDArray[np.float64]:
-    """Values [N, F] summed over the turns of each trajectory, [M, F]; nan if no turn has one."""
-    if num_trajectories == len(values):
-        return values
-    sums = np.zeros((num_trajectories, values.shape[1]))
-    np.add.at(sums, index, np.nan_to_num(values))
-    numbers = np.zeros(sums.shape, dtype=np.int64)
-    np.add.at(numbers, index, ~np.isnan(values))
-    return np.where(numbers > 0, sums, np.nan)
+    rewards = np.full(len(last), np.nan)
+    if not late:
+        rewards, missing = total_rewards(names, weights, list(last.values()), totals, failures)
+        failures += missing
+        for row, key in enumerate(keys):
+            if np.isnan(rewards[place_of[key.trajectory]]):
+                token_rewards[row][:] = 0.0
+    places = np.array([place_of[key.trajectory] for key in keys], dtype=np.int64)
+    return RewardResult(keys, totals[places], rewards[places], failures, extras, metrics, token_rewards, retried)
 
 
 def total_rewards(
@@ -173,23 +157,21 @@ def total_rewards(
         rewards = np.where(applies, values, 0.0) @ np.asarray(weights, dtype=np.float64)
     failed = {failure.key.trajectory for failure in failures}
     missing = []
-    for row in np.flatnonzero(~applies.any(axis=1) | ~(np.abs(rewards) <= LARGEST_REWARD)).tolist():
-        rewards[row] = np.nan
-        if keys[row].trajectory in failed:
-            continue
-        if not applies[row].any():
-            detail = f"{', '.join(names)} returned None for this sample"
-            missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "none", detail))
-            continue
-        parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
-        detail = (
-            f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, where sums over a batch would be infinite; "
-            "divide by a constant in the function, or lower reward_weights"
-        )
-        missing.append(RewardFailure(ALL_FUNCTIONS, keys[row], "large", detail))
     for row, key in enumerate(keys):
         if key.trajectory in failed:
             rewards[row] = np.nan
+        elif not applies[row].any():
+            rewards[row] = np.nan
+            detail = f"{', '.join(names)} returned None for this sample"
+            missing.append(RewardFailure(ALL_FUNCTIONS, key, "none", detail))
+        elif not abs(rewards[row]) <= LARGEST_REWARD:
+            rewards[row] = np.nan
+            parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
+            detail = (
+                f"the weighted sum of {parts} is beyond {LARGEST_REWARD:g}, so sums over a batch would be infinite; "
+                "divide by a constant in the function, or lower reward_weights"
+            )
+            missing.append(RewardFailure(ALL_FUNCTIONS, key, "large", detail))
     return rewards, missing
 
 
@@ -220,7 +202,7 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         which = "trajectory" if len(members) == 1 else "trajectories"
         detail = members[0].detail
-        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # which stands last there
+        cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # the last line of a traceback
         what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
         lines.append(f"reward {function}: {what} ({which} {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())

@@ -6,16 +6,14 @@ import asyncio
 import atexit
 import contextlib
 import itertools
-import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import RewardInput
@@ -54,8 +52,8 @@ class RewardRunner:
         score_by: "sample", or "group": the samples of a group must be submitted together.
 
     Raises:
-        ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
-            of a group without score_by="group".
+        ConfigError: an unusable function; a wrong number of weights; a function that compares the samples of a group
+            without score_by="group".
     """
 
     def __init__(
@@ -70,15 +68,19 @@ class RewardRunner:
     ) -> None:
         self.entries = RewardList.of(reward_funcs, available_columns)
         self.names = self.entries.names
-        self.late = self.entries.late
         self.functions = list(self.entries.functions.values())
-        self.score_by = check_score_by(score_by, [spec.name for spec in self.functions if spec.needs_group])
-        self.weights = check_weights(weights, self.names)
+        self.score_by = score_by
+        self.weights = [1.0] * len(self.names) if weights is None else list(weights)
+        if len(self.weights) != len(self.names):
+            raise ConfigError(
+                f"{len(self.weights)} reward weights for {len(self.names)} reward functions ({', '.join(self.names)})"
+            )
+        for spec in self.functions:
+            if spec.needs_group and score_by != "group":
+                raise ConfigError(
+                    f"reward function {spec.name!r} compares the completions of a prompt; set rewards.score_by=group"
+                )
         self.available_columns = tuple(available_columns or ())
-        if isinstance(num_processes, bool) or not isinstance(num_processes, int) or num_processes < 0:
-            raise ConfigError(f"num_processes={num_processes!r}; use 0 (threads of this process) or a positive number")
-        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r}; use a positive number, or None for no limit")
         self._num_processes = num_processes
         self._caller = (
             ProcessCaller(self.functions, num_processes, timeout_seconds)
@@ -91,16 +93,14 @@ class RewardRunner:
         self._closed = False
         self._pid = os.getpid()
 
-    def submit(self, inputs: Sequence[RewardInput], trainer_state: Any) -> Future[RewardResult]:
+    def submit(self, inputs: Sequence[RewardInput], trainer_state: Any) -> Future[list[tuple[int, Part]]]:
         """Begin scoring and return at once; submissions may overlap.
 
-        `trainer_state` is passed on as it is; with processes it must be picklable. The future raises RewardError
-        if a process cannot load the functions, or if the runner is closed first.
-        Raises RewardError on a closed runner, DataError for repeated keys.
+        `trainer_state` is passed on as it is; with processes it must be picklable. The future gives the outcome of
+        every call with the place of its function, for `join`. It raises RewardError if a process cannot load the
+        functions, or if the runner is closed first.
+        Raises RewardError on a closed runner.
         """
-        inputs = list(inputs)
-        if len({sample.key for sample in inputs}) != len(inputs):
-            raise DataError(f"the samples to score have repeated keys: {[sample.key for sample in inputs]}")
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")
@@ -109,8 +109,13 @@ class RewardRunner:
                 atexit.register(self.close)
             return self._loop.start(self._score(inputs, trainer_state))
 
-    async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
-        """Make all calls over these samples and join their outcomes."""
+    def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
+        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards."""
+        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
+        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.entries.late)
+
+    async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
+        """Make all calls over these samples."""
         calls = [(place, chunk) for place in self.entries.functions for chunk in self._chunks(inputs)]
         self._open.add(asyncio.current_task())
         try:
@@ -119,9 +124,7 @@ class RewardRunner:
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())
-        parts = [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
-        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
-        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.late)
+        return [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
 
     async def _call(self, place: int, inputs: Sequence[RewardInput], trainer_state: Any) -> list[Part]:
         spec = self.entries.functions[place]
@@ -133,7 +136,7 @@ class RewardRunner:
         return await call_narrowed(call, inputs, self._caller.slot(spec), is_whole=self.score_by == "group")
 
     def _chunks(self, inputs: Sequence[RewardInput]) -> list[Sequence[RewardInput]]:
-        """The samples of each call: a group, or nearly equal shares of all for the processes."""
+        """Split samples into calls: groups, or nearly equal shares of all for the processes."""
         if self.score_by == "group":
             groups: dict[int, list[RewardInput]] = {}
             for sample in inputs:
@@ -152,7 +155,7 @@ class RewardRunner:
 
     def score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
         """Score and wait. Raises as `submit` and its future."""
-        return self.submit(inputs, trainer_state).result()
+        return self.join(inputs, self.submit(inputs, trainer_state).result())
 
     def close(self) -> None:
         """Stop scoring: open futures get RewardError, processes are killed and reaped. Idempotent. Does nothing in a
@@ -179,27 +182,3 @@ class RewardRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_score_by(score_by: ScoreBy, comparing: Sequence[str]) -> ScoreBy:
-    """Return score_by. Raises ConfigError for an unknown value, and if functions (named in `comparing`) that need whole
-    groups would not get them."""
-    if score_by not in get_args(ScoreBy):
-        raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
-    if comparing and score_by != "group":
-        raise ConfigError(
-            f"reward function {comparing[0]!r} compares the completions of a prompt; set rewards.score_by=group"
-        )
-    return score_by
-
-
-def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:
-    """Return the weights as floats, 1.0 each for None. Raises ConfigError for a wrong number or a non-finite one."""
-    if weights is None:
-        return [1.0] * len(names)
-    if len(weights) != len(names):
-        raise ConfigError(f"{len(weights)} reward weights for {len(names)} reward functions ({', '.join(names)})")
-    for weight, name in zip(weights, names, strict=True):
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"the weight of reward function {name!r} is {weight!r}; use a finite number")
-    return [float(weight) for weight in weights]

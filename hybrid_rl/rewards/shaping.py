@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages, function_name, is_async_callable
-from hybrid_rl.rewards.marks import NEEDS_GROUP, group_reward, has_mark
+from hybrid_rl.rewards.functions import function_name, inspect_function
+from hybrid_rl.rewards.marks import group_reward
 from hybrid_rl.rewards.verifiers import completion_text
 
 RewardFunctionLike = Callable[..., Any]
@@ -168,18 +169,16 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
     """
     if not callable(correct):
         raise ConfigError(f"{name} wraps a reward function that says what is correct, not {correct!r}")
-    signature = inspect.signature(correct)
-    takes_everything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    named = frozenset(p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD)
+    spec = inspect_function(correct, function_name(correct), None)
 
     def own(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in given.items() if takes_everything or key in named}
+        return {key: value for key, value in given.items() if spec.accepts(key)}
 
     def shaped(values: Any, given: Mapping[str, Any]) -> list[float | None]:
         values = list(values)
         lengths = [len(ids) for ids in given["completion_ids"]]
         if len(values) != len(lengths):
-            raise ValueError(f"{function_name(correct)} returned {len(values)} values for {len(lengths)} completions")
+            raise ValueError(f"{spec.name} returned {len(values)} values for {len(lengths)} completions")
         rows = list(zip(values, lengths, *(given[column] for column in columns), strict=True))
         applies = [all(entry is not None for entry in row) for row in rows]
         rewards = iter(shape(list(itertools.compress(rows, applies))))
@@ -191,10 +190,10 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
     async def async_reward(**given: Any) -> list[float | None]:
         return shaped(await correct(**own(given)), given)
 
-    wrapped: Any = async_reward if is_async_callable(correct) else reward
+    wrapped: Any = async_reward if spec.is_async else reward
     wrapped.__name__ = name
-    wrapped.__signature__ = _signature(signature, ("completion_ids", *columns))
-    return group_reward(wrapped) if has_mark(correct, NEEDS_GROUP) else wrapped
+    wrapped.__signature__ = _signature(inspect.signature(correct), ("completion_ids", *columns))
+    return group_reward(wrapped) if spec.needs_group else wrapped
 
 
 def _signature(signature: inspect.Signature, added: Sequence[str]) -> inspect.Signature:

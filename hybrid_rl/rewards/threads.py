@@ -81,7 +81,7 @@ class LoopThread:
             runner.run(wait())
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine beside all others."""
+        """Run a coroutine together with all others."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def stop(self) -> None:
@@ -114,7 +114,7 @@ class ThreadCaller:
         self._loop: tuple[LoopThread, asyncio.Future[None]] | None = None  # the future: done when it is left behind
 
     def slot(self, spec: RewardFunction) -> AbstractAsyncContextManager[Any]:
-        """What is held during a call."""
+        """Return what is held during a call."""
         return nullcontext() if spec.is_async else self._one_at_a_time
 
     async def call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:

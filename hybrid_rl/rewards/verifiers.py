@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.functions import Messages
 
 MATH_SECONDS = 5  # math-verify's own limits
 THINK_END = "</think>"

@@ -1,4 +1,4 @@
-"""What a rollout is asked for."""
+"""The request for a rollout: its prompts, and what they have in common."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RolloutTask:
 class RolloutCall:
     """What all prompts of a rollout have in common.
 
-    first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: with
-    the seed, a sample's place and nothing else it decides the sample's noise: where it is made, and beside which
-    others, does not matter. is_scored: whether rewards are wanted.
+    first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: the
+    noise of a sample depends on this, the seed and the sample's place only: the rank that makes it and the samples
+    beside it do not matter. is_scored: whether rewards are computed.
     """
 
     num_generations: int
@@ -44,5 +44,5 @@ class RolloutCall:
         return self.first_id + task.place * self.num_generations + generation
 
     def number_of(self, trajectory: int) -> int:
-        """Return the place of a trajectory among all of this rollout: what noise may depend on, as ids may not."""
+        """Return the place of a trajectory among all of this rollout. Noise may depend on it, but not on the id."""
         return trajectory - self.first_id

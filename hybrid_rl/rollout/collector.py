@@ -19,13 +19,13 @@ from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.errors import ConfigError, DataError, counted
+from hybrid_rl.errors import DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.refill import GroupRewards, Refill
-from hybrid_rl.rollout.scored import RolloutReport, joined_retries
+from hybrid_rl.rollout.scored import RolloutReport
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -44,7 +44,7 @@ class Generation:
 
 
 def generations_of(batch: Batch) -> list[Generation]:
-    """The samples of a batch one by one, in order."""
+    """Return the samples of a batch one by one, in order."""
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
     return [
         Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
@@ -54,7 +54,7 @@ def generations_of(batch: Batch) -> list[Generation]:
 
 @dataclass
 class Collected:
-    """A batch with what its collection cost and showed. timings: of the slowest rank; metrics: of the batch, those
+    """A batch with the timings and metrics of its collection. timings: of the slowest rank; metrics: of the batch, and
     under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
     log_metric."""
 
@@ -68,11 +68,11 @@ class RolloutGroup(Protocol):
     """The ranks that a collector gets samples from."""
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Scored samples of these prompts, in any order, and a report of each rank that had some."""
+        """Return scored samples of these prompts, in any order, and a report of each rank that had some."""
         ...
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """The data set's own completions of these prompts, in the same form."""
+        """Return the dataset's own completions of these prompts, in the same form."""
         ...
 
 
@@ -125,27 +125,21 @@ class Collector:
         self._success_reward, self._tells_success = success_reward, tells_success
         self._names = tuple(reward_names)
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
-        if len(self._weights) != len(self._names):
-            raise ConfigError(f"{len(self._weights)} reward weights for the reward functions {list(self._names)}")
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
 
     def collect(self, version: int, state: TrainerState) -> Collected:
-        """The batch of the training step that `state` names, for a learner at this policy version.
+        """Collect the batch of the training step in `state`, for a learner at this policy version.
 
         The noise of a sample depends on the seed, the step, the rollout within the step and its place there only.
-        Raises NoSignalError if groups are missing after the last rollout, DataError if the data ends.
+        Raises NoSignalError if groups are missing after the last rollout.
         """
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
             plan.sampler.take(plan.num_prompts)  # so that position and epoch are those of the recorded run
-            return replay(
-                *(plan.rollouts_path, state.global_step, plan.num_prompts, plan.num_generations, self._names, version),
-                greedy_baseline=plan.greedy_baseline,
-                success_reward=self._success_reward,
-            )
+            return replay(plan, state.global_step, self._names, version, success_reward=self._success_reward)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = _Tally(self._max_failure_share, self._next_id)
@@ -155,12 +149,10 @@ class Collector:
             rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:
-            rows = _take(plan.sampler, plan.num_prompts, plan.num_prompts)
-            call = self._with_ids(call, len(rows))
+            rows = plan.sampler.take(plan.num_prompts)
+            batch = self._roll_out(rows, call, tally, demonstrates=plan.demonstrates)
             if plan.demonstrates:
-                answer = self._workers.demonstrations(_tasks(rows), call)
-                return tally.collected(self._counted(answer, call, tally), {})
-            batch = self._counted(self._workers.rollout(_tasks(rows), call), call, tally)
+                return tally.collected(batch, {})
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
@@ -168,27 +160,27 @@ class Collector:
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
         collected = tally.collected(batch, metrics)
-        self._tell_of_no_numbers(collected.logged, state.global_step)
+        self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
 
     def evaluate(
         self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, version: int, state: TrainerState
     ) -> dict[str, float]:
-        """Metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
+        """Return metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
         purpose = f"evaluation/{state.global_step}"
         collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
         metrics = {f"eval/{n}": value for n, value in collected.metrics.items() if "std" not in n.split("/")[-1]}
         accuracy = metrics.pop("eval/pass@1", None)
         return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
 
-    def _tell_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
-        """Warn, once for each name, of what records leave out because JSON has no such numbers."""
+    def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
+        """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
         for name, value in logged.items():
             if not math.isfinite(value) and name not in self._told:
                 self._told.add(name)
                 logger.warning(
                     "step %d: the mean of what a reward function gave to log_metric(%r, ...) is %s: metrics.jsonl "
-                    "and trackers cannot hold that, and lack it in such steps; log finite numbers alone",
+                    "and trackers cannot hold that, and lack it in such steps; log finite numbers only",
                     *(step, name, value),
                 )
 
@@ -206,7 +198,7 @@ class Collector:
         purpose: str,
         is_scored: bool = True,
     ) -> Collected:
-        """Samples for these prompts, group by group, scored while others are still being generated."""
+        """Return samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
         tally = _Tally(self._max_failure_share, self._next_id)
         batch = self._roll_out(rows, call, tally)
@@ -214,27 +206,26 @@ class Collector:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
-        """Samples for these prompts in their order, with ids of their own."""
-        call = self._with_ids(call, len(rows))
-        return self._counted(self._workers.rollout(_tasks(rows), call), call, tally)
-
-    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
-        """Count what a rollout cost and showed. Returns its samples, prompt by prompt."""
-        batch, reports = _in_order(answer[0]), answer[1]
+    def _roll_out(
+        self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, *, demonstrates: bool = False
+    ) -> AnyBatch:
+        """Return samples for these prompts in their order, with ids that no other call has, and count them."""
+        call = replace(call, first_id=self._next_id)
+        self._next_id += len(rows) * call.num_generations
+        make = self._workers.demonstrations if demonstrates else self._workers.rollout
+        batch, reports = make([RolloutTask(place, row) for place, row in enumerate(rows)], call)
+        batch = _in_order(batch)
         tally.add(batch, reports, call)
-        self._tell_of_retries(reports, call)
+        self._warn_of_retries(reports, call)
         return batch
 
-    def _with_ids(self, call: RolloutCall, num_rows: int) -> RolloutCall:
-        """Give the call ids for its samples that no other call has."""
-        call = replace(call, first_id=self._next_id)
-        self._next_id += num_rows * call.num_generations
-        return call
-
-    def _tell_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+    def _warn_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Warn, once for each function, of calls that were repeated sample by sample: each costs what a call costs."""
-        for function, (number, detail) in joined_retries(report.retried for report in reports).items():
+        retried: dict[str, list[tuple[int, str]]] = {}
+        for function, found in (item for report in reports for item in report.retried.items()):
+            retried.setdefault(function, []).append(found)
+        for function, of_ranks in retried.items():
+            number, detail = sum(number for number, _ in of_ranks), of_ranks[0][1]
             if ("retried", function) not in self._told:
                 self._told.add(("retried", function))
                 logger.warning(
@@ -248,12 +239,12 @@ class Collector:
     def _refilled(
         self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
     ) -> tuple[list[PromptRow], AnyBatch]:
-        """Prompts whose groups have signal, and their samples."""
+        """Return prompts whose groups have signal, and their samples."""
         kept_rows: list[PromptRow] = []
         parts: list[Any] = []
         purpose = call.purpose
         while refill.num_missing:
-            rows = _take(sampler, refill.num_wanted, refill.num_missing)
+            rows = sampler.take(refill.num_wanted)
             made = self._roll_out(rows, replace(call, purpose=purpose), tally)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
@@ -265,7 +256,7 @@ class Collector:
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
 
     def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
-        """The batch with the reward of each prompt's greedy sample, float64 [N]."""
+        """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
         made = self._roll_out(rows, call, tally)
@@ -275,8 +266,8 @@ class Collector:
 
 
 class _Tally:
-    """What the rollouts of one collection cost and showed so far. first_id: of its trajectories, from which reports
-    count them."""
+    """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
+    count from there."""
 
     def __init__(self, max_failure_share: float, first_id: int) -> None:
         self._max_failure_share = max_failure_share
@@ -287,14 +278,18 @@ class _Tally:
         self._logged = MetricSums()
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError where too many of all samples so far have no reward, and what reward
-        functions end the run with."""
+        """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
+        which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
         if not call.is_scored:
             return
         self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
-        failures = [replace(failure, key=self._place(failure.key)) for r in reports for failure in r.failures]
+        failures = [
+            replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
+            for report in reports
+            for failure in report.failures
+        ]
         check_not_ended(failures, call.state.global_step)
         rewards = batch["rewards"][Trajectories.of(batch).first]
         num_failed = int(rewards.isnan().sum())
@@ -314,85 +309,63 @@ class _Tally:
             for report in reports:
                 self._logged.merge(report.logged)
 
-    def _place(self, key: SampleKey) -> SampleKey:
-        return key._replace(trajectory=key.trajectory - self._first_id)
-
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
-        """The batch that came of it, with its metrics."""
+        """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
 
 
-def _tasks(rows: Sequence[PromptRow]) -> list[RolloutTask]:
-    return [RolloutTask(place, row) for place, row in enumerate(rows)]
-
-
-def _take(sampler: PromptSampler, num_prompts: int, least: int) -> list[PromptRow]:
-    """The next prompts. Raises DataError where there are fewer than `least`."""
-    rows = sampler.take(num_prompts)
-    if len(rows) < least:
-        raise DataError(f"the training data gave {len(rows)} of {least} prompts: it has ended or is empty")
-    return rows
-
-
 def replay(
-    folder: Path,
-    step: int,
-    num_prompts: int,
-    num_generations: int,
-    names: Sequence[str],
-    version: int,
-    *,
-    greedy_baseline: bool = False,
-    success_reward: float | None = None,
+    plan: StepPlan, step: int, names: Sequence[str], version: int, *, success_reward: float | None = None
 ) -> Collected:
-    """The saved rollout of a training step in the place of a new one, as if the policy of this version had made it.
-    names: of the reward functions.
+    """Return the saved rollout of a training step in the place of a new one, as if the policy of this version had made
+    it. names: of the reward functions.
 
     Its samples are trained on at the temperature that they were made at, whatever the configuration says now.
 
-    Raises DataError if there is none, or one of another number of prompts, samples or reward functions, without the
-    greedy baseline that is needed, or without one temperature that all samples were made at.
+    Raises DataError if there is none, or one of another number of prompts, samples or reward functions than the plan
+    has, without the greedy baseline that is needed, or without one temperature that all samples were made at.
     """
+    assert plan.rollouts_path is not None
     timings = Timings()
     with timings.measure("rollout"):
-        saved = load_rollout(folder, step)
-    found = len(saved.group_rows())
-    if found != num_prompts:
+        saved = load_rollout(plan.rollouts_path, step)
+    what = f"{plan.rollouts_path}: the rollout of step {step}"
+    num_prompts = len(saved.group_rows())
+    if num_prompts != plan.num_prompts:
         raise DataError(
-            f"{folder}: the rollout of step {step} has {found} prompts, but prompts_per_step={num_prompts}; set it to "
-            f"{found}"
+            f"{what} has {num_prompts} prompts, but prompts_per_step={plan.num_prompts}; set it to {num_prompts}"
         )
     try:
         one_each = saved.select(Trajectories.of(saved).first)
         sampling_temperature(saved)
     except DataError as error:
-        raise DataError(f"{folder}: the rollout of step {step}: {error}") from error
+        raise DataError(f"{what}: {error}") from error
     sizes = sorted({len(rows) for rows in one_each.group_rows()})
-    if sizes != [num_generations]:
+    if sizes != [plan.num_generations]:
         raise DataError(
-            f"{folder}: the rollout of step {step} has {sizes} samples per prompt, but "
-            f"num_generations={num_generations}; set it as it was when the rollout was made"
+            f"{what} has {sizes} samples per prompt, but num_generations={plan.num_generations}; set it as it was when "
+            "the rollout was made"
         )
     num_functions = len(saved["function_rewards"][0])
     if num_functions != len(names):
         raise DataError(
-            f"{folder}: the rollout of step {step} was scored by {num_functions} reward functions, but {len(names)} "
-            f"are given ({', '.join(names)}); give those that scored it"
+            f"{what} was scored by {num_functions} reward functions, but {len(names)} are given ({', '.join(names)}); "
+            "give those that scored it"
         )
-    if greedy_baseline and "baseline_rewards" not in saved:
+    if plan.greedy_baseline and "baseline_rewards" not in saved:
         raise DataError(
-            f"{folder}: the rollout of step {step} was made without a greedy baseline, which the algorithm needs; make "
-            f"the rollouts with the algorithm that they are for"
+            f"{what} was made without a greedy baseline, which the algorithm needs; make the rollouts with the "
+            "algorithm that they are for"
         )
     batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
     metrics = length_metrics(batch) | reward_metrics(batch, names) | success_metrics(batch, success_reward)
-    return Collected(batch, timings, metrics | (baseline_metrics(batch) if greedy_baseline else {}))
+    return Collected(batch, timings, metrics | (baseline_metrics(batch) if plan.greedy_baseline else {}))
 
 
 def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
-    """Metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
+    """Return metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
     functions."""
     metrics: dict[str, float] = {}
     first = Trajectories.of(batch).first
@@ -409,11 +382,11 @@ def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
 
 
 def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float]:
-    """How often the first reward function is satisfied: further ones may shape the reward, and their sum tells nothing.
-    threshold: from which of its values on it is; None: it is by 1, if all that it gives are 0 and 1, else nobody knows.
+    """Return the rates of success by the first reward function: others may only shape the reward.
+    threshold: the smallest value that is a success; None: 1, if all values are 0 or 1, else there are no such metrics.
 
-    pass@1 is the share of trajectories, pass@n, of groups of n, the share with at least one success. One without a
-    reward is none; one to which the function does not apply is left out.
+    pass@1 is the share of successful trajectories; pass@n, for groups of n, the share with at least one. A trajectory
+    without a reward is not successful; one to which the function does not apply is left out.
     """
     if not batch["function_rewards"] or not batch["function_rewards"][0]:
         return {}
@@ -436,19 +409,19 @@ def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float
 
 
 def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Metrics of the greedy baseline of a batch, every prompt counted once."""
+    """Return metrics of the greedy baseline of a batch, every prompt counted once."""
     first = torch.tensor([rows[0] for rows in batch.group_rows()])
     return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _in_order(batch: AnyBatch) -> AnyBatch:
-    """Samples by trajectory and turn: prompt by prompt, whichever rank made them."""
+    """Sort samples by trajectory and turn: prompt by prompt, whichever rank made them."""
     order = key_order(batch)
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
 
 
 def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Metrics of the completions' lengths and ends."""
+    """Return metrics of the completions' lengths and ends."""
     lengths = batch["completion_length"].double()
     ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])
     metrics = {

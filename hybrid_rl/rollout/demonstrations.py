@@ -1,23 +1,23 @@
 """Demonstrations: batches whose completions come from the dataset, for supervised fine-tuning.
 
 The rows are in TRL's prompt-completion format: the column `completion` holds a text, or chat messages: one of the
-assistant. A completion becomes the tokens that a policy would have to produce behind the prompt's tokens, up to and
+assistant. A completion becomes the tokens that a policy would have to produce after the prompt's tokens, up to and
 with the one that ends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.data.source import SizedSource, StreamSource
-from hybrid_rl.engines.base import FinishedSample, FinishReason, SamplingParams
+from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError
-from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.metrics import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.scored import RolloutReport, sample_columns
 
@@ -25,37 +25,28 @@ COMPLETION_COLUMN = "completion"
 DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
 CHECKED_ROWS = 1024  # tokenised together while a dataset is checked
 
-OverlongCompletions = Literal["error", "truncate"]
-
 
 class DemonstrationEncoder:
     """Turns the completions of dataset rows into token ids.
 
-    Text is tokenised with its prompt, as one text, and split where the prompt's tokens end. Where a token would lie
-    across that border the completion is tokenised by itself, since a policy finds the prompt's tokens as they are.
-    Messages go through the chat template with their prompt, which must begin as the prompt does alone. What a template
-    writes behind the token that ends the completion is left out: a rollout stops there.
+    Text is tokenised with its prompt, as one text, and split at the end of the prompt's tokens. If a token would cross
+    that border, the completion is tokenised by itself, since a policy gets the prompt's tokens as they are. Messages go
+    through the chat template with their prompt, and the result must begin as that of the prompt by itself. What a
+    template writes after the token that ends the completion is left out: a rollout stops there.
 
-    chat_template_kwargs: as of the prompts. overlong_completions: what happens to those of more than max_tokens tokens:
-    `error`, or `truncate`: they are cut and end as a rollout does at its limit, without an end-of-sequence token.
+    chat_template_kwargs: those of the prompts.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        overlong_completions: OverlongCompletions = "error",
-    ) -> None:
+    def __init__(self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(chat_template_kwargs or {})
-        self.overlong_completions = overlong_completions
 
     def encode(self, rows: Sequence[PromptRow], params: SamplingParams) -> list[list[int]]:
-        """Token ids of each row's completion, whatever its length. params: the stop tokens, of which one is the last.
+        """Return the token ids of each row's completion, whatever its length. The last one is one of the stop tokens
+        in `params`.
 
         Raises DataError, naming the row, for a completion that is missing, of a wrong type or cannot be tokenised
-        behind its prompt, ModelError for a tokenizer that cannot be used.
+        after its prompt, ModelError for a tokenizer that cannot be used.
         """
         if not rows:
             return []
@@ -68,14 +59,6 @@ class DemonstrationEncoder:
             self._ended(self._behind(head, whole, head_text, whole_text, row), row, params)
             for head, whole, (head_text, whole_text), row in zip(heads, wholes, pairs, rows, strict=True)
         ]
-
-    def limit(self, ids: list[int], row: int, params: SamplingParams) -> tuple[list[int], FinishReason]:
-        """A completion under params.max_tokens, and why it ends. Raises DataError for a longer one under `error`."""
-        if len(ids) <= params.max_tokens:
-            return ids, "stop"
-        if self.overlong_completions == "error":
-            raise overlong_error(1, len(ids), row, params)
-        return ids[: params.max_tokens], "length"
 
     def _plain_texts(self, row: PromptRow) -> tuple[str, str]:
         completion = _completion(row)
@@ -124,7 +107,7 @@ class DemonstrationEncoder:
         if whole[len(whole) - len(bare) :] != bare:
             last = self._tokenizer.convert_ids_to_tokens(whole[-1])
             raise ModelError(
-                f"the tokenizer puts {last!r} behind every text, which would stand between prompt and completion; set "
+                f"the tokenizer puts {last!r} after every text, so it would come between prompt and completion; set "
                 "add_eos_token=False on it, or give messages"
             )
 
@@ -133,7 +116,7 @@ class DemonstrationEncoder:
         return [list(ids) for ids in found["input_ids"]]
 
     def _behind(self, head: list[int], whole: list[int], head_text: str, whole_text: str, row: PromptRow) -> list[int]:
-        """The tokens behind those of the prompt."""
+        """Return the tokens after those of the prompt."""
         # A truncated prompt is the end of the whole one.
         if head[len(head) - len(row.prompt_ids) :] != list(row.prompt_ids):
             raise DataError(
@@ -145,14 +128,14 @@ class DemonstrationEncoder:
         own = self._tokens([whole_text[len(head_text) :]], special=False)[0]
         if self._text(head + own) != self._text(whole):
             raise DataError(
-                f"row {row.index}: the completion {shorten(whole_text[len(head_text) :])} cannot be tokenised behind "
+                f"row {row.index}: the completion {shorten(whole_text[len(head_text) :])} cannot be tokenised after "
                 f"its prompt, which ends with {shorten(head_text[-20:])}: the text would become another; move spaces "
                 "from the end of the prompt to the start of the completion"
             )
         return own
 
     def _ended(self, ids: list[int], row: PromptRow, params: SamplingParams) -> list[int]:
-        """The completion up to its first stop token, or with an end-of-sequence token where it has none."""
+        """Return the completion up to its first stop token, or with an end-of-sequence token if it has none."""
         place = next((i for i, token in enumerate(ids) if token in params.stop_token_ids), None)
         if place is None:
             if self._tokenizer.eos_token_id is None:
@@ -164,7 +147,7 @@ class DemonstrationEncoder:
         if rest.strip():
             stop = self._tokenizer.convert_ids_to_tokens(ids[place])
             raise DataError(
-                f"row {row.index}: the completion goes on behind the stop token {stop!r}: {shorten(rest)}; a rollout "
+                f"row {row.index}: the completion goes on after the stop token {stop!r}: {shorten(rest)}; a rollout "
                 "would end there: remove the token from the text, or from stop_token_ids"
             )
         return ids[: place + 1]
@@ -182,25 +165,24 @@ class Demonstrations:
         self._decode = decode
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """The demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
+        """Return the demonstrations of these rows, in order. No policy made them: versions are -1, logprobs 0.
 
-        Raises ValueError for a call of several samples per prompt, and what the encoder raises.
+        Raises DataError for a completion of more than params.max_tokens tokens, and what the encoder raises.
         """
-        if call.num_generations != 1:
-            raise ValueError(f"a prompt has one demonstration, but num_generations={call.num_generations}; use 1")
         timings = Timings()
         with timings.measure("rollout"):
             samples = []
             for task, ids in zip(tasks, self._encoder.encode([t.row for t in tasks], call.params), strict=True):
-                kept, reason = self._encoder.limit(ids, task.row.index, call.params)
-                trajectory, size = call.trajectory(task, 0), len(kept)
-                samples.append(FinishedSample(trajectory, kept, [0.0] * size, [-1] * size, reason))
+                if len(ids) > call.params.max_tokens:
+                    raise overlong_error(1, len(ids), task.row.index, call.params)
+                trajectory, size = call.trajectory(task, 0), len(ids)
+                samples.append(FinishedSample(trajectory, ids, [0.0] * size, [-1] * size, "stop"))
             columns = sample_columns(tasks, samples, call)
             columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
             columns["function_rewards"] = [[1.0] for _ in samples]
             columns["extra"] = [{} for _ in samples]
-        return Batch(columns), RolloutReport(timings.seconds, [], MetricSums())
+        return Batch(columns), RolloutReport(timings.seconds)
 
 
 def check_demonstrations(
@@ -217,7 +199,7 @@ def check_demonstrations(
     """
     if COMPLETION_COLUMN not in source.column_names:
         raise DataError(
-            f"supervised fine-tuning needs a column `{COMPLETION_COLUMN}` beside `prompt`; the dataset has "
+            f"supervised fine-tuning needs a column `{COMPLETION_COLUMN}` besides `prompt`; the dataset has "
             f"{', '.join(repr(name) for name in source.column_names)}. Rename the one that holds the answer"
         )
     over: list[tuple[int, int]] = []  # (row, tokens)
@@ -227,7 +209,7 @@ def check_demonstrations(
             longest_prompt = max(longest_prompt, len(row.prompt_ids))
             if len(ids) > params.max_tokens:
                 over.append((row.index, len(ids)))
-    if over and encoder.overlong_completions == "error":
+    if over:
         room = None if max_length is None else max_length - longest_prompt
         raise overlong_error(len(over), max(size for _, size in over), over[0][0], params, room)
 
@@ -235,8 +217,8 @@ def check_demonstrations(
 def overlong_error(
     num_over: int, longest: int, first_row: int, params: SamplingParams, room: int | None = None
 ) -> DataError:
-    """The error for completions that are too long, the longest of `longest` tokens. room: what max_completion_length
-    could be raised to, None = anything."""
+    """Return the error for completions that are too long, the longest of `longest` tokens. room: the most that
+    max_completion_length could be raised to, None = no limit."""
     remedy = f"Raise max_completion_length to {longest}, or shorten"
     if room is not None and longest > room:
         remedy = f"The longest prompt leaves room for {room} in the model and in a micro-batch: shorten"
@@ -262,7 +244,7 @@ def _completion(row: PromptRow) -> Any:
 
 
 def _message(completion: Any, row: PromptRow) -> Mapping[str, Any]:
-    """The assistant's message of a chat completion, which may be given as text too."""
+    """Return the assistant's message of a chat completion, which may be given as text too."""
     if isinstance(completion, str):
         return {"role": "assistant", "content": completion}
     is_list = isinstance(completion, list | tuple)

@@ -1,4 +1,4 @@
-"""The round of a rollout call in which the engine judges the samples that it has made."""
+"""The judges' round of a rollout: the engine judges the samples that it has made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
-from hybrid_rl.data.prompts import PromptEncoder
+from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
-from hybrid_rl.rewards.functions import Messages
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.late import LateScores
@@ -22,7 +21,7 @@ FIRST_JUDGE_ID = -2  # and downwards: requests of samples count upwards from 0, 
 
 
 def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Encode:
-    """What the policy is asked as a judge, to token ids: text as a message of the user, where there is a chat
+    """Return the encoder of questions to the policy as a judge: text becomes a message of the user if there is a chat
     template."""
     encoder = PromptEncoder(tokenizer, max_prompt_length=None, chat_template_kwargs=chat_template_kwargs)
     has_template = bool(getattr(tokenizer, "chat_template", None) or encoder.chat_template_kwargs.get("chat_template"))
@@ -57,8 +56,8 @@ class JudgeRound:
         self._max_length = max_length
 
     def run(self, batch: Batch, call: RolloutCall) -> LateScores:
-        """Scores of this rank's trajectories. If ranks share an engine all of them come here, with samples or
-        without."""
+        """Return the scores of this rank's trajectories. Ranks that share an engine must all call this, with or
+        without samples."""
         batch = Trajectories.of(batch).last_turns(batch)
         keys = sample_keys(batch)
         questions = {place: self._questions(judge, batch) for place, judge in self._judges.items()}
@@ -101,8 +100,8 @@ class JudgeRound:
     def _request(
         self, number: int, judge: EngineJudge, question: Question, trajectories: Sequence[int], call: RolloutCall
     ) -> RolloutRequest:
-        """number: of the judge; trajectories: that it is asked about, of one group. Ids are unique over ranks and
-        judges; noise depends on nothing but the places of these trajectories in the rollout."""
+        """Make one request. number: of the judge; trajectories: those it is asked about, of one group. Ids
+        are unique over ranks and judges; noise depends only on the places of these trajectories in the rollout."""
         places = [call.number_of(trajectory) for trajectory in trajectories]
         other = places[-1] % call.num_generations
         identity = FIRST_JUDGE_ID - ((trajectories[0] * len(self._judges) + number) * call.num_generations + other)

@@ -1,4 +1,4 @@
-"""Scores that come when all samples are there, of judges and reward models, and how they join the other rewards."""
+"""Late scores: those of judges and reward models, which come once all samples are finished."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybrid_rl.rewards.results import total_rewards
 @dataclass(frozen=True)
 class LateScores:
     """values: place in reward_funcs -> a score of each trajectory of the batch, in order of first appearance, None if
-    it has none: judges and reward models see the last turn alone, whose prompt holds the turns before it. failures: of
+    it has none: judges and reward models see only the last turn, whose prompt holds the turns before it. failures: of
     samples that could not be scored. logged: numbers for the log."""
 
     values: Mapping[int, Sequence[float | None]]
@@ -30,7 +30,8 @@ class LateScores:
 def merge_late(
     batch: Batch, failures: Sequence[RewardFailure], rewards: RewardRunner, late: LateScores
 ) -> tuple[Batch, list[RewardFailure]]:
-    """The batch with these scores in function_rewards and, once no place is missing, in rewards; and all failures.
+    """Return the batch with these scores in function_rewards and, once no place is missing, in rewards; and all
+    failures.
 
     failures: those of the batch so far. A trajectory that anything failed on has no reward, and no token rewards. With
     judges and reward models both, the reward models' scores come last.

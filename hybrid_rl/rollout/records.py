@@ -1,4 +1,4 @@
-"""Samples as a person reads them: one record each, for samples.jsonl and the console."""
+"""Readable records of samples, for samples.jsonl and the console."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Dynamic sampling: which groups teach something, how many more prompts to roll out, what to say where none do.
+"""Dynamic sampling: groups that teach something, the number of further prompts, and the error if too few groups do.
 
 DAPO (arXiv:2503.14476, eq. 11 and algorithm 1) trains on prompts that the policy solves sometimes: 0 < number of right
 samples < group size. Prompts are sampled until a training step has its number of such groups. The paper's rewards are
-right or wrong; of rewards in general a group has signal where two of its samples got different ones. The paper names
+right or wrong; in general, a group has signal if two of its samples got different rewards. The paper names
 neither how many prompts a further round takes (here: as many as the share of groups with signal so far lets expect) nor
 an end (here: max_refills).
 """
@@ -47,13 +47,13 @@ class GroupRewards:
 
     @property
     def has_signal(self) -> Tensor:
-        """Bool [G]: two samples got different rewards."""
+        """Whether two samples of each group got different rewards, bool [G]."""
         return self.high > self.low
 
 
 def judged_rewards(batch: AnyBatch, names: Sequence[str], weights: Sequence[float]) -> Tensor:
-    """The weighted rewards by which a group is judged, float64 [N], NaN = not scored: those of all functions but
-    `overlong_penalty`, as DAPO filters by accuracy; of all where there is no other.
+    """Return the weighted rewards by which a group is judged, float64 [N], NaN = not scored: those of all functions but
+    `overlong_penalty`, as DAPO filters by accuracy; of all functions if there is no other.
 
     names, weights: of the reward functions.
     """
@@ -82,12 +82,12 @@ class Refill:
 
     @property
     def num_missing(self) -> int:
-        """Groups with signal that are still needed."""
+        """Number of groups with signal that are still needed."""
         return max(self.num_prompts - self.num_with_signal, 0)
 
     @property
     def num_wanted(self) -> int:
-        """Prompts of the next rollout: as many as are expected to give what is missing, at most num_prompts."""
+        """Number of prompts of the next rollout: as many as should give the missing groups, at most num_prompts."""
         if not self.num_with_signal:
             return self.num_prompts
         expected = -(-self.num_missing * self.num_rolled // self.num_with_signal)  # rounded up
@@ -109,7 +109,7 @@ class Refill:
         return kept.tolist(), torch.isin(groups.group[trajectories.index], kept).nonzero()[:, 0]
 
     def check(self, step: int) -> None:
-        """Raise NoSignalError where groups are missing after the last rollout."""
+        """Raise NoSignalError if groups are missing after the last rollout."""
         if self.num_missing and self.num_rollouts > self.max_refills:
             raise NoSignalError(
                 f"step {step}: {self.num_with_signal} of {self.num_rolled} prompts "
@@ -120,7 +120,7 @@ class Refill:
             )
 
     def _others(self) -> str:
-        """What the groups without signal are, in words. Too easy: alike in the upper half of all rewards seen."""
+        """Describe the groups without signal. Too easy: alike, in the upper half of all rewards seen."""
         low, high, scored = (
             torch.cat([getattr(groups, name) for groups in self._groups]) for name in ("low", "high", "num_scored")
         )
@@ -139,7 +139,7 @@ class Refill:
         return f"Of the others, {', '.join(found)}." if found else ""
 
     def metrics(self) -> dict[str, float]:
-        """What was rolled out for the batch. reward_all: mean over all samples, those of dropped groups too."""
+        """Return metrics of all rollouts for the batch. reward_all: mean over all samples, dropped groups included."""
         dropped = self.num_rolled - min(self.num_with_signal, self.num_prompts)
         return {
             "collect/num_rollouts": float(self.num_rollouts),

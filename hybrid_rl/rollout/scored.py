@@ -1,14 +1,13 @@
-"""A worker's share of a rollout: prompts become requests, requests samples, samples rewards, all of it a batch."""
+"""A worker's share of a rollout: prompts become requests, requests become samples, and samples get rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybrid_rl.batch import Batch, Jagged, SampleKey
@@ -18,6 +17,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner
+from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.judged import Encode, JudgeRound
 from hybrid_rl.rollout.late import merge_late
@@ -29,22 +29,22 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 
 @dataclass
 class RolloutReport:
-    """What a worker's share of a rollout cost and showed, beside its batch. logged: numbers of log_metric. retried: as
-    in `RewardResult`."""
+    """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
+    numbers of log_metric. retried: as in `RewardResult`."""
 
     seconds: dict[str, float]
-    failures: list[RewardFailure]
-    logged: MetricSums
+    failures: list[RewardFailure] = field(default_factory=list)
+    logged: MetricSums = field(default_factory=MetricSums)
     retried: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class ScoredRollout:
-    """Makes scored samples, which are scored as they finish, or where `rewards` score by group when the last of a group
-    has. Judges that are the engine itself get a round of their own in the same session, when all samples are there.
+    """Makes scored samples. They are scored as they finish, or, if `rewards` score by group, when the last of a group
+    has finished. Judges that are the engine itself get a separate round in the same session, after all samples.
 
     decode: token ids to text without special tokens. seed: of every sample's noise. encode: what a judge is asked, text
-    or messages, to token ids; max_length: of what it is asked with its answer, None = the engine has no limit. Where
-    reward models take part, rewards are NaN until `merge_late` adds their scores.
+    or messages, to token ids; max_length: of a question with its answer, None = the engine has no limit. If there
+    are reward models, rewards are NaN until `merge_late` adds their scores.
     Raises ConfigError for a judge without `encode`.
     """
 
@@ -69,14 +69,15 @@ class ScoredRollout:
             self._judges = JudgeRound(client, rewards, decode, encode, seed=seed, max_length=max_length)
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """The samples of these prompts, prompt by prompt. Raises KeyboardInterrupt where an interrupt was requested."""
+        """Return samples of these prompts, prompt by prompt. Raises KeyboardInterrupt if an interrupt was requested."""
         timings = Timings()
+        tasks_of = {call.trajectory(task, i): task for task in tasks for i in range(call.num_generations)}
         requests = [request for task in tasks for request in self._requests(task, call)]
-        tasks_of = {r.id: task for r, task in zip(requests, _repeat(tasks, call.num_generations), strict=True)}
         rewards = self._rewards if call.is_scored else None
         finished: dict[int, FinishedSample] = {}
         texts: dict[int, str] = {}
-        futures: list[Future[RewardResult]] = []
+        inputs: dict[int, RewardInput] = {}
+        futures: list[Future[list[tuple[int, Part]]]] = []
         unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
         with ExitStack() as stack:
             if rewards is not None and self._judges is not None:
@@ -86,22 +87,22 @@ class ScoredRollout:
                     finished.update((event.id, event) for event in events)
                     texts.update((event.id, self._decode(event.completion_ids)) for event in events)
                     if rewards is not None:
-                        inputs = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
+                        new = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
+                        inputs.update((event.id, sample) for event, sample in zip(events, new, strict=True))
                         if rewards.score_by == "group":
-                            inputs = _whole_groups(unscored, inputs, call.num_generations)
-                        if inputs:
-                            futures.append(rewards.submit(inputs, call.state))
+                            new = _whole_groups(unscored, new, call.num_generations)
+                        if new:
+                            futures.append(rewards.submit(new, call.state))
             samples = [finished[request.id] for request in requests]
-            columns = sample_columns(_repeat(tasks, call.num_generations), samples, call)
-            columns["completion"] = [texts[request.id] for request in requests]
+            columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
+            columns["completion"] = [texts[sample.id] for sample in samples]
             with timings.measure("reward"):
-                results = _results(futures)
-            retried = joined_retries(result.retried for result in results)
-            report = RolloutReport(timings.seconds, _failures(results), _logged(results), retried)
+                parts = _parts(futures)
             if rewards is None:
-                return Batch(columns), report
-            columns.update(_reward_columns(results, [_key(sample) for sample in samples], rewards))
-            batch = Batch(columns)
+                return Batch(columns), RolloutReport(timings.seconds)
+            result = rewards.join([inputs[sample.id] for sample in samples], parts)
+            batch = Batch({**columns, **_reward_columns(result, is_dense=rewards.is_dense)})
+            report = RolloutReport(timings.seconds, _first_in_full(result.failures), _logged(result), result.retried)
             if self._judges is not None:
                 with timings.measure("judge"):
                     late = self._judges.run(batch, call)
@@ -119,24 +120,15 @@ class ScoredRollout:
         return requests
 
 
-def _repeat(tasks: Sequence[RolloutTask], num_generations: int) -> list[RolloutTask]:
-    return [task for task in tasks for _ in range(num_generations)]
-
-
-def _key(sample: FinishedSample) -> SampleKey:
-    """Name a sample: a request has its trajectory's id, and is its only turn."""
-    return SampleKey(sample.id)
-
-
 def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: RolloutCall) -> RewardInput:
     ids, group = sample.completion_ids, call.group(task)
-    return RewardInput(_key(sample), task.row.prompt, text, ids, task.row.columns, group=group)
+    return RewardInput(SampleKey(sample.id), task.row.prompt, text, ids, task.row.columns, group=group)
 
 
 def _whole_groups(
     unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
 ) -> list[RewardInput]:
-    """The samples of the groups that these complete, in order of generation; the others wait in `unscored`."""
+    """Return the samples of groups that are whole now, in order of generation; the others wait in `unscored`."""
     whole: list[RewardInput] = []
     for sample in finished:
         members = unscored.setdefault(sample.group, [])
@@ -146,22 +138,23 @@ def _whole_groups(
     return whole
 
 
-def _results(futures: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-    """The results, in order. A reward may take long: an interrupt is seen meanwhile."""
+def _parts(futures: Sequence[Future[list[tuple[int, Part]]]]) -> list[tuple[int, Part]]:
+    """Wait for the outcomes of all calls, in order. A reward may take long: an interrupt is seen meanwhile."""
     waiting = set(futures)
     while waiting:
         if interrupt_requested():
             raise KeyboardInterrupt
         _, waiting = wait(waiting, timeout=POLL_SECONDS)
-    return [future.result() for future in futures]
+    return [part for future in futures for part in future.result()]
 
 
 def sample_columns(
     tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
 ) -> dict[str, Any]:
-    """The columns of finished samples, one task each, before anything is scored."""
+    """Make the columns of finished samples, one task each, before anything is scored."""
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     prompts = Jagged.from_rows([list(task.row.prompt_ids) for task in tasks], torch.int64)
+    keys = torch.tensor([SampleKey(sample.id) for sample in samples], dtype=torch.int64).view(-1, 2)
 
     def aligned(name: str, dtype: torch.dtype) -> Jagged:
         return completions.with_values(
@@ -179,58 +172,37 @@ def sample_columns(
         "completion_length": completions.lengths,
         "temperature": torch.full((len(samples),), call.params.temperature, dtype=torch.float64),
         "group": torch.tensor([call.group(task) for task in tasks], dtype=torch.int64),
-        "trajectory": torch.tensor([_key(sample).trajectory for sample in samples], dtype=torch.int64),
-        "turn": torch.tensor([_key(sample).turn for sample in samples], dtype=torch.int64),
+        "trajectory": keys[:, 0],
+        "turn": keys[:, 1],
         "finish_reason": [sample.finish_reason for sample in samples],
         "prompt": [task.row.prompt for task in tasks],
         "row": [dict(task.row.columns) for task in tasks],
     }
 
 
-def _reward_columns(results: Sequence[RewardResult], keys: Sequence[SampleKey], runner: RewardRunner) -> dict[str, Any]:
-    place = {key: index for index, key in enumerate(keys)}
-    rewards = torch.full((len(keys),), torch.nan, dtype=torch.float64)
-    values = np.full((len(keys), len(runner.names)), np.nan)
-    extras: list[dict[str, Any]] = [{} for _ in keys]
-    tokens: list[np.ndarray] = [np.empty(0) for _ in keys]
-    for result in results:
-        where = [place[key] for key in result.keys]
-        rewards[where] = torch.from_numpy(result.rewards)
-        values[where] = result.values
-        for index, of_sample in zip(where, result.token_rewards, strict=True):
-            tokens[index] = of_sample
-        for column, by_key in result.extras.items():
-            for key, value in by_key.items():
-                extras[place[key]][column] = value
-    columns: dict[str, Any] = {"rewards": rewards, "function_rewards": values.tolist(), "extra": extras}
-    if runner.is_dense:  # on every rank alike, whatever this one's samples got
-        columns["token_rewards"] = Jagged.from_rows([torch.from_numpy(row) for row in tokens], torch.float32)
+def _reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
+    """Make the columns of rewards. is_dense: on every rank alike, whatever the samples of this one got."""
+    columns: dict[str, Any] = {
+        "rewards": torch.from_numpy(result.rewards),
+        "function_rewards": result.values.tolist(),
+        "extra": [
+            {name: by_key[key] for name, by_key in result.extras.items() if key in by_key} for key in result.keys
+        ],
+    }
+    if is_dense:
+        tokens = [torch.from_numpy(row) for row in result.token_rewards]
+        columns["token_rewards"] = Jagged.from_rows(tokens, torch.float32)
     return columns
 
 
-def _failures(results: Sequence[RewardResult]) -> list[RewardFailure]:
-    """All failures; the details of the first of each kind, which is what is shown."""
-    seen: set[tuple[str, str]] = set()
-    failures = []
-    for failure in (failure for result in results for failure in result.failures):
-        kind = (failure.function, failure.reason)
-        failures.append(replace(failure, detail="") if kind in seen else failure)
-        seen.add(kind)
-    return failures
+def _first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
+    """Keep the details of the first failure of each kind only, which is what is shown."""
+    first = {(failure.function, failure.reason): failure for failure in reversed(failures)}
+    return [one if one is first[one.function, one.reason] else replace(one, detail="") for one in failures]
 
 
-def joined_retries(found: Iterable[Mapping[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:
-    """Of several results or ranks: by function, all samples that it was called again for, and the first reason."""
-    joined: dict[str, tuple[int, str]] = {}
-    for function, (number, detail) in (item for retried in found for item in retried.items()):
-        before, first = joined.get(function, (0, detail))
-        joined[function] = (before + number, first)
-    return joined
-
-
-def _logged(results: Sequence[RewardResult]) -> MetricSums:
+def _logged(result: RewardResult) -> MetricSums:
     logged = MetricSums()
-    for result in results:
-        for name, numbers in result.metrics.items():
-            logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))
+    for name, numbers in result.metrics.items():
+        logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))
     return logged

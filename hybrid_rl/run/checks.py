@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +137,7 @@ def check_rewards(
         if isinstance(entry, RewardModelEntry) and isinstance(entry.model, (str, Path)):
             load_settings(str(entry.model), config)
     setup = RewardSetup([*functions, *added], columns, len(added))
-    with contextlib.closing(setup.runner(config)) as runner:
+    with setup.runner(config) as runner:
         _check_step_rewards(config, is_dense=runner.is_dense)
         return setup, runner.names
 

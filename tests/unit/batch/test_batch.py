@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch import FIELDS, Batch, Field, Jagged, lengths_to_offsets
-from hybrid_rl.batch import batch as batch_module
+from hybrid_rl.batch import FIELDS, Batch, Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
@@ -52,21 +50,19 @@ def test_jagged_by_hand() -> None:
     assert column.offsets.tolist() == [0, 2, 2, 3]
     assert column.lengths.tolist() == [2, 0, 1]
     assert column.row_index().tolist() == [0, 0, 2]
-    assert column.row_sum().tolist() == [3, 0, 3]
     assert [column[i].tolist() for i in (0, 1, 2, -1, -3)] == [[1, 2], [], [3], [3], [1, 2]]
     assert rows_of(column.with_values(column.values * 10)) == [[10, 20], [], [30]]
 
 
 def test_jagged_carries_inner_dims() -> None:
     column = Jagged(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 3]))
-    assert column.row_sum().tolist() == [[0, 1], [6, 8]]
     assert rows_of(column) == [[[0, 1]], [[2, 3], [4, 5]]]
     assert rows_of(column.select(torch.tensor([1]))) == [[[2, 3], [4, 5]]]
 
 
 def test_no_rows_at_all() -> None:
     column = Jagged.from_rows([], torch.int64)
-    assert (len(column), list(column), column.row_sum().shape) == (0, [], (0,))
+    assert (len(column), list(column)) == (0, [])
 
 
 @given(rows=ROWS, data=st.data())
@@ -294,16 +290,3 @@ def test_views_arrive_whole(batch: Batch) -> None:
     odd = Batch({"group": strided, "trajectory": inside})
     copy = pickle.loads(pickle.dumps(odd, 5))
     assert copy["group"].tolist() == [0, 2, 4, 6] and copy["trajectory"].tolist() == [5, 6, 7, 8]
-
-
-def test_bfloat16_goes_as_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    field = Field("completion", torch.bfloat16, "actor", 0.0, "a column of a type that numpy lacks")
-    monkeypatch.setattr(batch_module, "FIELDS", MappingProxyType({"hidden": field}))
-    values = torch.tensor([[1.0, -0.0], [float("inf"), 3.14]], dtype=torch.bfloat16)
-    batch = Batch({"hidden": Jagged(values, torch.tensor([0, 2, 2]))})
-    buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    again = pickle.loads(stream, buffers=buffers)["hidden"]
-    assert again.values.dtype == torch.bfloat16
-    assert torch.equal(again.values.view(torch.int16), values.view(torch.int16))
-    assert again.values.data_ptr() == values.data_ptr()

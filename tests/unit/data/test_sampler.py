@@ -11,7 +11,7 @@ import pytest
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource, StreamSource, load_source
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.errors import DataError
 
 ROWS = [{"prompt": str(i)} for i in range(10)]
 
@@ -69,22 +69,9 @@ def test_without_shuffle_the_order_is_that_of_the_data(source: SizedSource) -> N
     assert indices(PromptSampler(source, shuffle=False).take(12)) == [*range(10), 0, 1]
 
 
-def test_epochs_end_and_count(source: SizedSource) -> None:
-    sampler = PromptSampler(source, num_epochs=1.5)
-    assert (sampler.epoch, sampler.remaining) == (0, 15)
-    assert len(sampler.take(4)) == 4
-    assert (sampler.epoch, sampler.remaining) == (0.4, 11)
-    assert len(sampler.take(8)) == 8
-    assert (sampler.epoch, sampler.remaining) == (1.2, 3)
-    assert len(sampler.take(8)) == 3
-    assert (sampler.epoch, sampler.remaining) == (1.5, 0)
-    assert sampler.take(8) == []
-    assert PromptSampler(source).remaining is None
-
-
-@pytest.mark.parametrize(("num_epochs", "total"), [(1.1, 11), (0.7, 7), (0.01, 1), (2, 20), (1.15, 12)])
-def test_fractions_of_epochs_are_exact(source: SizedSource, num_epochs: float, total: int) -> None:
-    assert len(PromptSampler(source, num_epochs=num_epochs).take(100)) == total
+def test_epochs_are_counted(source: SizedSource) -> None:
+    sampler = PromptSampler(source)
+    assert [(len(sampler.take(size)), sampler.epoch) for size in (4, 8, 3)] == [(4, 0.4), (8, 1.2), (3, 1.5)]
 
 
 def resumed(source: Any, state: dict[str, Any], **options: Any) -> PromptSampler:
@@ -96,24 +83,15 @@ def resumed(source: Any, state: dict[str, Any], **options: Any) -> PromptSampler
 @pytest.mark.parametrize("taken", [1, 9, 10, 11, 19, 20, 21])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_resume_is_exact_around_epoch_boundaries(source: SizedSource, taken: int, shuffle: bool) -> None:
-    options = {"seed": 5, "num_epochs": 3, "shuffle": shuffle}
+    options = {"seed": 5, "shuffle": shuffle}
     whole = indices(PromptSampler(source, **options).take(30))
     sampler = PromptSampler(source, **options)
     sampler.take(taken)
     state = sampler.state_dict()
     after = resumed(source, state, **options)
-    assert (after.epoch, after.remaining) == (taken / 10, 30 - taken)
+    assert after.epoch == taken / 10
     assert after.state_dict() == state
-    assert indices(after.take(30)) == whole[taken:]
-
-
-def test_a_finished_run_can_be_prolonged(source: SizedSource) -> None:
-    whole = indices(PromptSampler(source, num_epochs=2).take(20))
-    sampler = PromptSampler(source, num_epochs=1)
-    sampler.take(10)
-    assert sampler.take(1) == []
-    assert resumed(source, sampler.state_dict(), num_epochs=1).take(1) == []
-    assert indices(resumed(source, sampler.state_dict(), num_epochs=2).take(20)) == whole[10:]
+    assert indices(after.take(30 - taken)) == whole[taken:]
 
 
 def test_loading_a_state_forgets_the_own_position(source: SizedSource, stream: StreamSource) -> None:
@@ -150,34 +128,31 @@ def test_damaged_states_are_refused(source: SizedSource) -> None:
             resumed(source, broken)
 
 
-def test_streams_keep_their_order_and_end(stream: StreamSource) -> None:
-    sampler = PromptSampler(stream, num_epochs=2)
-    assert [indices(sampler.take(8)) for _ in range(3)] == [[*range(8)], [8, 9, *range(6)], [6, 7, 8, 9]]
-    assert (sampler.epoch, sampler.remaining) == (2.0, 0)
-    assert sampler.take(1) == []
-    endless = PromptSampler(stream)
-    assert indices(endless.take(25)) == [*range(10), *range(10), *range(5)]
-    assert (endless.epoch, endless.remaining) == (2.0, None)
+def test_streams_keep_their_order(stream: StreamSource) -> None:
+    sampler = PromptSampler(stream)
+    assert [indices(sampler.take(8)) for _ in range(2)] == [[*range(8)], [8, 9, *range(6)]]
+    assert indices(sampler.take(9)) == [*range(6, 10), *range(5)]
+    assert sampler.epoch == 2.0
 
 
 @pytest.mark.parametrize("taken", [1, 9, 10, 11, 19, 20])
 def test_streams_resume_around_epoch_boundaries(stream: StreamSource, taken: int) -> None:
-    whole = indices(PromptSampler(stream, num_epochs=2).take(20))
-    sampler = PromptSampler(stream, num_epochs=2)
+    whole = indices(PromptSampler(stream).take(25))
+    sampler = PromptSampler(stream)
     sampler.take(taken)
-    assert indices(resumed(stream, sampler.state_dict(), num_epochs=2).take(20)) == whole[taken:]
+    assert indices(resumed(stream, sampler.state_dict()).take(25 - taken)) == whole[taken:]
 
 
 def test_streams_resume_past_dropped_rows(tokenizer: Any) -> None:
     rows = [{"prompt": text} for text in ("1", "222", "3", "444", "5", "666")]
     encoder = PromptEncoder(tokenizer, max_prompt_length=2, overlong_prompts="drop")
     data = load_source(lambda: rows, encoder)
-    whole = indices(PromptSampler(data, num_epochs=2).take(9))
-    assert whole == [0, 2, 4, 0, 2, 4]
+    whole = indices(PromptSampler(data).take(9))
+    assert whole == [0, 2, 4] * 3
     for taken in range(1, 7):
-        sampler = PromptSampler(data, num_epochs=2)
+        sampler = PromptSampler(data)
         sampler.take(taken)
-        assert indices(resumed(data, sampler.state_dict(), num_epochs=2).take(9)) == whole[taken:]
+        assert indices(resumed(data, sampler.state_dict()).take(9 - taken)) == whole[taken:]
 
 
 def test_shuffled_hub_streams_resume_in_a_later_pass(encoder: PromptEncoder) -> None:
@@ -218,17 +193,6 @@ def test_a_pass_without_rows_does_not_spin(encoder: PromptEncoder) -> None:
         sampler.take(20)
 
 
-def test_options_are_checked(source: SizedSource, stream: StreamSource) -> None:
+def test_streams_are_not_shuffled(stream: StreamSource) -> None:
     with pytest.raises(DataError, match="shuffle=True, but a stream .*buffer_size"):
         PromptSampler(stream, shuffle=True)
-    for seed in (-1, 1.5, True):
-        with pytest.raises(ConfigError, match="seed="):
-            PromptSampler(source, seed=seed)
-    for num_epochs in (0, -1, float("inf"), float("nan"), True):
-        with pytest.raises(ConfigError, match="num_epochs="):
-            PromptSampler(source, num_epochs=num_epochs)
-    with pytest.raises(ConfigError, match="num_epochs=1.5; the length of a stream is unknown"):
-        PromptSampler(stream, num_epochs=1.5)
-    assert PromptSampler(stream, num_epochs=2.0).remaining is None
-    with pytest.raises(DataError, match=r"take\(0\)"):
-        PromptSampler(source).take(0)

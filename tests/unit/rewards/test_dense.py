@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybrid_rl.batch import SampleKey
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardInput, RewardRunner, dense_reward
 from hybrid_rl.rewards.calling import CallLog, check_values
 
@@ -133,8 +132,3 @@ def test_an_exception_in_the_place_of_a_value_fails_its_sample():
     assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(11, "raised")]
     assert "ValueError: no answer" in result.failures[0].detail
     np.testing.assert_array_equal(result.rewards, [1.0, NAN])
-
-
-def test_unknown_ways_to_score_are_refused():
-    with pytest.raises(ConfigError, match="score_by='batch'"):
-        RewardRunner(length, score_by="batch")

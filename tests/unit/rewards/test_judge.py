@@ -100,8 +100,9 @@ def test_no_more_requests_at_once_than_allowed():
         return Reply(grade(content).text, delay_seconds=0.03)
 
     with ChatServer(answer) as server, RewardRunner(judge(server, max_concurrency=2)) as runner:
-        futures = [runner.submit([sample], None) for sample in samples("1", "2", "3", "4", "5")]
-        assert [future.result(30).rewards.tolist() for future in futures] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+        inputs = samples("1", "2", "3", "4", "5")
+        futures = [runner.submit([sample], None) for sample in inputs]
+        assert runner.join(inputs, [part for f in futures for part in f.result(30)]).rewards.tolist() == [1, 2, 3, 4, 5]
     assert server.most_at_once == 2
 
 

@@ -272,7 +272,7 @@ def test_submissions_of_single_samples_use_all_processes():
 
     with RewardRunner(meet, num_processes=2) as runner:
         futures = [runner.submit(samples("a"), None) for _ in range(8)]
-        pids = {future.result(20).extras["pid"][SampleKey(10)] for future in futures}
+        pids = {runner.join(samples("a"), f.result(20)).extras["pid"][SampleKey(10)] for f in futures}
     assert len(pids) == 2
 
 

@@ -143,7 +143,7 @@ def test_the_error_of_an_infinite_sum_of_rewards_says_what_to_do(given, weights,
     assert np.isnan(result.rewards).tolist() == [True, False, False]
     (failure,) = result.failures
     assert (failure.key, failure.reason) == (SAMPLES[0].key, "large") and not recwarn
-    told = f"the weighted sum of f={given[0]:g}, g={given[1]:g} is beyond 1e+302, where sums over a batch would be"
+    told = f"the weighted sum of f={given[0]:g}, g={given[1]:g} is beyond 1e+302, so sums over a batch would be"
     assert failure.detail == f"{told} infinite; divide by a constant in the function, or lower reward_weights"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import Batch, BatchRef
@@ -11,8 +12,9 @@ from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.collector import Collected, StepPlan, replay
 from hybrid_rl.rollout.scored import ScoredRollout
 from hybrid_rl.workers.hybrid import HybridWorker
 
@@ -24,6 +26,16 @@ ROWS = [
 WORDS = "?abcdefgh"
 # (ids, finish reason) of two samples for each of ROWS.
 SCRIPT: list[tuple[list[int], str]] = [([1, 2], "stop"), ([3], "stop"), ([1, 1, 1], "length"), ([2, 3], "stop")]
+
+
+def replayed(
+    folder: Path, step: int, num_prompts: int, num_generations: int, names: list[str], *, version: int, **options: Any
+) -> Collected:
+    """Replay a saved rollout under a plan of so many samples. options: of the plan."""
+    sampler: Any = None
+    params = SamplingParams(max_tokens=8)
+    plan = StepPlan(sampler, num_prompts, num_generations, params, rollouts_path=folder, **options)
+    return replay(plan, step, names, version)
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -18,14 +18,13 @@ from hybrid_rl.rollout.collector import (
     StepPlan,
     generations_of,
     length_metrics,
-    replay,
     reward_metrics,
 )
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
 from tests.unit.engines.engines import inplace, prompt
-from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode
+from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode, replayed
 
 NAN = math.nan
 
@@ -89,11 +88,6 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
         seeds.append([request.params.seed for request in client.calls[-1][0]])
     assert seeds[0] == seeds[2]
     assert not set(seeds[0]) & set(seeds[1])
-
-
-def test_data_that_ends_before_the_step_is_full():
-    with pytest.raises(DataError, match="gave 2 of 3 prompts: it has ended or is empty"):
-        collector_of(length, [ScriptedClient()], plan=StepPlan(Sampler(), 3, 2, SamplingParams(3))).collect(9, STATE)
 
 
 # ----------------------------------------------------------------------------------------------------------- batch
@@ -331,7 +325,7 @@ def test_a_saved_rollout_in_the_place_of_a_new_one(tmp_path, num_ranks):
     for rank in range(num_ranks):
         part = made.batch.select(range(rank, 4, num_ranks))
         save_rollout(tmp_path, 3, rank, num_ranks, part)
-    found = replay(tmp_path, 3, 2, 2, ["length"], version=17)
+    found = replayed(tmp_path, 3, 2, 2, ["length"], version=17)
     assert found.batch["oldest_version"].tolist() == [17] * 4
     assert set(found.batch) == set(made.batch)
     for name in ("completion_ids", "rollout_logprobs", "policy_version"):
@@ -349,16 +343,16 @@ def test_a_saved_rollout_of_several_turns(tmp_path):
     assert cut["completion_length"].tolist() == [1, 2, 1, 1, 1, 1, 1]  # of 2, 1, 3 and 2; the last turns first
     for rank, half in enumerate((cut.select([6, 1, 2, 5]), cut.select([0, 3, 4]))):
         save_rollout(tmp_path, 3, rank, 2, half)
-    found = replay(tmp_path, 3, 2, 2, ["length"], version=17)
+    found = replayed(tmp_path, 3, 2, 2, ["length"], version=17)
     assert found.batch["trajectory"].tolist() == [0, 0, 1, 2, 2, 3, 3]
     assert found.batch["turn"].tolist() == [0, 1, 0, 0, 1, 0, 1]
     assert reward_metrics(found.batch, ["length"]) == reward_metrics(made, ["length"])
     assert found.metrics["completions/mean_length"] == pytest.approx(8 / 7)
     with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=4"):
-        replay(tmp_path, 3, 2, 4, ["length"], version=1)
+        replayed(tmp_path, 3, 2, 4, ["length"], version=1)
     save_rollout(tmp_path, 4, 0, 1, Batch.concat([made, made]))
     with pytest.raises(DataError, match="rollout of step 4: two samples are turn 0 of trajectory 0"):
-        replay(tmp_path, 4, 2, 2, ["length"], version=1)
+        replayed(tmp_path, 4, 2, 2, ["length"], version=1)
 
 
 def test_the_turns_that_ranks_made_come_in_order_and_count_once(caplog):
@@ -383,15 +377,15 @@ def test_the_turns_that_ranks_made_come_in_order_and_count_once(caplog):
 def test_a_rollout_of_another_step_or_size_is_refused(tmp_path):
     save_rollout(tmp_path, 3, 0, 1, rollout(length).batch)
     with pytest.raises(DataError, match=r"the rollout of step 3 has 2 prompts, but prompts_per_step=4; set it to 2"):
-        replay(tmp_path, 3, 4, 2, ["length"], version=1)
+        replayed(tmp_path, 3, 4, 2, ["length"], version=1)
     with pytest.raises(DataError, match=r"has no rollout of step 4; it has steps \[3\]"):
-        replay(tmp_path, 4, 2, 2, ["length"], version=1)
+        replayed(tmp_path, 4, 2, 2, ["length"], version=1)
     with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=3"):
-        replay(tmp_path, 3, 2, 3, ["length"], version=1)
+        replayed(tmp_path, 3, 2, 3, ["length"], version=1)
     with pytest.raises(DataError, match=r"was scored by 1 reward functions, but 2 are given \(length, other\)"):
-        replay(tmp_path, 3, 2, 2, ["length", "other"], version=1)
+        replayed(tmp_path, 3, 2, 2, ["length", "other"], version=1)
     with pytest.raises(DataError, match="does not exist"):
-        replay(tmp_path / "nowhere", 3, 2, 2, ["length"], version=1)
+        replayed(tmp_path / "nowhere", 3, 2, 2, ["length"], version=1)
 
 
 def test_a_rollout_without_one_temperature_is_refused(tmp_path):
@@ -400,8 +394,8 @@ def test_a_rollout_without_one_temperature_is_refused(tmp_path):
     bare = batch.without("temperature")
     save_rollout(tmp_path, 1, 0, 1, bare)
     with pytest.raises(DataError, match=r"the rollout of step 1: the batch has no column temperature.*add the column"):
-        replay(tmp_path, 1, 2, 2, ["length"], version=1)
+        replayed(tmp_path, 1, 2, 2, ["length"], version=1)
     mixed = bare.with_columns(temperature=torch.tensor([0.7, 0.7, 1.0, 0.7], dtype=torch.float64))
     save_rollout(tmp_path, 2, 0, 1, mixed)
     with pytest.raises(DataError, match=r"the rollout of step 2: .* at the temperatures \[0.7, 1.0\]; train on one"):
-        replay(tmp_path, 2, 2, 2, ["length"], version=1)
+        replayed(tmp_path, 2, 2, 2, ["length"], version=1)

@@ -73,12 +73,12 @@ def test_another_stop_token_ends_a_completion_too():
     """As a rollout's: the first of them is its last token."""
     params = SamplingParams(8, stop_token_ids=(EOS_ID, *ids_of("]")))
     assert encoded(build_tokenizer(), ("3+4=", "7]"), params=params) == [ids_of("7]")]
-    with pytest.raises(DataError, match="row 0: the completion goes on behind the stop token ']': '8'; a rollout"):
+    with pytest.raises(DataError, match="row 0: the completion goes on after the stop token ']': '8'; a rollout"):
         encoded(build_tokenizer(), ("3+4=", "7]8"), params=params)
 
 
 def test_text_that_goes_on_behind_its_end():
-    with pytest.raises(DataError, match="row 1: the completion goes on behind the stop token '<eos>': '8'"):
+    with pytest.raises(DataError, match="row 1: the completion goes on after the stop token '<eos>': '8'"):
         encoded(build_tokenizer(), ("3+4=", "7"), ("3+5=", "7<eos>8"))
 
 
@@ -107,7 +107,7 @@ def test_a_special_token_before_every_text_stands_once():
 
 def test_a_special_token_behind_every_text_is_refused():
     tokenizer, _ = bpe(template="<bos> $A <eos>")
-    with pytest.raises(ModelError, match="puts '<eos>' behind every text, which would stand between"):
+    with pytest.raises(ModelError, match="puts '<eos>' after every text, so it would come between"):
         encoded(tokenizer, ("a=", "1"), params=STOP_AT_0)
 
 
@@ -146,7 +146,7 @@ def test_no_space_appears_between_prompt_and_completion():
 def test_a_completion_that_no_tokens_can_express_is_refused():
     """ "=1" is one token, and "1" alone begins with a space."""
     tokenizer, _ = metaspace()
-    with pytest.raises(DataError, match="row 1: the completion '12' cannot be tokenised behind its prompt.* 'a='"):
+    with pytest.raises(DataError, match="row 1: the completion '12' cannot be tokenised after its prompt.* 'a='"):
         encoded(tokenizer, ("a=", "2"), ("a=", "12"), params=STOP_AT_0)
 
 
@@ -301,20 +301,12 @@ def test_a_rank_without_rows_has_the_same_columns():
     assert type(some).concat([none, some])["completion"] == ["7"]
 
 
-def test_a_prompt_has_one_demonstration():
-    with pytest.raises(ValueError, match="one demonstration, but num_generations=2"):
-        demonstrations().run(tasks_of(("3+4=", "7")), call_of(num_generations=2))
-
-
 def test_overlong_completions():
     """ "18" and its end are 3 tokens."""
     tasks = tasks_of(("3+4=", "7"), ("9+9=", "18"))
     short = SamplingParams(2, stop_token_ids=(EOS_ID,))
     with pytest.raises(DataError, match="max_completion_length=2, but 1 .* has 3 tokens .* first is row 1. Raise .* 3"):
         demonstrations().run(tasks, call_of(short))
-    batch, _ = demonstrations(overlong_completions="truncate").run(tasks, call_of(short))
-    assert [row.tolist() for row in batch["completion_ids"]] == [[*ids_of("7"), EOS_ID], ids_of("18")]
-    assert batch["finish_reason"] == ["stop", "length"]
     assert demonstrations().run(tasks, call_of(SamplingParams(3, stop_token_ids=(EOS_ID,))))[0].num_samples == 2
 
 
@@ -328,7 +320,9 @@ def checked(rows, params=PARAMS, max_length=None, **options):
 
 
 def test_a_dataset_without_completions_is_refused():
-    with pytest.raises(DataError, match="needs a column `completion` beside `prompt`; the dataset has 'prompt', 'answ"):
+    with pytest.raises(
+        DataError, match="needs a column `completion` besides `prompt`; the dataset has 'prompt', "
+    ):
         checked([{"prompt": "1", "answer": "2"}])
 
 
@@ -350,7 +344,6 @@ def test_all_overlong_rows_are_told_of_at_once():
         checked(rows, max_length=16)
     with pytest.raises(DataError, match="row 1. The longest prompt leaves room for 11 .*: shorten or remove such rows"):
         checked(rows, max_length=15)
-    checked(rows, overlong_completions="truncate")
     checked(rows, SamplingParams(12, stop_token_ids=(EOS_ID,)))
 
 

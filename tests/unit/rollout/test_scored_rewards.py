@@ -113,7 +113,7 @@ def late_run():
 
 def test_rewards_wait_for_reward_models():
     batch, report, rewards = late_run()
-    assert rewards.names == ["first", "reward-model", "per_token"] and rewards.late == [1]
+    assert rewards.names == ["first", "reward-model", "per_token"] and rewards.entries.late == [1]
     assert batch["rewards"].isnan().all()
     values = batch["function_rewards"]
     assert [[None if v != v else v for v in row] for row in values] == [
