@@ -6,7 +6,7 @@ Every rank plans for itself without communication: a plan depends only on the tr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
@@ -60,10 +60,6 @@ class Plan:
         """The buckets by source rank: what is read in place need not be cut into buckets."""
         found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
         return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
-
-    def of_ranks(self, ranks: Collection[int]) -> Plan:
-        """Return the part of the plan that comes from these ranks; the minimum stays that of the whole."""
-        return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.source_rank in ranks))
 
     @cached_property
     def digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,13 +101,10 @@ class Source(ABC):
         return self._layout
 
     @abstractmethod
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Execute this rank's plan: write the engine's tensors, numbered as in the plan.
 
-        hashes, seeds: as in copy_pieces; what is read is hashed on the way. Raises HandoffError if that is impossible
-        or a peer fails; the content of the engine is then undefined.
+        Raises HandoffError if that is impossible or a peer fails; the content of the engine is then undefined.
         """
 
     @abstractmethod
@@ -202,11 +199,6 @@ def _words(answer: tuple[Any, ...]) -> str:
     return f"{stage} of policy version {version}" + (f" with layout {digest}" if digest else "")
 
 
-def read_bytes(share: RankShare, parts: Parts) -> int:
-    """Count the bytes that a share of a plan reads, in the dtypes of the parts."""
-    return _bytes_of(share.pieces.source, share, parts)
-
-
 def written_bytes(share: RankShare, destinations: Parts) -> int:
     """Count the bytes that a share of a plan writes, in the dtypes of the engine's tensors."""
     return _bytes_of(share.pieces.destination, share, destinations)
@@ -218,27 +210,31 @@ def _bytes_of(index: Column, share: RankShare, tensors: Parts) -> int:
 
 
 def pull(
-    plan: Plan,
+    plan: Plan, parts: Callable[[int], Parts], destinations: Sequence[Tensor], link: Callable[[int], str]
+) -> Delivered:
+    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
+    return Delivered.of(plan, destinations, *copy_shares(plan.shares, parts, destinations, link))
+
+
+def copy_shares(
+    shares: Iterable[RankShare],
     parts: Callable[[int], Parts],
     destinations: Sequence[Tensor],
     link: Callable[[int], str],
-    hashes: Tensor | None,
-    seeds: Tensor | None,
-) -> Delivered:
-    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
+) -> tuple[Counter[str], int, int]:
+    """Copy shares of a plan in place. Return bytes by link, the number of launches, and the most bytes staged at a
+    time."""
     link_bytes: Counter[str] = Counter()
     num_launches = staging_bytes = 0
-    for share in plan.shares:
+    for share in shares:
         held = parts(share.source_rank)
-        launches, staged = copy_share(share, held, destinations, hashes, seeds)
+        launches, staged = copy_share(share, held, destinations)
         num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
-        link_bytes[link(share.source_rank)] += read_bytes(share, held)
-    return Delivered.of(plan, destinations, link_bytes, num_launches, staging_bytes)
+        link_bytes[link(share.source_rank)] += _bytes_of(share.pieces.source, share, held)
+    return link_bytes, num_launches, staging_bytes
 
 
-def copy_share(
-    share: RankShare, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
-) -> tuple[int, int]:
+def copy_share(share: RankShare, held: Parts, destinations: Sequence[Tensor]) -> tuple[int, int]:
     """Copy everything from one rank whose parts this process can read, in one launch on the device of the engine's
     tensors, whatever the dtypes and strides.
 
@@ -252,14 +248,14 @@ def copy_share(
     staging_bytes = 0
     for pieces in groups:
         if not _crosses(pieces, held, destinations):
-            copy_pieces(pieces, held, destinations, hashes=hashes, seeds=seeds)
+            copy_pieces(pieces, held, destinations)
             continue
         source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
         assert source is not None
         message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
         staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
         message.pack(held, staging)
-        message.unpack(staging.to(target.device), destinations, hashes, seeds)
+        message.unpack(staging.to(target.device), destinations)
         staging_bytes = max(staging_bytes, 2 * message.num_bytes)
     return len(groups), staging_bytes
 
@@ -283,11 +279,6 @@ def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) ->
     pairs = np.array([devices[d] for d in froms])[row.ravel()] * len(devices)
     pairs += np.array([devices[d] for d in tos])[column.ravel()]
     return [pieces.select(np.flatnonzero(pairs == pair)) for pair in np.unique(pairs)]
-
-
-def link_between(hosts: Sequence[str], rank: int | None, host: str) -> Callable[[int], str]:
-    """Return a function from a source rank to its link to `rank` on `host`; None: a process that is not a rank."""
-    return lambda source: LOCAL if source == rank else HOST if hosts[source] == host else REMOTE
 
 
 def number_of(layout: SourceLayout, name: str) -> int:

@@ -140,11 +140,9 @@ class DiskSource(Source):
         if version != self._version:
             raise HandoffError(f"{self._folder} holds policy version {self._version}, not {version}; open that version")
 
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """See Source. Files are mapped; what a plan does not want is not read."""
-        return pull(plan, self._parts, destinations, lambda rank: DISK, hashes, seeds)
+        return pull(plan, self._parts, destinations, lambda rank: DISK)
 
     def full(self, name: str) -> Tensor:
         """See Source; not collective."""

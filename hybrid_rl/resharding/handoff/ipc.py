@@ -234,11 +234,9 @@ class IpcSource(Source):
         if self._own is not None:
             self._own.refresh()
 
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Read the parts in place and write the engine, each rank for itself. Only host memory is staged for a GPU."""
-        return pull(plan, self.parts, destinations, self.link, hashes, seeds)
+        return pull(plan, self.parts, destinations, self.link)
 
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the mapped parts; not collective."""

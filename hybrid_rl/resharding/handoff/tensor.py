@@ -38,12 +38,10 @@ class TensorSource(Source):
         """Return names, shapes and dtypes; cheap, for engines that read the trainer's own memory."""
         return WeightLayout.of(self.tensors.items())
 
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Copy the pieces of the plan to the engine."""
         parts = self.held()[0]
-        return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL, hashes, seeds)
+        return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL)
 
     def full(self, name: str) -> Tensor:
         """Return the trainer's own tensor."""
