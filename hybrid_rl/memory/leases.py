@@ -53,18 +53,7 @@ class Transition:
 
     tag: str
     awake: bool
-    num_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _RankState:
-    """One rank's state before a lease. problem: why it cannot take part, empty if it can."""
-
-    wanted: tuple[str, ...]
-    awake: tuple[str, ...]
-    residents: tuple[str, ...]
-    problem: str | None
 
 
 class Leases:
@@ -88,7 +77,7 @@ class Leases:
         self._awake: set[str] = set()
         self._leased: frozenset[str] | None = None
         self._broken: str | None = None
-        self.transitions: list[Transition] = []
+        self._transitions: list[Transition] = []
         for resident in residents:
             self.add(resident)
 
@@ -159,18 +148,18 @@ class Leases:
                 raise MemoryStateError(problem)
             return
         # A rank with a problem takes part as well, because the others would wait for it.
-        mine = _RankState(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
-        states: list[_RankState] = self._gather(mine)
-        problems = [f"rank {rank}: {state.problem}" for rank, state in enumerate(states) if state.problem]
+        mine = {"registered": self._order, "wanted": sorted(wanted), "awake": sorted(self._awake)}
+        answers: list[tuple[str | None, dict[str, list[str]]]] = self._gather((problem, mine))
+        problems = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers) if theirs]
         if problems:
             raise MemoryStateError(f"nothing was moved in memory on any rank: {'; '.join(problems)}")
-        for field in ("residents", "wanted", "awake"):
-            values = [getattr(state, field) for state in states]
+        for what in mine:
+            values = [tuple(state[what]) for _, state in answers]
             if len(set(values)) > 1:
                 told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
                 raise MemoryStateError(
-                    f"nothing was moved in memory on any rank, because the ranks differ in what is "
-                    f"{'registered' if field == 'residents' else field}: {told}; every rank must make the same calls"
+                    f"nothing was moved in memory on any rank, because the ranks differ in what is {what}: {told}; "
+                    f"every rank must make the same calls"
                 )
 
     def _move_to(self, wanted: frozenset[str]) -> None:
@@ -187,7 +176,7 @@ class Leases:
             assert wake is not None
             seconds = self._do(f"wake of {tag!r}", wake)
             self._awake.add(tag)
-            self._note(tag, True, seconds)
+            self._transitions.append(Transition(tag, True, seconds))
 
     def _together(self, leaving: Sequence[str]) -> list[str]:
         """The first of these tags and all others that go to sleep in the same call."""
@@ -203,8 +192,7 @@ class Leases:
         assert action is not None
         seconds = self._do(f"sleep of {' and '.join(map(repr, tags))}", action)
         self._awake.difference_update(tags)
-        for number, tag in enumerate(tags):
-            self._note(tag, False, 0.0 if number else seconds)
+        self._transitions += [Transition(tag, False, 0.0 if number else seconds) for number, tag in enumerate(tags)]
 
     def _do(self, what: str, action: Callable[[], None]) -> float:
         """Carry out a part of a transition and return its seconds."""
@@ -217,17 +205,14 @@ class Leases:
             raise
         return time.perf_counter() - start
 
-    def _note(self, tag: str, awake: bool, seconds: float) -> None:
-        self.transitions.append(Transition(tag, awake, self._residents[tag].num_bytes(), seconds))
-
     def drain_transitions(self) -> list[Transition]:
         """Return the transitions since the last call, oldest first."""
-        moved, self.transitions = self.transitions, []
+        moved, self._transitions = self._transitions, []
         return moved
 
 
 def _wake_order(residents: Mapping[str, Resident]) -> list[str]:
-    """All tags, each after those in its `after`, otherwise by name: the same order on every rank."""
+    """Return all tags, each after those in its `after`, otherwise by name: the same order on every rank."""
     sorter = TopologicalSorter({tag: set(item.after) & set(residents) for tag, item in residents.items()})
     try:
         sorter.prepare()

@@ -19,11 +19,9 @@ from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
-from hybrid_rl.sharding.shared_shards import move_to_region
-from hybrid_rl.tensors.transfer import move_buffers
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.loading import load_weights
-from hybrid_rl.weights.sources import BlockSource, WeightSource
+from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
 
 def build_model(
@@ -62,7 +60,7 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
     if isinstance(model, PreTrainedModel):
         return CausalLM(value_model_of(model), **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
-    if isinstance(model.source, BlockSource):
+    if isinstance(model.source, ObjectSource):
         model.source.get = context.get
     return filled(module, source, config, context, options)
 
@@ -88,7 +86,7 @@ def filled(
 ) -> CausalLM:
     """A module on meta, with its weights, laid over the ranks. region: tag of the memory that CPU shards are moved
     to, where engines of other ranks read them."""
-    if isinstance(source, BlockSource):
+    if isinstance(source, ObjectSource):
         source.get = context.get
     if context.num_ranks == 1:
         load_weights(module, source, context.device)
@@ -97,10 +95,6 @@ def filled(
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
     load_weights(module, source, shards.device)
-    if sharding.cpu_offload:
-        # Shards stay in host memory; what is computed with on the device is there.
-        for child in module.modules():
-            move_buffers(child, context.device)
     source.close()
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
@@ -130,6 +130,25 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     return Shards(module, twin, mesh, options)
 
 
+@torch.no_grad()
+def move_to_region(shards: Shards, tag: str) -> Region:
+    """Move the parameter shards of a sharded model into a region, which other processes of the node can map: an engine
+    of any rank then reads them in place. Their values stay.
+
+    To be called once they hold their values and before the first forward pass: FSDP gathers from the new memory, and
+    the optimizer steps in it. Raises MemoryStateError if shards are still on meta or not in host memory.
+    """
+    params = fsdp2.parameters(shards.module)
+    wrong = [p for p in params if fsdp2.padded_shard(p).device.type != "cpu"]
+    if wrong:
+        raise MemoryStateError(f"{len(wrong)} parameter shards have no host memory, e.g. {wrong[0]!r}; load them first")
+    region = Region(tag, capacity_bytes=capacity_for(map(fsdp2.padded_shard, params)))
+    for param in params:
+        padded = fsdp2.padded_shard(param)
+        fsdp2.move_shard(param, region.allocate(tuple(padded.shape), padded.dtype).copy_(padded))
+    return region
+
+
 class ShardedCausalLM(CausalLM):
     """A CausalLM over shards. Every call is collective: all ranks make the same calls in the same order, with rows of
     any size; only while the twin is bound may they differ.
@@ -166,23 +185,23 @@ class ShardedCausalLM(CausalLM):
         return self._device
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).hidden_states(token_ids, positions, attention))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).logits(hidden))
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_logprobs(row, temperature))
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_distribution(row, temperature))
 
     def row_values(self, row: PackedRow) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_values(row))
 
     def _gathered(self, call: Callable[[], Result]) -> Result:

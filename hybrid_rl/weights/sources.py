@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from hybrid_rl.compat.transformers import cached_file_or_none, str_to_torch_dtype
 from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.boxes import Box
-
-BLOCK_BYTES = 64 * 2**20  # small tensors travel together in blocks of about this size
 
 
 class WeightSource(ABC):
@@ -50,7 +47,7 @@ class WeightSource(ABC):
         return found
 
     def close(self) -> None:  # noqa: B027
-        """Release files and blocks, if it holds any; the next `read` opens them again."""
+        """Release files, if any are open; the next `read` opens them again."""
 
 
 class FolderSource(WeightSource):
@@ -143,43 +140,42 @@ class StateSource(WeightSource):
         return self._tensors[name].detach()[box]
 
 
-class BlockSource(WeightSource):
-    """Tensors by module name inside blocks of bytes that lie elsewhere, such as in a shared object store.
+class ObjectSource(WeightSource):
+    """Tensors by module name, each an object of a store that several processes share.
 
-    places: name -> (block, offset in bytes, shape, dtype); blocks: handles, which `get` turns into uint8 arrays. `get`
-    is set by the process that reads: it does not travel.
+    stored: name -> (handle, shape, dtype). `get` turns a handle into the tensor's bytes, a uint8 array; it is set by
+    the process that reads, because it does not travel.
     """
 
-    def __init__(
-        self, places: Mapping[str, tuple[int, int, tuple[int, ...], torch.dtype]], blocks: Sequence[Any]
-    ) -> None:
-        self._places = places
-        self._blocks = blocks
+    def __init__(self, stored: Mapping[str, tuple[Any, tuple[int, ...], torch.dtype]]) -> None:
+        self._stored = stored
         self.get: Callable[[Any], np.ndarray] | None = None
-        self._open: tuple[int, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, put: Callable[[np.ndarray], Any]) -> ObjectSource:
+        """Store a live module's tensors, each as a uint8 array. put: returns an array's handle, such as ray.put."""
+        stored = {}
+        for name, tensor in named_state(module).items():
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            stored[name] = put(data), tuple(tensor.shape), tensor.dtype
+        return cls(stored)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockSource, (self._places, self._blocks)
+        return ObjectSource, (self._stored,)
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return list(self._stored)
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        return self._places[name][2:]
+        return self._stored[name][1:]
 
     def _read(self, name: str, box: Box) -> Tensor:
-        block, offset, shape, dtype = self._places[name]
-        if self._open is None or self._open[0] != block:
-            if self.get is None:
-                raise ModelError("weights lie in blocks: set `get` of the BlockSource to what fetches a block")
-            self._open = (block, self.get(self._blocks[block]))
-        num_bytes = math.prod(shape) * dtype.itemsize
-        # numpy has no bfloat16: the slice is taken on integers of the same size.
-        integers = self._open[1][offset : offset + num_bytes].view(f"u{dtype.itemsize}").reshape(shape)
+        handle, shape, dtype = self._stored[name]
+        if self.get is None:
+            raise ModelError("weights are in a store: set `get` of the ObjectSource to what fetches an object")
+        # numpy has no bfloat16: the box is taken from integers of the same size.
+        integers = self.get(handle).view(f"u{dtype.itemsize}").reshape(shape)
         return torch.from_numpy(np.array(integers[box])).view(dtype)
-
-    def close(self) -> None:
-        self._open = None
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -189,32 +185,3 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in kept.items():
         unique.setdefault(id(tensor), name)
     return {name: kept[name] for name in unique.values()}
-
-
-def blocks_of(module: nn.Module, put: Callable[[np.ndarray], Any], block_bytes: int = BLOCK_BYTES) -> BlockSource:
-    """A live module's tensors, put block by block (uint8 arrays) through `put`, such as ray.put.
-
-    Larger tensors are put from where they lie; runs of smaller ones are copied into one block of at most block_bytes.
-    """
-    places: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
-    handles: list[Any] = []
-    pending: list[np.ndarray] = []
-
-    def flush() -> None:
-        if pending:
-            handles.append(put(np.concatenate(pending) if len(pending) > 1 else pending[0]))
-            pending.clear()
-
-    for name, tensor in named_state(module).items():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        used = sum(block.size for block in pending)
-        if pending and used + data.size > block_bytes:
-            flush()
-            used = 0
-        # Offsets are multiples of 8, so that a block can be seen as integers of any size.
-        places[name] = (len(handles), used, tuple(tensor.shape), tensor.dtype)
-        pending.append(data)
-        if data.size % 8:
-            pending.append(np.zeros(8 - data.size % 8, dtype=np.uint8))
-    flush()
-    return BlockSource(places, handles)

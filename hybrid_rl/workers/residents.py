@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM

@@ -17,7 +17,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hybrid_rl.controller.ranks import object_gather
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory import Leases, Resident
+from hybrid_rl.memory.leases import Leases, Resident
 from tests.distributed.ranks import run_ranks
 from tests.engine_faults import Fault
 from tests.sleeping_region import SleepingRegion

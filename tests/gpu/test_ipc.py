@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.controller.ranks import object_gather
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory import Region
-from hybrid_rl.memory.region import capacity_for
+from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.resharding.handoff.base import (
     HOST,
     LOCAL,

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import Gather, Source, gathered
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
