@@ -10,6 +10,7 @@ still reads: the ranks agree on every lease before any of them moves anything, a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,22 +30,20 @@ class Resident:
 
     tag: its name.
     num_bytes: its size while awake.
-    sleep, wake: do the work; only the leases call them. None: it stays in memory.
-    sleep_all: replaces sleep if several residents have one owner. Those that share it and go to sleep in the same
-    transition do so in one call, which receives their tags.
+    sleep, wake: do the work; only the leases call them. None: it stays in memory. sleep receives tags: residents with
+    the same function, because they have one owner, that go to sleep in one transition do so in one call.
     after: tags that, in a transition that moves both, wake before it and go to sleep after it.
     """
 
     tag: str
     num_bytes: Callable[[], int]
-    sleep: Callable[[], None] | None = None
+    sleep: Callable[[frozenset[str]], None] | None = None
     wake: Callable[[], None] | None = None
     after: tuple[str, ...] = ()
-    sleep_all: Callable[[frozenset[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        if (self.sleep is not None) + (self.sleep_all is not None) != (self.wake is not None):
-            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither; sleep_all may replace sleep")
+        if (self.sleep is None) != (self.wake is None):
+            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither")
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,13 @@ class Leases:
         leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._residents[tag].wake]
         coming = [tag for tag in self._order if tag in wanted - self._awake]
         while leaving:
-            together = self._together(leaving)
-            self._put_to_sleep(together)
+            sleep = self._residents[leaving[0]].sleep
+            assert sleep is not None
+            together = [tag for tag in leaving if self._residents[tag].sleep == sleep]
+            what = f"sleep of {' and '.join(map(repr, together))}"
+            seconds = self._do(what, functools.partial(sleep, frozenset(together)))
+            self._awake.difference_update(together)
+            self._transitions += [Transition(tag, False, 0.0 if at else seconds) for at, tag in enumerate(together)]
             leaving = [tag for tag in leaving if tag not in together]
         if coming and self._give_back is not None:
             self._do("giving free memory back", self._give_back)
@@ -177,22 +181,6 @@ class Leases:
             seconds = self._do(f"wake of {tag!r}", wake)
             self._awake.add(tag)
             self._transitions.append(Transition(tag, True, seconds))
-
-    def _together(self, leaving: Sequence[str]) -> list[str]:
-        """The first of these tags and all others that go to sleep in the same call."""
-        sleep_all = self._residents[leaving[0]].sleep_all
-        if sleep_all is None:
-            return [leaving[0]]
-        return [tag for tag in leaving if self._residents[tag].sleep_all == sleep_all]
-
-    def _put_to_sleep(self, tags: Sequence[str]) -> None:
-        first = self._residents[tags[0]]
-        sleep, sleep_all = first.sleep, first.sleep_all
-        action = sleep if sleep_all is None else lambda: sleep_all(frozenset(tags))
-        assert action is not None
-        seconds = self._do(f"sleep of {' and '.join(map(repr, tags))}", action)
-        self._awake.difference_update(tags)
-        self._transitions += [Transition(tag, False, 0.0 if number else seconds) for number, tag in enumerate(tags)]
 
     def _do(self, what: str, action: Callable[[], None]) -> float:
         """Carry out a part of a transition and return its seconds."""

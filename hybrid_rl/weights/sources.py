@@ -179,9 +179,14 @@ class ObjectSource(WeightSource):
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by module name, a tied tensor once."""
-    kept = module.state_dict(keep_vars=True)
-    unique: dict[int, str] = {}
-    for name, tensor in kept.items():
-        unique.setdefault(id(tensor), name)
-    return {name: kept[name] for name in unique.values()}
+    """Return parameters and persistent buffers by module name, a tied tensor once."""
+    state = module.state_dict(keep_vars=True)
+    return {names[0]: state[names[0]] for names in names_of_each(state)}
+
+
+def names_of_each(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor, in order; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
 from hybrid_rl.compat.transformers import keys_not_saved
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
+from hybrid_rl.weights.sources import names_of_each
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,8 @@ def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[st
     ignored = keys_not_saved(module)
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in ignored}
     found: dict[str, Tensor] = {}
-    by_identity: dict[int, Tensor] = {}
     aliases: dict[str, Tensor] = {}
-    for name in sorted(state, key=lambda name: name in tied):
-        tensor = state[name]
-        if id(tensor) in by_identity:
-            aliases[name] = by_identity[id(tensor)]
-            continue
-        by_identity[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        found[name] = by_identity[id(tensor)]
+    for name, *others in names_of_each({name: state[name] for name in sorted(state, key=lambda name: name in tied)}):
+        found[name] = torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
+        aliases |= dict.fromkeys(others, found[name])
     return found, aliases

@@ -40,7 +40,7 @@ def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
         return Resident(ENGINE_WEIGHTS, lambda: 0)
     twin = model.twin
 
-    def sleep() -> None:
+    def sleep(tags: frozenset[str]) -> None:
         client.at_rest().sleep({WEIGHTS})
         twin.release()
 
@@ -61,7 +61,7 @@ def kv_cache_resident(client: EngineClient) -> Resident:
     return Resident(
         KV_CACHE,
         lambda: client.engine.kv_cache_bytes,
-        sleep=lambda: client.at_rest().sleep({KV_CACHE}),
+        sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
     )

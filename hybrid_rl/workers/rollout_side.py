@@ -154,7 +154,7 @@ class ColocatedSide(RolloutSide):
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
-            return replace(resident, wake=wake, sleep_all=self._sleep, after=after)
+            return replace(resident, sleep=self._sleep, wake=wake, after=after)
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 

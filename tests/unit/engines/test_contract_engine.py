@@ -112,7 +112,7 @@ def leases_of(engine):
         return Resident(
             tag,
             lambda: region.num_bytes,
-            sleep=lambda: engine.sleep({tag}),
+            sleep=lambda tags: engine.sleep(tags),
             wake=lambda: engine.wake({tag}),
             after=after,
         )
