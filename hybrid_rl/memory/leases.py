@@ -21,8 +21,6 @@ from typing import Any
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.process.interrupts import deferred_interrupt
 
-Gather = Callable[[Any], list[Any]]  # from one object per rank to those of all ranks, in rank order
-
 
 @dataclass(frozen=True)
 class Resident:
@@ -67,7 +65,7 @@ class Leases:
     def __init__(
         self,
         residents: Iterable[Resident] = (),
-        gather: Gather | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
         give_back: Callable[[], None] | None = None,
     ) -> None:
         self._residents: dict[str, Resident] = {}
@@ -97,7 +95,7 @@ class Leases:
         return frozenset(self._awake)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes in memory now, by tag; 0 for residents that sleep."""
+        """Return bytes in memory now, by tag; 0 for residents that sleep."""
         return {tag: resident.num_bytes() if tag in self._awake else 0 for tag, resident in self._residents.items()}
 
     @contextmanager

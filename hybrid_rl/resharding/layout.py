@@ -53,9 +53,7 @@ class WeightLayout:
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""
-    weights: dict[str, Tensor] = dict(module.named_parameters())
-    weights.update(module.named_buffers())
-    return weights
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class SourceLayout:
         return low, high
 
     def digest(self) -> str:
-        """A short hash. Ranks with the same one plan from the same names, shapes, dtypes, cells, owners and hosts."""
+        """Return a short hash: equal if names, shapes, dtypes, cells, owners and hosts are."""
         return self._digest
 
     @cached_property

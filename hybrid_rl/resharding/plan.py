@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -67,8 +67,7 @@ class Plan:
         found = hashlib.blake2b(f"{self.rank}".encode(), digest_size=8)
         for bucket in self.buckets:
             found.update(f"{bucket.source_rank} {len(bucket.pieces)}".encode())
-            for item in fields(bucket.pieces):
-                found.update(np.ascontiguousarray(getattr(bucket.pieces, item.name)).data)
+            found.update(bucket.pieces.content())
         return found.hexdigest()
 
 

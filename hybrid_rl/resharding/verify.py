@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +54,8 @@ class _Image(Table):
     high: Column
 
     def digest(self) -> str:
-        """A short hash, equal for engines that hold the same elements in the same dtypes."""
-        found = hashlib.blake2b(digest_size=16)
-        for item in fields(self):
-            found.update(np.ascontiguousarray(getattr(self, item.name)).tobytes())
-        return found.hexdigest()
+        """Return a short hash, equal for engines that hold the same elements in the same dtypes."""
+        return hashlib.blake2b(self.content(), digest_size=16).hexdigest()
 
 
 class Verifier:
@@ -157,7 +154,7 @@ class Verifier:
     # ----------------------------------------------------------------------------------------------- what to hash
 
     def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
-        """Return where the engine keeps the boxes that it takes, and their image."""
+        """Return the boxes that the engine takes, in its memory, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
         copies, parameter = trace.copies, self._layout.numbers_of(trace.sources, trace.copies.source)
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]

@@ -16,7 +16,7 @@ from hybrid_rl.errors import MemoryStateError
 
 
 class Twin:
-    """A plain copy of a module's architecture without weights of its own.
+    """A plain copy of a module's architecture that has no weights.
 
     While bound, its parameters are the very tensors that FSDP gathers (the full model, in the compute dtype) and its
     buffers the trainer's. Nothing is communicated while it runs, so ranks may run it unequally often. Made before the
@@ -40,7 +40,7 @@ class Twin:
         """Gather all parameters and give them to the twin. Collective; the trainer's module may score but not train
         until `release`.
 
-        Raises MemoryStateError where it is bound already.
+        Raises MemoryStateError if it is already bound.
         """
         if self.is_bound:
             raise MemoryStateError("the full weights are gathered already; release them before binding them again")
@@ -56,7 +56,7 @@ class Twin:
             setattr(module, own, buffers[name])
 
     def release(self) -> None:
-        """Free the full weights and keep the shards. Nothing happens where the twin is not bound."""
+        """Free the full weights and keep the shards. Does nothing if the twin is not bound."""
         if not self.is_bound:
             return
         self._assign(self._placeholders)
@@ -67,7 +67,7 @@ class Twin:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Bound inside the block; released, or left as it was where it was bound before, behind it."""
+        """Bind inside the block, and release after it; if already bound, change nothing."""
         if self.is_bound:
             yield
             return

@@ -1,4 +1,4 @@
-"""Filling a module: every rank reads only what it keeps."""
+"""Loading of weights into a module: every rank reads only what it keeps."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
 def lazy_weights(
     module: PreTrainedModel, source: WeightSource, *, optional: frozenset[str] = frozenset()
 ) -> dict[str, LazyTensor]:
-    """What a source has for a module, a tied tensor once, under its first name that the source has. optional: names of
-    parameters that it need not have.
+    """Return the tensors of a source for a module, a tied one once, under its first name that the source has. optional:
+    names of parameters that it need not have.
 
     Raises ModelError if other tensors are missing, left over, or of another shape.
     """
@@ -57,7 +57,7 @@ def lazy_weights(
 def _checked(
     module: PreTrainedModel, found: Match, source: WeightSource, optional: frozenset[str]
 ) -> dict[str, LazyTensor]:
-    """The lazy tensor of every tensor of the module, a tied one once, under its first name that the source has."""
+    """Return the lazy tensor of every tensor of the module, a tied one once, under its first name in the source."""
     state = module.state_dict(keep_vars=True)
     groups = names_of_each(state)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -92,7 +92,7 @@ def _refuse(source: WeightSource, what: str, names: set[str], consequence: str) 
 
 
 def _refuse_untied(state: dict[str, Tensor], found: Match, names: list[str], source: WeightSource) -> None:
-    """Names of one tied tensor that are stored more than once must hold the same values."""
+    """Raise ModelError if a tied tensor is stored under several names with different values."""
     for other in names[1:]:
         box = local_box(state[other])
         if any(part.start >= part.stop for part in box):

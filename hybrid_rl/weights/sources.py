@@ -1,4 +1,4 @@
-"""Where weights come from: tensors by name, of which any box can be read by itself."""
+"""Sources of weights: tensors by name, of which any box can be read by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybrid_rl.tensors.boxes import Box
 class WeightSource(ABC):
     """Named tensors. Names are those of a checkpoint, or, without uses_checkpoint_names, the module's own.
 
-    label: how errors call it. num_bytes_read: what `read` has given out so far.
+    label: its name in errors. num_bytes_read: what `read` has returned so far.
     """
 
     uses_checkpoint_names = False
@@ -31,17 +31,17 @@ class WeightSource(ABC):
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     @abstractmethod
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor."""
 
     @abstractmethod
     def _read(self, name: str, box: Box) -> Tensor: ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """This box of a tensor, on the CPU, in its own dtype. Only to be read: it may be the source's own memory."""
+        """Return a box of a tensor, on the CPU, in its own dtype, only to be read: it may be the source's memory."""
         found = self._read(name, box)
         self.num_bytes_read += found.numel() * found.element_size()
         return found
@@ -82,7 +82,7 @@ class FolderSource(WeightSource):
         self._files = None
 
     def _opened(self) -> dict[str, Any]:
-        """The open file of every tensor."""
+        """Return the open file of every tensor."""
         if self._files is None:
             try:
                 self._files = self._open()

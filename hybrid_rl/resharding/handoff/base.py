@@ -1,4 +1,4 @@
-"""The interface of all sources of weights, whatever lies between trainer and engine."""
+"""The interface of all sources of weights, whatever connects trainer and engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HandoffReport(Delivered):
 
 
 def alone(value: Any) -> list[Any]:
-    """The `Gather` of a single participant."""
+    """Gather the value of a single participant."""
     return [value]
 
 
@@ -77,7 +77,7 @@ class PeerError(HandoffError, PeerFailedError):
 
 
 def gathered(gather: Gather, value: Any, what: str) -> list[Any]:
-    """Return `gather(value)`. Raises PeerError, naming `what`, if the process group or channel behind it fails."""
+    """Return `gather(value)`. Raises PeerError, naming `what`, if its process group or channel fails."""
     try:
         return gather(value)
     except (RuntimeError, OSError, EOFError) as error:
@@ -88,16 +88,16 @@ class Source(ABC):
     """Weights that an engine can take.
 
     A handoff is `with source.opened(version): source.deliver(plan, destinations)` in every participant: all trainer
-    ranks and, if an engine lives in a process of its own, that one.
+    ranks and, if an engine has its own process, that one.
     """
 
     _layout: SourceLayout
-    _gather: Gather = staticmethod(alone)
+    gather: Gather = staticmethod(alone)  # the values of all participants; all must call it
     _last_version = -1
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     def layout(self) -> SourceLayout:
-        """Names and shapes of the weights, in the order by which plans number them, and the ranks of their parts."""
+        """Return the weights, in the order by which plans number them, and the ranks of their parts."""
         return self._layout
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Source(ABC):
 
     @abstractmethod
     def full(self, name: str) -> Tensor:
-        """Return a whole global tensor, for layers that an engine has to load by its own path. Collective if the
+        """Return a whole global tensor, for layers that an engine has to load by itself. Collective if the
         source sends messages."""
 
     @abstractmethod
@@ -119,10 +119,6 @@ class Source(ABC):
     def close(self) -> None:
         """Release what was mapped or allocated; idempotent."""
         return
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all participants; all must call it."""
-        return self._gather(value)
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes, ordered by name."""
@@ -148,13 +144,13 @@ class Source(ABC):
         failure: Exception | None = None
         try:
             self.prepare(version)
-            synchronise(self.waits_for)  # the shards must be written before anybody reads them
+            synchronise(self.waits_for)  # the shards must be written before anyone reads them
         except Exception as error:
             failure = error
         self._meet("begin", version, self.layout().digest(), failure)
         try:
             yield
-            synchronise(self.waits_for)  # they must be read before anybody writes them again
+            synchronise(self.waits_for)  # they must be read before anyone writes them again
         except PeerError:
             raise  # the others are gone and cannot be informed
         except BaseException as error:

@@ -53,9 +53,9 @@ class _Order:
 
 
 class DistributedSource(Source):
-    """The shards of all ranks of a process group, sent to the ranks that need them.
+    """The shards of all ranks, sent to the ranks that need them.
 
-    layout: its ranks are those of the group, in order.
+    layout: its ranks are those of the process group, in order.
     tensors: this rank's, plain or DTensor, by name.
     gather: over the same ranks.
     reader: a source of the same layout and ranks that reads in place the parts that need not be sent.
@@ -74,11 +74,10 @@ class DistributedSource(Source):
         gather: Gather,
         reader: IpcSource | None = None,
         sent: Collection[int] = (),
-        group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 120.0,
     ) -> None:
         self._layout, self._rank, self._tensors = layout, rank, dict(tensors)
-        self._gather, self._group, self._timeout = gather, group, timedelta(seconds=timeout_seconds)
+        self.gather, self._timeout = gather, timedelta(seconds=timeout_seconds)
         self._reader = reader
         self._sent = frozenset(sent) if reader else frozenset(range(len(layout.hosts))) - {rank}
         self._parts: list[Tensor | None] = local_parts(layout, rank, tensors)
@@ -136,7 +135,7 @@ class DistributedSource(Source):
                 part = torch.empty_like(full[box], memory_format=torch.contiguous_format)
             # As bytes, because not every backend supports every dtype.
             flat = part.reshape(-1).view(torch.uint8)
-            self._wait([self._calling(dist.broadcast, flat, group=self._group, group_src=owners[0], async_op=True)])
+            self._wait([self._calling(dist.broadcast, flat, src=owners[0], async_op=True)])
             full[box] = part.view(full[box].shape)
         return full
 
@@ -181,12 +180,12 @@ class DistributedSource(Source):
     ) -> list[dist.Work]:
         operations = []
         if sender is not None:
-            operations.append(dist.P2POp(dist.irecv, into, group=self._group, group_peer=sender))
+            operations.append(dist.P2POp(dist.irecv, into, peer=sender))
         begin = 0
         for receiver, message in messages.items():
             staging = room[begin : begin + message.num_bytes]
             message.pack(self._parts, staging)
-            operations.append(dist.P2POp(dist.isend, staging, group=self._group, group_peer=receiver))
+            operations.append(dist.P2POp(dist.isend, staging, peer=receiver))
             begin += message.num_bytes
         if not operations:
             return []
@@ -239,10 +238,10 @@ class DistributedSource(Source):
         for rank in others:
             if told[rank]:
                 sent = torch.frombuffer(bytearray(told[rank]), dtype=torch.uint8).to(self._device)
-                operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=rank))
+                operations.append(dist.P2POp(dist.isend, sent, peer=rank))
             theirs = torch.empty(sizes[rank][self._rank], dtype=torch.uint8, device=self._device)
             if len(theirs):
-                operations.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=rank))
+                operations.append(dist.P2POp(dist.irecv, theirs, peer=rank))
             if rank in changed:
                 received[rank] = theirs
         if operations:

@@ -97,7 +97,7 @@ class Exported:
 
     @property
     def gpus(self) -> frozenset[str]:
-        """The GPUs that hold parts; an empty name stands for host memory."""
+        """The GPUs that hold parts; an empty name means host memory."""
         return frozenset(tensor.gpu for tensor in self.tensors if tensor is not None)
 
 
@@ -106,7 +106,7 @@ class IpcExport:
 
     tensors: name -> plain tensor or DTensor, for each tensor of the layout that this rank holds a part of.
     regions: the memory that holds them. A part in host memory outside all of them, or that is not contiguous, is copied
-    into a region of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be
+    into a separate region before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be
     shared, `exported` gives the reason instead.
 
     Raises HandoffError if a tensor is missing or differs from the layout.
@@ -180,7 +180,7 @@ class IpcExport:
             offset = region.offset_of(part)
             if offset is not None:
                 return ExportedTensor(shape, part.dtype, file=file, offset_bytes=offset)
-        raise CannotShareError(f"a shard lies on {part.device}; use CPU or CUDA shards")
+        raise CannotShareError(f"a shard is on {part.device}; use CPU or CUDA shards")
 
 
 class IpcSource(Source):
@@ -209,7 +209,7 @@ class IpcSource(Source):
         self._own = own
         self._device = torch.device("cpu") if device is None else device
         self.waits_for = self._device
-        self._gather = gather
+        self.gather = gather
         self._mapped: dict[int, list[Tensor | None]] = {}
 
     @classmethod
@@ -219,13 +219,8 @@ class IpcSource(Source):
         """Make the source of a trainer rank among trainer ranks only. Collective."""
         host = layout.hosts[export.rank]
         answers = gathered(gather, (export.exported, host), "what each rank exports")
-        exports = [exported if where == host else None for exported, where in answers]
+        exports = [exported if theirs == host else None for exported, theirs in answers]
         return cls(layout, exports, own=export, device=device, gather=gather)
-
-    @property
-    def exports(self) -> tuple[Exported | None, ...]:
-        """The exports that, with layout and plan, let a process that is not a rank read the same shards."""
-        return self._exports
 
     def prepare(self, version: int) -> None:
         """Refresh this rank's export."""

@@ -36,7 +36,6 @@ def connect(
     regions: Sequence[Region] = (),
     device: torch.device | None = None,
     gather: Gather,
-    timeout_seconds: float = 120.0,
 ) -> Source:
     """Make the source of a trainer rank among trainer ranks, with a way for each link. Collective.
 
@@ -55,6 +54,4 @@ def connect(
         _logger.warning("handoff: rank %d receives the weights of rank %s by messages: %s", rank, peers, why)
     if not any(gathered(gather, len(obstacles), "which ranks can read each other's memory")):
         return reader
-    return DistributedSource(
-        layout, rank, tensors, gather=gather, reader=reader, sent=obstacles.keys(), timeout_seconds=timeout_seconds
-    )
+    return DistributedSource(layout, rank, tensors, gather=gather, reader=reader, sent=obstacles.keys())
