@@ -84,14 +84,16 @@ def measure(given: Namespace, module: Any) -> None:
     seconds = [item.seconds for item in reports[1:]]
     extra = extra_bytes(given, lambda: engine.update_weights(source, len(reports) + 1))
     weights = engine.weights
-    verified = Verifier(weights.trace, source.layout()).verify(source, weights.destinations, version=len(reports) + 1)
+    verify_seconds = Verifier(weights.trace, source.layout()).verify(
+        source, weights.destinations, version=len(reports) + 1
+    )
     measure_bandwidth(given, source, weights)
     # Last, because what vLLM's reload leaves behind need not be where the plan writes.
     peers = {name: timed(given, lambda load=load: load(module, engine)) for name, load in PEERS.items()}
     details = {
         "seconds": report.spread(seconds),
         "first_seconds": reports[0].seconds,  # makes the plan
-        "verify_seconds": verified.seconds,
+        "verify_seconds": verify_seconds,
         "link_bytes": dict(reports[-1].link_bytes),
         "num_pieces": reports[-1].num_pieces,
         "num_buckets": reports[-1].num_buckets,

@@ -180,10 +180,10 @@ class ColocatedSide(RolloutSide):
         if self._verifier is None:
             self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
         weights = self._engine.weights
-        verified = self._verifier.verify(source, weights.destinations, version=version)
+        seconds = self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
-        return {"timing/verify": verified.seconds, "handoff/unproven_bytes": float(num_bytes)}
+        return {"timing/verify": seconds, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """The clause: compared in this handoff, the same memory, or not known."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import HandoffError, PeerFailedError
 from hybrid_rl.resharding.execute import copy_pieces
+from hybrid_rl.resharding.folders import ElsewhereError, agreed
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
 from hybrid_rl.resharding.plan import Plan, RankShare
@@ -82,6 +83,15 @@ def gathered(gather: Gather, value: Any, what: str) -> list[Any]:
         return gather(value)
     except (RuntimeError, OSError, EOFError) as error:
         raise PeerError(f"a participant is gone, or took too long, over {what}: {error}") from error
+
+
+def agree(gather: Gather, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Run an action on every participant and return the results. If it raises on one, that one raises its own error,
+    and all others PeerError, naming `what`."""
+    try:
+        return agreed(lambda value: gathered(gather, value, what), action)
+    except ElsewhereError as error:
+        raise PeerError(f"another participant failed over {what}: {error}") from None
 
 
 class Source(ABC):

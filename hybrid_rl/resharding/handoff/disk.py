@@ -21,8 +21,6 @@ from torch import Tensor
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.folders import (
     Content,
-    ElsewhereError,
-    agreed,
     put_in_place,
     read_manifest,
     replacing,
@@ -34,11 +32,10 @@ from hybrid_rl.resharding.handoff.base import (
     Delivered,
     Gather,
     Parts,
-    PeerError,
     Source,
+    agree,
     alone,
     assembled,
-    gathered,
     pull,
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
@@ -184,13 +181,10 @@ class DiskSource(Source):
 
 def _agree(gather: Gather, version: int, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every participant and return the results. Raises HandoffError on all if it fails on one."""
-    what = f"the files of policy version {version}"
     try:
-        return agreed(lambda value: gathered(gather, value, what), action)
+        return agree(gather, f"the files of policy version {version}", action)
     except HandoffError:
         raise
-    except ElsewhereError as error:
-        raise PeerError(f"another participant failed over {what}: {error}") from None
     except Exception as error:  # safetensors raises errors of its own
         raise HandoffError(f"files of policy version {version}: {type(error).__name__}: {error}") from error
 
