@@ -117,7 +117,8 @@ class _Recorder(TorchDispatchMode):
     def trace(self, optional: Collection[str]) -> Trace:
         """Return the recorded writes as a trace."""
         numbers = [i for i, name in enumerate(self._names) if self._touched(i) or name not in optional]
-        specs = tuple(_spec(self._names[i], self._tensors[i]) for i in numbers)
+        tensors = [(self._names[i], self._tensors[i]) for i in numbers]
+        specs = tuple(DestinationSpec(name, tuple(t.shape), tuple(t.stride()), t.dtype) for name, t in tensors)
         copies: list[list[int]] = []
         fills: list[tuple[list[int], float]] = []
         for index, (number, spec) in enumerate(zip(numbers, specs, strict=True)):
@@ -288,10 +289,6 @@ class _Recorder(TorchDispatchMode):
             return self._sources[self._source_of[storage][0]].name
         found = self._destinations_of.get(storage)
         return self._names[found[0]] if found else "a computed tensor"
-
-
-def _spec(name: str, tensor: Tensor) -> DestinationSpec:
-    return DestinationSpec(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

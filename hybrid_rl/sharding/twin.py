@@ -30,7 +30,9 @@ class Twin:
         self._trained = module
         self._reshard_after_forward = reshard_after_forward
         # Weights are not copied: deepcopy finds a placeholder for each (one for tied ones) in its memo.
-        memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()
+        }
         memo |= {id(buffer): buffer for buffer in module.buffers()}
         self.module: PreTrainedModel = copy.deepcopy(module, memo).eval()
         self._placeholders = dict(self.module.named_parameters(remove_duplicate=False))
@@ -80,10 +82,6 @@ class Twin:
     def _assign(self, parameters: dict[str, nn.Parameter]) -> None:
         for name, module, own in _owners(self.module, parameters):
             module._parameters[own] = parameters[name]
-
-
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
 def _owners(root: nn.Module, names: Any) -> Iterator[tuple[str, nn.Module, str]]:

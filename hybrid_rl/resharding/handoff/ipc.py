@@ -307,29 +307,21 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
     path = f"/proc/{file.pid}/fd/{file.fd}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
+                raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or has exported again")
+            return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)  # mmap keeps its own descriptor
     except OSError as error:
-        _check_limits(error, path, rank)
+        if error.errno in _LIMITS:  # a fault of this process: its peers still run, and must be informed
+            raise HandoffError(
+                f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
+            ) from error
         raise PeerError(
             f"the shards of rank {rank} cannot be opened at {path} ({error}): its process is gone, belongs to another "
             f"user, or runs in another container on {socket.gethostname()}; for that use the distributed source"
-        ) from error
-    try:
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
-            raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or has exported again")
-        return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError as error:
-        _check_limits(error, path, rank)
-        raise
-    finally:
-        os.close(fd)  # mmap keeps its own descriptor
-
-
-def _check_limits(error: OSError, path: str, rank: int) -> None:
-    """Raise HandoffError if the fault is in this process itself: its peers still run, and must be informed."""
-    if error.errno in _LIMITS:
-        raise HandoffError(
-            f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
         ) from error
 
 
