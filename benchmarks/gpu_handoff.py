@@ -84,14 +84,16 @@ def measure(given: Namespace, module: Any) -> None:
     seconds = [item.seconds for item in reports[1:]]
     extra = extra_bytes(given, lambda: engine.update_weights(source, len(reports) + 1))
     weights = engine.weights
-    verified = Verifier(weights.trace, source.layout()).verify(source, weights.destinations, version=len(reports) + 1)
+    verify_seconds = Verifier(weights.trace, source.layout()).verify(
+        source, weights.destinations, version=len(reports) + 1
+    )
     measure_bandwidth(given, source, weights)
     # Last, because what vLLM's reload leaves behind need not be where the plan writes.
     peers = {name: timed(given, lambda load=load: load(module, engine)) for name, load in PEERS.items()}
     details = {
         "seconds": report.spread(seconds),
         "first_seconds": reports[0].seconds,  # makes the plan
-        "verify_seconds": verified.seconds,
+        "verify_seconds": verify_seconds,
         "link_bytes": dict(reports[-1].link_bytes),
         "num_pieces": reports[-1].num_pieces,
         "num_buckets": reports[-1].num_buckets,
@@ -109,14 +111,11 @@ def measure(given: Namespace, module: Any) -> None:
 
 def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
     """Measure the plan by itself, beside a plain copy."""
-    from hybrid_rl.resharding.execute import name_seed
     from hybrid_rl.resharding.plan import make_plan
 
     layout = source.layout()
     plan = make_plan(weights.trace, layout, 0)
     names = [sharded.spec.name for sharded in layout.tensors]
-    sums = torch.zeros(len(names), dtype=torch.int64, device=given.device)
-    seeds = torch.tensor([name_seed(name) for name in names])
     num_bytes = 0
     for bucket in plan.buckets:
         sizes = [source.tensors[name].itemsize for name in names], [t.itemsize for t in weights.destinations]
@@ -125,16 +124,9 @@ def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
         ):
             num_bytes += int(count) * (sizes[0][taken] + sizes[1][put])
     plain = median(device.seconds_each(lambda: source.deliver(plan, weights.destinations), given, calls=3))
-    hashed = median(
-        device.seconds_each(
-            lambda: source.deliver(plan, weights.destinations, hashes=sums, seeds=seeds), given, calls=3
-        )
-    )
     copied = device.copy_bandwidth(given)
     details = {
         "seconds": plain,
-        "hashed_seconds": hashed,
-        "hashed_share": num_bytes / hashed / copied,
         "num_bytes": num_bytes,
         "num_buckets": len(plan.buckets),
         "peak_share": None if (peak := device.peaks(given.device)[1]) is None else num_bytes / plain / peak,

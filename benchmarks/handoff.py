@@ -40,8 +40,13 @@ from hybrid_rl.resharding.handoff.distributed import DistributedSource  # noqa: 
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource  # noqa: E402
 from hybrid_rl.resharding.layout import SourceLayout, named_weights  # noqa: E402
 from hybrid_rl.resharding.verify import Verifier  # noqa: E402
-from hybrid_rl.sharding.fsdp import ShardOptions, Shards, device_mesh, shard  # noqa: E402
-from hybrid_rl.sharding.shared_shards import move_to_region  # noqa: E402
+from hybrid_rl.sharding.fsdp import (  # noqa: E402
+    ShardOptions,
+    Shards,
+    device_mesh,
+    move_to_region,  # noqa: E402
+    shard,
+)
 
 NUM_RANKS = 2
 TIMEOUT = timedelta(minutes=10)

@@ -111,9 +111,21 @@ def traffic(pieces: Pieces, layout: SourceLayout, rank: int, read: Column, writt
     }
 
 
+def head_of(trace: Trace) -> str:
+    """Return everything in a trace but its tables, as JSON."""
+    return json.dumps(
+        {
+            "sources": [(s.name, s.shape, str(s.dtype)[len("torch.") :]) for s in trace.sources],
+            "destinations": [(d.name, d.shape, d.strides, str(d.dtype)[len("torch.") :]) for d in trace.destinations],
+            "untraced": trace.untraced,
+            "unused": trace.unused,
+        }
+    )
+
+
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace to an .npz file, compressed."""
-    columns: dict[str, Any] = {"head": np.frombuffer(trace.head().encode(), dtype=np.uint8)}
+    columns: dict[str, Any] = {"head": np.frombuffer(head_of(trace).encode(), dtype=np.uint8)}
     for prefix, table in (("copies", trace.copies), ("fills", trace.fills)):
         for item in fields(table):
             column = getattr(table, item.name)

@@ -36,6 +36,11 @@ from tests.engine_faults import Effect, Fault, Faults
 from tests.sleeping_region import SleepingRegion
 
 
+def layout_bytes(layout: WeightLayout) -> int:
+    """Bytes of all tensors of a layout."""
+    return sum(spec.num_bytes for spec in layout.tensors)
+
+
 class ContractModel(nn.Module):
     """The trainer's side: a language model that can be computed by hand.
 
@@ -207,15 +212,15 @@ class ContractEngine(GuardedEngine):
         if source.weight_layout() != self._layout:
             raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
         effect = self.faults.enter("update_weights")
-        num_bytes = self._layout.num_bytes
+        num_bytes = layout_bytes(self._layout)
         if effect != "ignore":
             self._scheduler.requeue_running()
             self.policy_version = -1
             if effect != "stale_weights":
                 num_bytes = self._copy(source, effect)
-            if num_bytes != self._layout.num_bytes:
+            if num_bytes != layout_bytes(self._layout):
                 raise HandoffError(
-                    f"{num_bytes} of {self._layout.num_bytes} bytes of policy version {version} were written"
+                    f"{num_bytes} of {layout_bytes(self._layout)} bytes of policy version {version} were written"
                 )
             self.policy_version = version
         if self._first is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
 
 SleepPolicy = Literal["discard", "offload"]
 

@@ -10,6 +10,7 @@ still reads: the ranks agree on every lease before any of them moves anything, a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,6 @@ from typing import Any
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.process.interrupts import deferred_interrupt
 
-Gather = Callable[[Any], list[Any]]  # from one object per rank to those of all ranks, in rank order
-
 
 @dataclass(frozen=True)
 class Resident:
@@ -29,22 +28,20 @@ class Resident:
 
     tag: its name.
     num_bytes: its size while awake.
-    sleep, wake: do the work; only the leases call them. None: it stays in memory.
-    sleep_all: replaces sleep if several residents have one owner. Those that share it and go to sleep in the same
-    transition do so in one call, which receives their tags.
+    sleep, wake: do the work; only the leases call them. None: it stays in memory. sleep receives tags: residents with
+    the same function, because they have one owner, that go to sleep in one transition do so in one call.
     after: tags that, in a transition that moves both, wake before it and go to sleep after it.
     """
 
     tag: str
     num_bytes: Callable[[], int]
-    sleep: Callable[[], None] | None = None
+    sleep: Callable[[frozenset[str]], None] | None = None
     wake: Callable[[], None] | None = None
     after: tuple[str, ...] = ()
-    sleep_all: Callable[[frozenset[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        if (self.sleep is not None) + (self.sleep_all is not None) != (self.wake is not None):
-            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither; sleep_all may replace sleep")
+        if (self.sleep is None) != (self.wake is None):
+            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither")
 
 
 @dataclass(frozen=True)
@@ -53,18 +50,7 @@ class Transition:
 
     tag: str
     awake: bool
-    num_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _RankState:
-    """One rank's state before a lease. problem: why it cannot take part, empty if it can."""
-
-    wanted: tuple[str, ...]
-    awake: tuple[str, ...]
-    residents: tuple[str, ...]
-    problem: str | None
 
 
 class Leases:
@@ -79,7 +65,7 @@ class Leases:
     def __init__(
         self,
         residents: Iterable[Resident] = (),
-        gather: Gather | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
         give_back: Callable[[], None] | None = None,
     ) -> None:
         self._residents: dict[str, Resident] = {}
@@ -88,7 +74,7 @@ class Leases:
         self._awake: set[str] = set()
         self._leased: frozenset[str] | None = None
         self._broken: str | None = None
-        self.transitions: list[Transition] = []
+        self._transitions: list[Transition] = []
         for resident in residents:
             self.add(resident)
 
@@ -109,7 +95,7 @@ class Leases:
         return frozenset(self._awake)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes in memory now, by tag; 0 for residents that sleep."""
+        """Return bytes in memory now, by tag; 0 for residents that sleep."""
         return {tag: resident.num_bytes() if tag in self._awake else 0 for tag, resident in self._residents.items()}
 
     @contextmanager
@@ -159,26 +145,31 @@ class Leases:
                 raise MemoryStateError(problem)
             return
         # A rank with a problem takes part as well, because the others would wait for it.
-        mine = _RankState(tuple(sorted(wanted)), tuple(sorted(self._awake)), tuple(self._order), problem)
-        states: list[_RankState] = self._gather(mine)
-        problems = [f"rank {rank}: {state.problem}" for rank, state in enumerate(states) if state.problem]
+        mine = {"registered": self._order, "wanted": sorted(wanted), "awake": sorted(self._awake)}
+        answers: list[tuple[str | None, dict[str, list[str]]]] = self._gather((problem, mine))
+        problems = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers) if theirs]
         if problems:
             raise MemoryStateError(f"nothing was moved in memory on any rank: {'; '.join(problems)}")
-        for field in ("residents", "wanted", "awake"):
-            values = [getattr(state, field) for state in states]
+        for what in mine:
+            values = [tuple(state[what]) for _, state in answers]
             if len(set(values)) > 1:
                 told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
                 raise MemoryStateError(
-                    f"nothing was moved in memory on any rank, because the ranks differ in what is "
-                    f"{'registered' if field == 'residents' else field}: {told}; every rank must make the same calls"
+                    f"nothing was moved in memory on any rank, because the ranks differ in what is {what}: {told}; "
+                    f"every rank must make the same calls"
                 )
 
     def _move_to(self, wanted: frozenset[str]) -> None:
         leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._residents[tag].wake]
         coming = [tag for tag in self._order if tag in wanted - self._awake]
         while leaving:
-            together = self._together(leaving)
-            self._put_to_sleep(together)
+            sleep = self._residents[leaving[0]].sleep
+            assert sleep is not None
+            together = [tag for tag in leaving if self._residents[tag].sleep == sleep]
+            what = f"sleep of {' and '.join(map(repr, together))}"
+            seconds = self._do(what, functools.partial(sleep, frozenset(together)))
+            self._awake.difference_update(together)
+            self._transitions += [Transition(tag, False, 0.0 if at else seconds) for at, tag in enumerate(together)]
             leaving = [tag for tag in leaving if tag not in together]
         if coming and self._give_back is not None:
             self._do("giving free memory back", self._give_back)
@@ -187,24 +178,7 @@ class Leases:
             assert wake is not None
             seconds = self._do(f"wake of {tag!r}", wake)
             self._awake.add(tag)
-            self._note(tag, True, seconds)
-
-    def _together(self, leaving: Sequence[str]) -> list[str]:
-        """The first of these tags and all others that go to sleep in the same call."""
-        sleep_all = self._residents[leaving[0]].sleep_all
-        if sleep_all is None:
-            return [leaving[0]]
-        return [tag for tag in leaving if self._residents[tag].sleep_all == sleep_all]
-
-    def _put_to_sleep(self, tags: Sequence[str]) -> None:
-        first = self._residents[tags[0]]
-        sleep, sleep_all = first.sleep, first.sleep_all
-        action = sleep if sleep_all is None else lambda: sleep_all(frozenset(tags))
-        assert action is not None
-        seconds = self._do(f"sleep of {' and '.join(map(repr, tags))}", action)
-        self._awake.difference_update(tags)
-        for number, tag in enumerate(tags):
-            self._note(tag, False, 0.0 if number else seconds)
+            self._transitions.append(Transition(tag, True, seconds))
 
     def _do(self, what: str, action: Callable[[], None]) -> float:
         """Carry out a part of a transition and return its seconds."""
@@ -217,17 +191,14 @@ class Leases:
             raise
         return time.perf_counter() - start
 
-    def _note(self, tag: str, awake: bool, seconds: float) -> None:
-        self.transitions.append(Transition(tag, awake, self._residents[tag].num_bytes(), seconds))
-
     def drain_transitions(self) -> list[Transition]:
         """Return the transitions since the last call, oldest first."""
-        moved, self.transitions = self.transitions, []
+        moved, self._transitions = self._transitions, []
         return moved
 
 
 def _wake_order(residents: Mapping[str, Resident]) -> list[str]:
-    """All tags, each after those in its `after`, otherwise by name: the same order on every rank."""
+    """Return all tags, each after those in its `after`, otherwise by name: the same order on every rank."""
     sorter = TopologicalSorter({tag: set(item.after) & set(residents) for tag, item in residents.items()})
     try:
         sorter.prepare()

@@ -60,7 +60,7 @@ class Region:
         return flat.view(shape)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the offset of a tensor in the file, in bytes; None if any part of it lies elsewhere, or if it has no
+        """Return the offset of a tensor in the file, in bytes; None if any part of it is elsewhere, or if it has no
         elements."""
         self._require_open("searched")
         if tensor.numel() == 0 or tensor.device.type != "cpu":

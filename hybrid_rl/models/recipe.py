@@ -45,7 +45,7 @@ class ModelRecipe:
 
     @classmethod
     def of_module(cls, module: PreTrainedModel, source: WeightSource) -> ModelRecipe:
-        """A live module whose weights are in `source` (StateSource, BlockSource)."""
+        """A live module whose weights are in `source` (StateSource, ObjectSource)."""
         conversions = loaded_conversions(module)
         return cls(
             source,

@@ -39,7 +39,7 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
         dims = len(spec.shape)
         moving = shape[0] > 1  # a dim of one element has no stride that counts
         if len(rows) > 1 or tuple(shape[0, :dims].tolist()) != spec.shape:
-            problems[spec.name] = f"lies in {len(rows)} separate ranges"
+            problems[spec.name] = f"is stored in {len(rows)} separate ranges"
         elif target.dtype != spec.dtype:
             problems[spec.name] = f"is {spec.dtype} in the trainer, {target.dtype} in the engine"
         elif not np.array_equal(copies.strides[0][moving], contiguous_strides(shape)[0][moving]):

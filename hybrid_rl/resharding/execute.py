@@ -11,8 +11,8 @@ bits: the element's bits, as a number of at most 32 bits (an element of 8 bytes 
 2n + 1). number: the index of the element in the global tensor. key: 32 pseudo-random bits. It is a universal hash
 (Carter and Wegman 1979; "multilinear" in Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
 different contents agree with a probability of at most 2^-32, and never if one element differs or two within 2^32
-neighbours were exchanged. -0.0 and the payload of a NaN count like any other bits. It is no defence against
-somebody who knows the seed.
+neighbours were exchanged. -0.0 and the payload of a NaN count like any other bits. It does not protect against
+someone who knows the seed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def copy_pieces(
         seeds: int64 [tensors]; needed with `hashes`, made by name_seed.
 
     Raises:
-        HandoffError: a piece lies outside its tensors, dtypes do not convert, or tensors are on several devices;
+        HandoffError: a piece exceeds its tensors, dtypes do not convert, or tensors are on several devices;
             nothing has been written.
     """
     read = _Tensors.of(sources, pieces.source, "source")
@@ -184,7 +184,7 @@ class _Tensors:
         return cls(what, addresses, sizes, reach, types, used)
 
     def check_reach(self, index: Column, offset: Column, strides: Column, shape: Column) -> None:
-        """Raise HandoffError if a piece lies outside its tensor's memory."""
+        """Raise HandoffError if a piece exceeds its tensor's memory."""
         span = (shape - 1) * strides
         low = offset + np.minimum(span, 0).sum(axis=1)
         high = offset + np.maximum(span, 0).sum(axis=1)

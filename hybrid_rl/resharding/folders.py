@@ -1,4 +1,4 @@
-"""Folders of tensors that are there whole or not at all: written by all ranks, with a manifest of what each file holds.
+"""Folders of tensors that are complete or absent: written by all ranks, with a manifest of what each file holds.
 
 Checkpoints and the versions of the disk handoff are such folders. A folder is written under another name and renamed
 when everything in it is on the disk.
@@ -41,7 +41,7 @@ class Content:
         return cls(path.stat().st_size, content_digest(path))
 
     def problem_of(self, path: Path, *, is_read: bool = True) -> str | None:
-        """How a file differs from what was written, in words; None if it does not. is_read: False compares sizes
+        """Describe how a file differs from what was written; None if it does not. is_read: False compares sizes
         only."""
         try:
             size = path.stat().st_size
@@ -55,7 +55,7 @@ class Content:
 
 
 class ElsewhereError(Exception):
-    """What another rank failed with."""
+    """The failure of another rank."""
 
 
 def agreed(
@@ -63,7 +63,7 @@ def agreed(
     action: Callable[[], Any],
     is_of_peer: Callable[[BaseException], bool] = lambda error: False,
 ) -> list[Any]:
-    """Run an action on every rank; its results by rank. If it raises on one rank, all raise once all are done.
+    """Run an action on every rank and return its results by rank. If one rank raises, all raise once all are done.
 
     gather: the values of all ranks, by rank. Raises this rank's own error; for another rank's ElsewhereError, or
     PeerFailedError if `is_of_peer` says there that yet another rank is the cause.
@@ -87,7 +87,7 @@ def agreed(
 def write_part(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Content]:
     """Write this rank's parts of tensors into a folder that rank 0 made, and wait until they are on the disk.
 
-    Returns the content of its file by name, nothing if it has no part. Raises CheckpointError if this rank does not see
+    Return the content of its file by name, nothing if it has no part. Raises CheckpointError if this rank does not see
     the folder, OSError, and errors of safetensors.
     """
     if not folder.is_dir():
@@ -105,7 +105,7 @@ def write_part(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[s
 @contextmanager
 def replacing(folder: Path, partial: Path, replaced: Path, *, is_leader: bool) -> Iterator[None]:
     """Write a folder as `partial` inside the block, which ends with `put_in_place`. Whatever goes wrong, nothing half
-    written stays behind, and what had the name keeps it."""
+    written remains, and a folder that had the name keeps it."""
     try:
         yield
     finally:
@@ -129,7 +129,7 @@ def put_in_place(folder: Path, partial: Path, replaced: Path) -> None:
 
 def write_manifest(folder: Path, known: Mapping[str, Content], **more: Any) -> None:
     """Write the manifest of all files in a folder. known: those that others have read, by name in the folder. more:
-    what else it tells, as JSON can hold it."""
+    further entries, of types that JSON has."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {name: asdict(known.get(name) or Content.of(path)) for name, path in found.items()}
     manifest = {**more, "files": files, "digest": _digest(files)}
@@ -137,7 +137,7 @@ def write_manifest(folder: Path, known: Mapping[str, Content], **more: Any) -> N
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Content], dict[str, Any]] | None:
-    """The contents of a folder's files by name, and all that its manifest tells; None if there is no manifest.
+    """Return the contents of a folder's files by name, and its whole manifest; None if there is no manifest.
 
     Raises ValueError if it is damaged.
     """
@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Content], dict[str, Any]] | N
     try:
         found: Any = json.loads(path.read_text())
         if found["digest"] != _digest(found["files"]):
-            raise ValueError("it does not fit its own hash")
+            raise ValueError("its content does not match its hash")
         return {name: Content(**content) for name, content in found["files"].items()}, found
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -34,10 +34,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -53,17 +50,10 @@ class WeightLayout:
             tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in sorted(named, key=lambda pair: pair[0]))
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.num_bytes for spec in self.tensors)
-
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""
-    weights: dict[str, Tensor] = dict(module.named_parameters())
-    weights.update(module.named_buffers())
-    return weights
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @dataclass(frozen=True)
@@ -112,15 +102,13 @@ class SourceLayout:
     hosts: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, named: Mapping[str, Tensor], hosts: Sequence[str], *, plain_owners: Sequence[int] | None = None
-    ) -> SourceLayout:
-        """Make the layout of tensors, sharded (DTensor) or plain, ordered by name, without communication.
+    def of(cls, named: Mapping[str, Tensor], hosts: Sequence[str]) -> SourceLayout:
+        """Make the layout of tensors, sharded (DTensor) or plain, ordered by name, without communication. All ranks
+        hold the plain ones, as FSDP2 leaves buffers.
 
-        plain_owners: the ranks that hold the unsharded tensors; by default all ranks, as FSDP2 leaves buffers.
         Raises HandoffError for a tensor whose part on some rank is not a box, or is only a summand.
         """
-        everybody = np.asarray(range(len(hosts)) if plain_owners is None else plain_owners, dtype=np.int32)
+        everybody = np.arange(len(hosts), dtype=np.int32)
         tensors = []
         for name, tensor in sorted(named.items()):
             mesh, placements = everybody, PLAIN
@@ -169,7 +157,7 @@ class SourceLayout:
         return low, high
 
     def digest(self) -> str:
-        """A short hash. Ranks with the same one plan from the same names, shapes, dtypes, cells, owners and hosts."""
+        """Return a short hash: equal if names, shapes, dtypes, cells, owners and hosts are."""
         return self._digest
 
     @cached_property

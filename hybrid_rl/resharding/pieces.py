@@ -60,7 +60,7 @@ class Cells:
         return first - self._first_cut[dim][grid], np.searchsorted(cuts, high + shift, side="left") - first
 
     def bounds(self, dim: int, grid: Column, cell: Column) -> tuple[Column, Column]:
-        """Return where cells of a dim begin and end."""
+        """Return begin and end of cells of a dim."""
         at, shift = self._first_cut[dim][grid] + cell, grid * self._span
         return self._cuts[dim][at] - shift, self._cuts[dim][at + 1] - shift
 

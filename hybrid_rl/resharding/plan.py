@@ -6,8 +6,8 @@ Every rank plans for itself without communication: a plan depends only on the tr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -61,18 +61,13 @@ class Plan:
         found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
         return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
 
-    def of_ranks(self, ranks: Collection[int]) -> Plan:
-        """Return the part of the plan that comes from these ranks; the minimum stays that of the whole."""
-        return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.source_rank in ranks))
-
     @cached_property
     def digest(self) -> str:
         """A short hash of all copies and their order."""
         found = hashlib.blake2b(f"{self.rank}".encode(), digest_size=8)
         for bucket in self.buckets:
             found.update(f"{bucket.source_rank} {len(bucket.pieces)}".encode())
-            for item in fields(bucket.pieces):
-                found.update(np.ascontiguousarray(getattr(bucket.pieces, item.name)).data)
+            found.update(bucket.pieces.content())
         return found.hexdigest()
 
 

@@ -84,7 +84,7 @@ def _contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 def _dim_of(stride: int, shape: Sequence[int], steps: Sequence[int]) -> int | None:
-    """The dim, among those with several elements, along which a stride makes whole steps inside the dim."""
+    """Return the dim, among those with several elements, along which a stride makes whole steps inside the dim."""
     for dim, step in enumerate(steps):
         if shape[dim] > 1 and step <= stride:
             return dim
@@ -94,7 +94,7 @@ def _dim_of(stride: int, shape: Sequence[int], steps: Sequence[int]) -> int | No
 def _as_box(
     low: list[int], offset: int, axes: Sequence[Axis], shape: Sequence[int], steps: Sequence[int]
 ) -> SourceBox | int:
-    """The box that the axes span from its lowest element; or the position of an axis that does not fit."""
+    """Return the box that the axes span from its lowest element; or the position of an axis that does not fit."""
     extents, ways = [1] * len(shape), [0] * len(shape)
     # Finest first: an axis of larger steps continues a finer one if both sides agree.
     for position in sorted(range(len(axes)), key=lambda p: axes[p][1]):

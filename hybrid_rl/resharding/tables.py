@@ -30,6 +30,10 @@ class Table:
         """Return the rows of an index array, a mask or a slice, as a table."""
         return type(self)(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
+    def content(self) -> bytes:
+        """Return all columns as bytes, for a digest."""
+        return b"".join(np.ascontiguousarray(getattr(self, item.name)).tobytes() for item in fields(self))
+
     @classmethod
     def join(cls: type[Rows], tables: Sequence[Rows]) -> Rows:
         """Return the rows of several tables (at least one), one after the other."""

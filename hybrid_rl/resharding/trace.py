@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -87,24 +85,3 @@ class Trace:
         """Write the constants. destinations: in the order of the trace."""
         for _, view, value in self.constants(destinations):
             view.fill_(value)
-
-    def digest(self) -> str:
-        """A short hash of everything in the trace."""
-        found = hashlib.blake2b(self.head().encode(), digest_size=8)
-        for table in (self.copies, self.fills):
-            for item in fields(table):
-                found.update(np.ascontiguousarray(getattr(table, item.name)).tobytes())
-        return found.hexdigest()
-
-    def head(self) -> str:
-        """Return everything in the trace but its tables, as JSON."""
-        return json.dumps(
-            {
-                "sources": [(s.name, s.shape, str(s.dtype)[len("torch.") :]) for s in self.sources],
-                "destinations": [
-                    (d.name, d.shape, d.strides, str(d.dtype)[len("torch.") :]) for d in self.destinations
-                ],
-                "untraced": self.untraced,
-                "unused": self.unused,
-            }
-        )

@@ -28,7 +28,7 @@ def trace_loader(
     destinations: Mapping[str, Tensor],
     optional: Collection[str] = (),
 ) -> Trace:
-    """Run a loader on views of the sources without executing it, and return what it copies where.
+    """Run a loader on views of the sources without executing it, and return its copies.
 
     load: takes (name, tensor) pairs, such as a model's `load_weights`.
     offered: views of `sources` under checkpoint names.
@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = list(sources.values())  # or a new tensor could reuse the identity of a storage
         self._writes: list[list[_Write]] = [[] for _ in self._tensors]
         self._untraced: dict[str, str] = {}
-        self._kinds: dict[Any, tuple[bool, bool]] = {}
+        self._kinds: dict[Any, tuple[list[tuple[int, str]], bool]] = {}
         for index, (name, tensor) in enumerate(sources.items()):
             if not tensor.is_meta or not tensor.is_contiguous() or tensor.storage_offset() != 0:
                 raise HandoffError(f"source {name} must be a contiguous meta tensor with a storage of its own")
@@ -98,11 +98,13 @@ class _Recorder(TorchDispatchMode):
             self._fill(args[0], _FILLS[func](args), func)
             return args[0]
         if func not in self._kinds:
-            self._kinds[func] = _writes(func), any(result.alias_info is not None for result in schema_of(func).returns)
-        is_write, is_view = self._kinds[func]
-        if is_write:
-            for tensor in _written(func, args, kwargs):
-                self._spoil(tensor, f"the loader changes it in place ({func})")
+            is_view = any(result.alias_info is not None for result in schema_of(func).returns)
+            self._kinds[func] = _written_arguments(func), is_view
+        written, is_view = self._kinds[func]
+        if written:
+            for tensor in tree_leaves([args[at] if at < len(args) else kwargs[name] for at, name in written]):
+                if isinstance(tensor, Tensor):
+                    self._spoil(tensor, f"the loader changes it in place ({func})")
             return args[0]
         if func in (aten.clone.default, aten._to_copy.default) and self._is_source(args[0]):
             return self._cast(args[0], kwargs.get("dtype") or args[0].dtype)
@@ -115,9 +117,10 @@ class _Recorder(TorchDispatchMode):
     def trace(self, optional: Collection[str]) -> Trace:
         """Return the recorded writes as a trace."""
         numbers = [i for i, name in enumerate(self._names) if self._touched(i) or name not in optional]
-        specs = tuple(_spec(self._names[i], self._tensors[i]) for i in numbers)
+        tensors = [(self._names[i], self._tensors[i]) for i in numbers]
+        specs = tuple(DestinationSpec(name, tuple(t.shape), tuple(t.stride()), t.dtype) for name, t in tensors)
         copies: list[list[int]] = []
-        fills: list[tuple[int, int, list[int], list[int], float]] = []
+        fills: list[tuple[list[int], float]] = []
         for index, (number, spec) in enumerate(zip(numbers, specs, strict=True)):
             if spec.name not in self._untraced:
                 # Kept only if all writes of the destination are made of boxes.
@@ -131,18 +134,14 @@ class _Recorder(TorchDispatchMode):
         d = MAX_DIMS
         columns = np.array(copies, dtype=np.int64).reshape(-1, 3 + 3 * d)
         lows, highs, strides = (columns[:, 3 + i * d : 3 + (i + 1) * d] for i in range(3))
+        filled = np.array([row for row, _ in fills], dtype=np.int64).reshape(-1, 2 + 2 * d)
+        values = np.array([value for _, value in fills], dtype=np.float64)
         used = set(columns[:, 0].tolist())
         return Trace(
             self._sources,
             specs,
             Copies(columns[:, 0], lows, highs, columns[:, 1], columns[:, 2], strides),
-            Fills(
-                np.array([row[0] for row in fills], dtype=np.int64),
-                np.array([row[1] for row in fills], dtype=np.int64),
-                np.array([row[2] for row in fills], dtype=np.int64).reshape(-1, d),
-                np.array([row[3] for row in fills], dtype=np.int64).reshape(-1, d),
-                np.array([row[4] for row in fills], dtype=np.float64),
-            ),
+            Fills(filled[:, 0], filled[:, 1], filled[:, 2 : 2 + d], filled[:, 2 + d :], values),
             dict(self._untraced),
             tuple(spec.name for index, spec in enumerate(self._sources) if index not in used),
         )
@@ -175,7 +174,7 @@ class _Recorder(TorchDispatchMode):
                     return f"it has more than {MAX_DIMS} dims"
                 filler = MAX_DIMS - len(axes)
                 shape, strides = [a[0] for a in axes] + [1] * filler, [a[2] for a in axes] + [0] * filler
-                fills.append((index, write.offset, shape, strides, write.value))
+                fills.append(([index, write.offset, *shape, *strides], write.value))
                 continue
             extents = self._sources[write.source].shape
             if len(extents) > MAX_DIMS:
@@ -292,10 +291,6 @@ class _Recorder(TorchDispatchMode):
         return self._names[found[0]] if found else "a computed tensor"
 
 
-def _spec(name: str, tensor: Tensor) -> DestinationSpec:
-    return DestinationSpec(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the range of elements in the storage: first, and last + 1."""
     first = int(tensor.storage_offset())
@@ -315,27 +310,14 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _writes(func: Any) -> bool:
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in schema_of(func).arguments
-    )
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found = []
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs[argument.name])
-    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, Tensor)]
-
-
-def _number(value: Any) -> float | None:
-    """Return a fill value; None for a tensor without data."""
-    return None if isinstance(value, Tensor) and value.is_meta else float(value)
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return position and name of the arguments that an operation writes."""
+    arguments = enumerate(schema_of(func).arguments)
+    return [(at, item.name) for at, item in arguments if item.alias_info is not None and item.alias_info.is_write]
 
 
 _FILLS: dict[Any, Callable[[Any], float | None]] = {
     aten.fill_.Scalar: lambda args: float(args[1]),
-    aten.fill_.Tensor: lambda args: _number(args[1]),
+    aten.fill_.Tensor: lambda args: None if args[1].is_meta else float(args[1]),
     aten.zero_.default: lambda args: 0.0,
 }

@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
-from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, alone, gathered
+from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, agree, alone, gathered
 from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.pieces import contiguous_strides
@@ -30,17 +30,7 @@ from hybrid_rl.resharding.tiling import check_tiling
 from hybrid_rl.resharding.trace import Trace
 
 Hashes = npt.NDArray[np.int64]
-_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 _LISTED = 5  # parameters named in an error
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The extent of a proof. num_bytes: re-read from this participant's engine; num_tensors: tensors compared."""
-
-    num_tensors: int
-    num_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -54,11 +44,8 @@ class _Image(Table):
     high: Column
 
     def digest(self) -> str:
-        """A short hash, equal for engines that hold the same elements in the same dtypes."""
-        found = hashlib.blake2b(digest_size=16)
-        for item in fields(self):
-            found.update(np.ascontiguousarray(getattr(self, item.name)).tobytes())
-        return found.hexdigest()
+        """Return a short hash, equal for engines that hold the same elements in the same dtypes."""
+        return hashlib.blake2b(self.content(), digest_size=16).hexdigest()
 
 
 class Verifier:
@@ -96,31 +83,20 @@ class Verifier:
         self._image_of = [None if theirs is None else numbers[theirs] for _, theirs, _ in answers]
         self._boxes: dict[int, list[HashedBoxes]] = {}
 
-    def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> Verified:
-        """Prove that every engine holds the sources' present weights. Collective.
+    def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> float:
+        """Prove that every engine holds the sources' present weights, and return the seconds. Collective.
 
         destinations: the tensors of this participant's engine, as in its trace. Raises HandoffError on every
         participant, naming the parameters, if an engine does not hold them or participants verify different versions.
         """
         start = time.perf_counter()
-        said: str | None = None
-        mine: tuple[Hashes, Hashes | None, list[str]] | None = None
-        try:
-            mine = self._sides(source.held(), destinations)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            failure = error
-        answers = gathered(self._gather, (version, said, mine), f"the content of policy version {version}")
-        if said is not None:
-            raise failure
-        for number, (theirs, problem, _) in enumerate(answers):
-            if problem is not None:
-                raise PeerError(f"participant {number} failed to verify policy version {theirs}: {problem}")
+        what = f"the content of policy version {version}"
+        answers = agree(self._gather, what, lambda: (version, self._sides(source.held(), destinations)))
+        for number, (theirs, _) in enumerate(answers):
             if theirs != version:
                 raise PeerError(f"participant {number} verifies policy version {theirs}, this one verifies {version}")
-        self._compare(version, [sides for _, _, sides in answers])
-        num_bytes = 0 if self._reading is None else _num_bytes(self._reading)
-        return Verified(len(self._names), num_bytes, time.perf_counter() - start)
+        self._compare(version, [sides for _, sides in answers])
+        return time.perf_counter() - start
 
     def _sides(
         self, held: Mapping[int, Parts], destinations: Sequence[Tensor]
@@ -157,7 +133,7 @@ class Verifier:
     # ----------------------------------------------------------------------------------------------- what to hash
 
     def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
-        """Return where the engine keeps the boxes that it takes, and their image."""
+        """Return the boxes that the engine takes, in its memory, and their image."""
         check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
         copies, parameter = trace.copies, self._layout.numbers_of(trace.sources, trace.copies.source)
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
@@ -206,10 +182,6 @@ class Verifier:
             hash_pieces(rows, tensors, DTYPES, hashes=sums, seeds=self._seeds)
             found += sums.cpu().numpy()
         return found
-
-
-def _num_bytes(boxes: HashedBoxes) -> int:
-    return int((boxes.shape.prod(axis=1) * _SIZES[boxes.dtype]).sum())
 
 
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:

@@ -23,7 +23,7 @@ from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
-from hybrid_rl.weights.sources import blocks_of
+from hybrid_rl.weights.sources import ObjectSource
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
@@ -89,7 +89,7 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
         module = setup.model
-        recipe = ModelRecipe.of_module(module, blocks_of(module, ray.cluster.put))
+        recipe = ModelRecipe.of_module(module, ObjectSource.of(module, ray.cluster.put))
         check_parameters(module, build_on_meta(recipe, module.dtype))
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))

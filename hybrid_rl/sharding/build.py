@@ -19,21 +19,19 @@ from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
-from hybrid_rl.sharding.shared_shards import move_to_region
-from hybrid_rl.tensors.transfer import move_buffers
+from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.loading import load_weights
-from hybrid_rl.weights.sources import BlockSource, WeightSource
+from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
 
 def build_model(
     model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext, *, is_trained: bool
 ) -> CausalLM:
-    """The language model of a role: a module of this process as it is, or built from a recipe, each rank reading its
-    part of the weights. is_trained: False freezes all parameters (a reference), and leaves out what only training
-    wants.
+    """Make the language model of a role: a module of this process as it is, or built from a recipe, each rank reading
+    its part of the weights. is_trained: False freezes all parameters (a reference), and leaves out what only training
+    needs.
 
-    Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
+    Collective. Raises ModelError or ConfigError if the model or an option cannot be used.
     """
     if isinstance(model, PreTrainedModel):
         module = model
@@ -53,22 +51,22 @@ def build_model(
 
 
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
-    """A model with a number per token in the place of logits: over a copy of a live module's backbone, or built from a
-    recipe of a language model, of a critic or of a reward model.
+    """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, or from
+    a recipe of a language model, of a critic or of a reward model.
 
-    Collective. Raises ModelError or ConfigError where the model or an option cannot be used.
+    Collective. Raises ModelError or ConfigError if the model or an option cannot be used.
     """
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
         return CausalLM(value_model_of(model), **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
-    if isinstance(model.source, BlockSource):
+    if isinstance(model.source, ObjectSource):
         model.source.get = context.get
     return filled(module, source, config, context, options)
 
 
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
-    """How a CausalLM of this configuration runs; what only training wants is left out of frozen models."""
+    """Return the options of a CausalLM of this configuration; frozen models get none that only training needs."""
     return {
         "attention": config.model.attention if config.rollout.is_packed else UNPACKED,
         "compile": config.model.torch_compile,
@@ -86,32 +84,26 @@ def filled(
     *,
     region: str | None = None,
 ) -> CausalLM:
-    """A module on meta, with its weights, laid over the ranks. region: tag of the memory that CPU shards are moved
-    to, where engines of other ranks read them."""
-    if isinstance(source, BlockSource):
+    """Load the weights of a module on meta, sharded over the ranks. region: tag of the memory that CPU shards are moved
+    to, so that engines of other ranks can read them."""
+    if isinstance(source, ObjectSource):
         source.get = context.get
     if context.num_ranks == 1:
         load_weights(module, source, context.device)
-        source.close()
         return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
     load_weights(module, source, shards.device)
-    if sharding.cpu_offload:
-        # Shards stay in host memory; what is computed with on the device is there.
-        for child in module.modules():
-            move_buffers(child, context.device)
-    source.close()
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, **options)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:
-    """How the configuration lays a model on these ranks. device_type: what they compute on, e.g. cuda."""
+    """Return how the configuration shards a model over these ranks. device_type: what they compute on, e.g. cuda."""
     fsdp = config.fsdp
     # Unsharded and in fp32, the gradients of 7B parameters are 28 GB beside everything else that a GPU holds. In the
-    # memory of a host they have room, and its network is the slower one.
+    # memory of a host there is room for them, and its network is slower.
     default_sync = device_type != "cpu"
     return ShardOptions(
         dp_replicate=mesh.shape["dp_replicate"],
@@ -126,7 +118,7 @@ def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> Sh
 
 @contextmanager
 def generating_model(model: CausalLM) -> Iterator[CausalLM]:
-    """What an engine decodes from, inside the block: the model itself, or a plain one over its gathered weights."""
+    """Yield the model that an engine decodes from: the model itself, or a plain one over its gathered weights."""
     if not isinstance(model, ShardedCausalLM):
         yield model
         return
@@ -137,7 +129,7 @@ def generating_model(model: CausalLM) -> Iterator[CausalLM]:
 
 
 def gathered_bytes(model: CausalLM) -> int:
-    """Bytes of the full weights that each rank gathers for generating; 0 where the trainer's own are full."""
+    """Return the bytes of full weights that each rank gathers for generating; 0 if the trainer's own are full."""
     if not isinstance(model, ShardedCausalLM):
         return 0
     shapes = (parameter.shape for parameter in model.twin.module.parameters())

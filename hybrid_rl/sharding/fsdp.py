@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How a model lies on dp_replicate x dp_shard ranks.
+    """The way a model is sharded over dp_replicate x dp_shard ranks.
 
     param_dtype: what it computes in; the shards are the masters and at least float32. reduce_dtype: in which gradients
     are summed over ranks. reshard_after_forward: free a block's gathered parameters between its forward and backward
@@ -72,9 +72,9 @@ class ShardOptions:
 
 
 def device_mesh(options: ShardOptions, device_type: str) -> DeviceMesh:
-    """The mesh of all ranks of the process group: [dp_shard], or [dp_replicate, dp_shard] with replicas.
+    """Make the mesh of all ranks of the process group: [dp_shard], or [dp_replicate, dp_shard] with replicas.
 
-    Collective. Raises ConfigError where the axes do not multiply to the number of ranks.
+    Collective. Raises ConfigError if the product of the axes is not the number of ranks.
     """
     num_ranks = dist.get_world_size()
     if options.dp_replicate * options.dp_shard != num_ranks:
@@ -91,7 +91,7 @@ def device_mesh(options: ShardOptions, device_type: str) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Shards:
-    """A module whose parameters are shards, and the plain twin of it. region: where the shards lie, if not anywhere."""
+    """A module whose parameters are shards, and its plain twin. region: their memory, if they were moved to one."""
 
     module: PreTrainedModel
     twin: Twin
@@ -101,7 +101,7 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where the shards lie: load weights to it."""
+        """The device of the shards: load weights to it."""
         return torch.device("cpu") if self.options.cpu_offload else _local_device(self.mesh)
 
 
@@ -125,16 +125,35 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     fully_shard(module, reshard_after_forward=None if options.reshard_after_forward else False, **settings)
     for unit in fsdp2.units(module):
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # a factor by a premultiplied sum, which gloo does not have
+        unit.set_force_sum_reduction_for_comms(True)  # other factors need a premultiplied sum, which gloo lacks
         fsdp2.reduce_unused(unit)
     return Shards(module, twin, mesh, options)
+
+
+@torch.no_grad()
+def move_to_region(shards: Shards, tag: str) -> Region:
+    """Move the parameter shards of a sharded model into a region, which other processes of the node can map: an engine
+    of any rank then reads them in place. Their values stay.
+
+    To be called once they hold their values and before the first forward pass: FSDP gathers from the new memory, and
+    the optimizer steps in it. Raises MemoryStateError if shards are still on meta or not in host memory.
+    """
+    params = fsdp2.parameters(shards.module)
+    wrong = [p for p in params if fsdp2.padded_shard(p).device.type != "cpu"]
+    if wrong:
+        raise MemoryStateError(f"{len(wrong)} parameter shards have no host memory, e.g. {wrong[0]!r}; load them first")
+    region = Region(tag, capacity_bytes=capacity_for(map(fsdp2.padded_shard, params)))
+    for param in params:
+        padded = fsdp2.padded_shard(param)
+        fsdp2.move_shard(param, region.allocate(tuple(padded.shape), padded.dtype).copy_(padded))
+    return region
 
 
 class ShardedCausalLM(CausalLM):
     """A CausalLM over shards. Every call is collective: all ranks make the same calls in the same order, with rows of
     any size; only while the twin is bound may they differ.
 
-    Arguments as of CausalLM. dtype is the compute dtype.
+    Same arguments as CausalLM. dtype is the compute dtype.
     """
 
     def __init__(self, shards: Shards, attention: str = "auto", **options: bool) -> None:
@@ -144,7 +163,7 @@ class ShardedCausalLM(CausalLM):
         self._device = _local_device(shards.mesh)
         self._root: Any = shards.module
         self._is_gathered = False
-        for module in self._root.modules():  # which cpu_offload leaves beside the shards
+        for module in self._root.modules():  # cpu_offload leaves buffers beside the shards
             move_buffers(module, self._device)
         super().__init__(shards.module, attention, **options)
         # Embedding and head are gathered by the root's hooks, which run around its forward method and this one.
@@ -152,7 +171,7 @@ class ShardedCausalLM(CausalLM):
         register_fsdp_forward_method(self._root, CALL)
 
     def plain_twin(self) -> CausalLM:
-        """A model over the twin, with this one's attention and head. Its weights are there while the twin is bound."""
+        """Make a model over the twin, with this one's attention and head. It has weights while the twin is bound."""
         return CausalLM(self.twin.module, self.attention.name, float32_head=self.has_float32_head)
 
     @property
@@ -166,23 +185,23 @@ class ShardedCausalLM(CausalLM):
         return self._device
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).hidden_states(token_ids, positions, attention))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).logits(hidden))
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_logprobs(row, temperature))
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_distribution(row, temperature))
 
     def row_values(self, row: PackedRow) -> Tensor:
-        """See CausalLM."""
+        """Same as CausalLM."""
         return self._gathered(lambda: super(ShardedCausalLM, self).row_values(row))
 
     def _gathered(self, call: Callable[[], Result]) -> Result:
@@ -201,13 +220,13 @@ class ShardedCausalLM(CausalLM):
         finally:
             self._is_gathered = False
         if not torch.is_grad_enabled() and not self.twin.is_bound:
-            # No backward pass comes that would free what stayed gathered, and an update would not reach it.
+            # No backward pass follows that would free what is gathered, and an update would not reach it.
             for unit in fsdp2.units(self._root):
                 unit.reshard()
         return result
 
     def set_last_micro_batch(self, is_last: bool) -> None:
-        """Whether the next backward pass is the last one of its mini-batch: see `accumulating`."""
+        """Say whether the next backward pass is the last one of its mini-batch (`accumulating`)."""
         self._root.set_requires_gradient_sync(is_last or self._sharding.sync_every_micro_batch)
         self._root.set_requires_all_reduce(is_last)  # shards that every micro-batch sums still wait for the replicas'
         self._root.set_is_last_backward(is_last)
@@ -215,7 +234,7 @@ class ShardedCausalLM(CausalLM):
             self._root.set_reshard_after_backward(is_last)
 
     def discard_gradients(self) -> None:
-        """Forget accumulated gradients, and what a forward or backward pass left behind that was broken off."""
+        """Forget accumulated gradients, and what an interrupted forward or backward pass has left."""
         fsdp2.reset(self._root)
         fsdp2.forget_gradients(self._root)
         for parameter in self._root.parameters():
@@ -223,7 +242,7 @@ class ShardedCausalLM(CausalLM):
 
     @torch.no_grad()
     def verify(self) -> float:
-        """See CausalLM: the twin is compared with the model's own forward, then this model with the twin."""
+        """Compare the twin with the model's own forward, then this model with the twin; same errors as CausalLM."""
         row = self.verify_row()
         with self.twin.bound():
             plain = self.plain_twin()
@@ -242,10 +261,11 @@ class ShardedCausalLM(CausalLM):
 
 @contextmanager
 def accumulating(model: CausalLM, *, is_last: bool) -> Iterator[None]:
-    """Forward and backward pass of one micro-batch. Its gradients stay on this rank; those of the whole mini-batch are
-    summed over ranks in the backward pass of the last one (of every one with sync_every_micro_batch).
+    """Run the forward and backward pass of one micro-batch inside the block. Its gradients stay on this rank; those of
+    the whole mini-batch are summed over ranks in the backward pass of the last one (of every one with
+    sync_every_micro_batch).
 
-    Where the block fails, the gradients of its mini-batch are discarded.
+    If the block fails, the gradients of its mini-batch are discarded.
     """
     if not isinstance(model, ShardedCausalLM):
         yield

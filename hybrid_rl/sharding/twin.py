@@ -16,7 +16,7 @@ from hybrid_rl.errors import MemoryStateError
 
 
 class Twin:
-    """A plain copy of a module's architecture without weights of its own.
+    """A plain copy of a module's architecture that has no weights.
 
     While bound, its parameters are the very tensors that FSDP gathers (the full model, in the compute dtype) and its
     buffers the trainer's. Nothing is communicated while it runs, so ranks may run it unequally often. Made before the
@@ -30,7 +30,9 @@ class Twin:
         self._trained = module
         self._reshard_after_forward = reshard_after_forward
         # Weights are not copied: deepcopy finds a placeholder for each (one for tied ones) in its memo.
-        memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in module.parameters()
+        }
         memo |= {id(buffer): buffer for buffer in module.buffers()}
         self.module: PreTrainedModel = copy.deepcopy(module, memo).eval()
         self._placeholders = dict(self.module.named_parameters(remove_duplicate=False))
@@ -40,7 +42,7 @@ class Twin:
         """Gather all parameters and give them to the twin. Collective; the trainer's module may score but not train
         until `release`.
 
-        Raises MemoryStateError where it is bound already.
+        Raises MemoryStateError if it is already bound.
         """
         if self.is_bound:
             raise MemoryStateError("the full weights are gathered already; release them before binding them again")
@@ -56,7 +58,7 @@ class Twin:
             setattr(module, own, buffers[name])
 
     def release(self) -> None:
-        """Free the full weights and keep the shards. Nothing happens where the twin is not bound."""
+        """Free the full weights and keep the shards. Does nothing if the twin is not bound."""
         if not self.is_bound:
             return
         self._assign(self._placeholders)
@@ -67,7 +69,7 @@ class Twin:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Bound inside the block; released, or left as it was where it was bound before, behind it."""
+        """Bind inside the block, and release after it; if already bound, change nothing."""
         if self.is_bound:
             yield
             return
@@ -80,10 +82,6 @@ class Twin:
     def _assign(self, parameters: dict[str, nn.Parameter]) -> None:
         for name, module, own in _owners(self.module, parameters):
             module._parameters[own] = parameters[name]
-
-
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
 def _owners(root: nn.Module, names: Any) -> Iterator[tuple[str, nn.Module, str]]:

@@ -1,7 +1,7 @@
 """Tensors that are read box by box when they are needed.
 
 transformers converts checkpoints with ordinary PyTorch operations (stack the experts, concatenate gate and up ...). Run
-on lazy tensors they give a lazy tensor, of which a rank then reads its own box: what lies outside is never read.
+on lazy tensors they give a lazy tensor, of which a rank then reads its own box, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LazyTensor:
 
     @classmethod
     def of(cls, source: WeightSource, name: str) -> LazyTensor:
-        """A tensor of a source."""
+        """Make the lazy tensor of a name in a source."""
         shape, dtype = source.spec(name)
         return cls(shape, dtype, lambda box: source.read(name, box))
 
@@ -47,11 +47,11 @@ class LazyTensor:
         raise NotLazyError(f"Tensor.{name} has no lazy form")
 
     def contiguous(self) -> LazyTensor:
-        """Itself: boxes are laid out when they are written."""
+        """Return itself: boxes are laid out when they are written."""
         return self
 
     def size(self, dim: int) -> int:
-        """The extent of a dim."""
+        """Return the extent of a dim."""
         return self.shape[dim]
 
 

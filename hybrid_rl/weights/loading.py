@@ -1,4 +1,4 @@
-"""Filling a module: every rank reads only what it keeps."""
+"""Loading of weights into a module: every rank reads only what it keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.weights.lazy import LazyTensor
 from hybrid_rl.weights.names import Match, match, own_classes
-from hybrid_rl.weights.sources import WeightSource
+from hybrid_rl.weights.sources import WeightSource, names_of_each
 
 
 @torch.no_grad()
@@ -45,8 +45,8 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
 def lazy_weights(
     module: PreTrainedModel, source: WeightSource, *, optional: frozenset[str] = frozenset()
 ) -> dict[str, LazyTensor]:
-    """What a source has for a module, a tied tensor once, under its first name that the source has. optional: names of
-    parameters that it need not have.
+    """Return the tensors of a source for a module, a tied one once, under its first name that the source has. optional:
+    names of parameters that it need not have.
 
     Raises ModelError if other tensors are missing, left over, or of another shape.
     """
@@ -57,13 +57,11 @@ def lazy_weights(
 def _checked(
     module: PreTrainedModel, found: Match, source: WeightSource, optional: frozenset[str]
 ) -> dict[str, LazyTensor]:
-    """The lazy tensor of every tensor of the module, a tied one once, under its first name that the source has."""
+    """Return the lazy tensor of every tensor of the module, a tied one once, under its first name in the source."""
     state = module.state_dict(keep_vars=True)
-    groups: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        groups.setdefault(id(tensor), []).append(name)
+    groups = names_of_each(state)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    missing = {names[0] for names in groups.values() if not any(name in found.tensors for name in names)}
+    missing = {names[0] for names in groups if not any(name in found.tensors for name in names)}
     relevant, unexpected = relevant_keys(module, missing, found.unexpected)
     # A missing buffer that the class allows for keeps the value that code gave it; a parameter has no such value.
     missing = (relevant | (missing & parameters)) - optional
@@ -76,7 +74,7 @@ def _checked(
     _refuse(source, "mismatched keys", mismatched, "these weights would start random")
     _refuse(source, "unexpected keys", unexpected, "these weights would be ignored")
     chosen = {}
-    for names in groups.values():
+    for names in groups:
         stored = [name for name in names if name in found.tensors]
         if stored:
             chosen[stored[0]] = found.tensors[stored[0]]
@@ -94,7 +92,7 @@ def _refuse(source: WeightSource, what: str, names: set[str], consequence: str) 
 
 
 def _refuse_untied(state: dict[str, Tensor], found: Match, names: list[str], source: WeightSource) -> None:
-    """Names of one tied tensor that are stored more than once must hold the same values."""
+    """Raise ModelError if a tied tensor is stored under several names with different values."""
     for other in names[1:]:
         box = local_box(state[other])
         if any(part.start >= part.stop for part in box):
@@ -109,14 +107,13 @@ def _refuse_untied(state: dict[str, Tensor], found: Match, names: list[str], sou
 def _materialise(module: nn.Module, device: torch.device) -> None:
     """Give memory to what is on meta and move the rest, keeping ties (which PyTorch's `to_empty` breaks)."""
     state = module.state_dict(keep_vars=True)
-    first: dict[int, str] = {}
-    tied = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    tied = {name: names[0] for names in names_of_each(state) for name in names[1:]}
 
     def give_memory(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     apply_to_tensors(module, give_memory)
     for name, source in tied.items():
-        if name != source and isinstance(state[name], nn.Parameter):
+        if isinstance(state[name], nn.Parameter):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, module.get_parameter(source))

@@ -1,6 +1,6 @@
-"""Checkpoint names against module names, by transformers' own conversion mappings.
+"""Translation between checkpoint names and module names, by transformers' own conversion mappings.
 
-A checkpoint may call a tensor otherwise than the module does, or hold in parts what the module has fused (experts).
+A checkpoint may name a tensor differently from the module, or hold in parts what the module has fused (experts).
 transformers says how, as renamings and converters; here they are applied to names and lazy tensors instead of to a
 whole state dict.
 """
@@ -37,15 +37,15 @@ Transform = WeightRenaming | WeightConverter
 
 @dataclass
 class Conversion:
-    """Tensors that transformers converts together. name: the first of the results; parts: (pattern, name) of what goes
-    in; transform: unused, each conversion works on a copy."""
+    """Tensors that transformers converts together. name: the first of the results; parts: (pattern, name) of the
+    inputs; transform: unused, each conversion works on a copy."""
 
     name: str
     transform: Transform
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self, module: PreTrainedModel, tensor_of: Callable[[str], Any]) -> dict[str, Any]:
-        """The results by name. tensor_of: gives the tensor of a name that goes in."""
+        """Return the results by name. tensor_of: returns the tensor of an input name."""
         transform = deepcopy(self.transform)
         for pattern, name in self.parts:
             transform.add_tensor(self.name, name, pattern, tensor_of(name))
@@ -55,8 +55,8 @@ class Conversion:
 
 @dataclass
 class Match:
-    """What a source has for a module: a lazy tensor per name of the state dict, and source names that it has no place
-    for. conversions: those of transformers that were used, which saving reverts."""
+    """The tensors of a source for a module: a lazy tensor per name of the state dict, and source names that fit no
+    tensor of the module. conversions: those of transformers that were used, which saving reverts."""
 
     tensors: dict[str, LazyTensor]
     unexpected: set[str]
@@ -65,8 +65,8 @@ class Match:
 
 @contextlib.contextmanager
 def own_classes(module: PreTrainedModel) -> Iterator[None]:
-    """Inside, modules have their own classes: fully_shard puts a class FSDP<name> over each, and transformers finds
-    mappings, tied weights and code by class."""
+    """Give modules their own classes inside the block: fully_shard puts a class FSDP<name> over each, and transformers
+    finds mappings, tied weights and code by class."""
     covered = [(m, type(m)) for m in module.modules() if isinstance(m, FSDPModule)]
     for found, cls in covered:
         found.__class__ = next(  # type: ignore[assignment]
@@ -94,7 +94,7 @@ def match(module: PreTrainedModel, source: WeightSource) -> Match:
 
 
 def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> list[Conversion]:
-    """How tensors with these module names become those of a checkpoint: as the model was loaded, else as its family is
+    """Return the conversions from these module names to a checkpoint: as the model was loaded, else as its family is
     saved."""
     transforms = loaded_conversions(module)
     if transforms is None:
@@ -116,7 +116,7 @@ def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> lis
 def _conversions_to_module(
     module: PreTrainedModel, transforms: list[Any], names: Sequence[str]
 ) -> tuple[list[Conversion], set[str]]:
-    """The conversions that give the module's tensors, and names that fit nowhere; in the order and by the rules of
+    """Return the conversions to the module's tensors, and names that fit none; in the order and by the rules of
     transformers' own loading."""
     state = module.state_dict()
     renamings, converters, by_pattern = _split(transforms)
@@ -167,8 +167,8 @@ def _lazy_results(module: PreTrainedModel, conversion: Conversion, source: Weigh
 
 
 def _whole_results(module: PreTrainedModel, conversion: Conversion, source: WeightSource) -> dict[str, LazyTensor]:
-    """Results of an operation that has no lazy form: its parts are read in full, whenever a box of a result is asked
-    for."""
+    """Return results of an operation without a lazy form: its parts are read in full whenever a box of a result is
+    read."""
 
     def empty(name: str) -> Tensor:
         shape, dtype = source.spec(name)

@@ -1,9 +1,8 @@
-"""Where weights come from: tensors by name, of which any box can be read by itself."""
+"""Sources of weights: tensors by name, of which any box can be read by itself."""
 
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +18,11 @@ from hybrid_rl.compat.transformers import cached_file_or_none, str_to_torch_dtyp
 from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.boxes import Box
 
-BLOCK_BYTES = 64 * 2**20  # small tensors travel together in blocks of about this size
-
 
 class WeightSource(ABC):
     """Named tensors. Names are those of a checkpoint, or, without uses_checkpoint_names, the module's own.
 
-    label: how errors call it. num_bytes_read: what `read` has given out so far.
+    label: its name in errors. num_bytes_read: what `read` has returned so far.
     """
 
     uses_checkpoint_names = False
@@ -34,23 +31,23 @@ class WeightSource(ABC):
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     @abstractmethod
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a tensor."""
+        """Return shape and dtype of a tensor."""
 
     @abstractmethod
     def _read(self, name: str, box: Box) -> Tensor: ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """This box of a tensor, on the CPU, in its own dtype. Only to be read: it may be the source's own memory."""
+        """Return a box of a tensor, on the CPU, in its own dtype, only to be read: it may be the source's memory."""
         found = self._read(name, box)
         self.num_bytes_read += found.numel() * found.element_size()
         return found
 
     def close(self) -> None:  # noqa: B027
-        """Release files and blocks, if it holds any; the next `read` opens them again."""
+        """Release files, if any are open; the next `read` opens them again."""
 
 
 class FolderSource(WeightSource):
@@ -85,7 +82,7 @@ class FolderSource(WeightSource):
         self._files = None
 
     def _opened(self) -> dict[str, Any]:
-        """The open file of every tensor."""
+        """Return the open file of every tensor."""
         if self._files is None:
             try:
                 self._files = self._open()
@@ -143,78 +140,53 @@ class StateSource(WeightSource):
         return self._tensors[name].detach()[box]
 
 
-class BlockSource(WeightSource):
-    """Tensors by module name inside blocks of bytes that lie elsewhere, such as in a shared object store.
+class ObjectSource(WeightSource):
+    """Tensors by module name, each an object of a store that several processes share.
 
-    places: name -> (block, offset in bytes, shape, dtype); blocks: handles, which `get` turns into uint8 arrays. `get`
-    is set by the process that reads: it does not travel.
+    stored: name -> (handle, shape, dtype). `get` turns a handle into the tensor's bytes, a uint8 array; it is set by
+    the process that reads, because it does not travel.
     """
 
-    def __init__(
-        self, places: Mapping[str, tuple[int, int, tuple[int, ...], torch.dtype]], blocks: Sequence[Any]
-    ) -> None:
-        self._places = places
-        self._blocks = blocks
+    def __init__(self, stored: Mapping[str, tuple[Any, tuple[int, ...], torch.dtype]]) -> None:
+        self._stored = stored
         self.get: Callable[[Any], np.ndarray] | None = None
-        self._open: tuple[int, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, put: Callable[[np.ndarray], Any]) -> ObjectSource:
+        """Store a live module's tensors, each as a uint8 array. put: returns an array's handle, such as ray.put."""
+        stored = {}
+        for name, tensor in named_state(module).items():
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            stored[name] = put(data), tuple(tensor.shape), tensor.dtype
+        return cls(stored)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockSource, (self._places, self._blocks)
+        return ObjectSource, (self._stored,)
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return list(self._stored)
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        return self._places[name][2:]
+        return self._stored[name][1:]
 
     def _read(self, name: str, box: Box) -> Tensor:
-        block, offset, shape, dtype = self._places[name]
-        if self._open is None or self._open[0] != block:
-            if self.get is None:
-                raise ModelError("weights lie in blocks: set `get` of the BlockSource to what fetches a block")
-            self._open = (block, self.get(self._blocks[block]))
-        num_bytes = math.prod(shape) * dtype.itemsize
-        # numpy has no bfloat16: the slice is taken on integers of the same size.
-        integers = self._open[1][offset : offset + num_bytes].view(f"u{dtype.itemsize}").reshape(shape)
+        handle, shape, dtype = self._stored[name]
+        if self.get is None:
+            raise ModelError("weights are in a store: set `get` of the ObjectSource to what fetches an object")
+        # numpy has no bfloat16: the box is taken from integers of the same size.
+        integers = self.get(handle).view(f"u{dtype.itemsize}").reshape(shape)
         return torch.from_numpy(np.array(integers[box])).view(dtype)
-
-    def close(self) -> None:
-        self._open = None
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by module name, a tied tensor once."""
-    kept = module.state_dict(keep_vars=True)
-    unique: dict[int, str] = {}
-    for name, tensor in kept.items():
-        unique.setdefault(id(tensor), name)
-    return {name: kept[name] for name in unique.values()}
+    """Return parameters and persistent buffers by module name, a tied tensor once."""
+    state = module.state_dict(keep_vars=True)
+    return {names[0]: state[names[0]] for names in names_of_each(state)}
 
 
-def blocks_of(module: nn.Module, put: Callable[[np.ndarray], Any], block_bytes: int = BLOCK_BYTES) -> BlockSource:
-    """A live module's tensors, put block by block (uint8 arrays) through `put`, such as ray.put.
-
-    Larger tensors are put from where they lie; runs of smaller ones are copied into one block of at most block_bytes.
-    """
-    places: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
-    handles: list[Any] = []
-    pending: list[np.ndarray] = []
-
-    def flush() -> None:
-        if pending:
-            handles.append(put(np.concatenate(pending) if len(pending) > 1 else pending[0]))
-            pending.clear()
-
-    for name, tensor in named_state(module).items():
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        used = sum(block.size for block in pending)
-        if pending and used + data.size > block_bytes:
-            flush()
-            used = 0
-        # Offsets are multiples of 8, so that a block can be seen as integers of any size.
-        places[name] = (len(handles), used, tuple(tensor.shape), tensor.dtype)
-        pending.append(data)
-        if data.size % 8:
-            pending.append(np.zeros(8 - data.size % 8, dtype=np.uint8))
-    flush()
-    return BlockSource(places, handles)
+def names_of_each(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor, in order; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())

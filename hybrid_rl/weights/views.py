@@ -1,8 +1,8 @@
 """A checkpoint of a module as views of the module's own tensors.
 
-A checkpoint may call a tensor otherwise than the module does, or hold in parts what the module has fused. Here
-transformers' conversion to a checkpoint runs on meta tensors: what comes out says which part of which tensor of the
-module each tensor of the checkpoint is, without any weight being read.
+A checkpoint may name a tensor differently from the module, or hold in parts what the module has fused. Here
+transformers' conversion to a checkpoint runs on meta tensors. Its results show which part of which tensor of the module
+each tensor of the checkpoint is, and no weight is read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
 from hybrid_rl.compat.transformers import keys_not_saved
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
+from hybrid_rl.weights.sources import names_of_each
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class CheckpointViews:
 
 
 def checkpoint_views(module: PreTrainedModel) -> CheckpointViews:
-    """The parameters and persistent buffers of a module, plain, sharded or on meta, as views by checkpoint name."""
+    """Return parameters and persistent buffers of a module, plain, sharded or on meta, as views by checkpoint name."""
     with own_classes(module):
         tensors, aliases = _global_tensors(module)
         conversions = checkpoint_conversions(module, list(tensors))
@@ -58,7 +59,7 @@ def checkpoint_views(module: PreTrainedModel) -> CheckpointViews:
 
 
 class _KeepStorage(TorchDispatchMode):
-    """`contiguous` and `clone` give the tensor itself: how it is laid out in memory is of no interest here."""
+    """Mode in which `contiguous` and `clone` return the tensor itself: its memory layout does not matter here."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -69,7 +70,7 @@ class _KeepStorage(TorchDispatchMode):
 def _run(
     module: PreTrainedModel, conversion: Conversion, tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The results of a conversion, or why it has none on tensors that are not laid out again."""
+    """Return the results of a conversion, or why it fails if `contiguous` copies nothing."""
     try:
         with torch.no_grad(), _KeepStorage():
             return conversion.run(module, tensors.__getitem__), None
@@ -78,18 +79,13 @@ def _run(
 
 
 def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Meta tensors of the global shapes, by the name under which a checkpoint holds them; and other names of them."""
+    """Return meta tensors of the global shapes, by their name in a checkpoint; and tied ones by their other names."""
     tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
     ignored = keys_not_saved(module)
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in ignored}
     found: dict[str, Tensor] = {}
-    by_identity: dict[int, Tensor] = {}
     aliases: dict[str, Tensor] = {}
-    for name in sorted(state, key=lambda name: name in tied):
-        tensor = state[name]
-        if id(tensor) in by_identity:
-            aliases[name] = by_identity[id(tensor)]
-            continue
-        by_identity[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        found[name] = by_identity[id(tensor)]
+    for name, *others in names_of_each({name: state[name] for name in sorted(state, key=lambda name: name in tied)}):
+        found[name] = torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
+        aliases |= dict.fromkeys(others, found[name])
     return found, aliases

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.memory import Leases, measure
+from hybrid_rl.memory.leases import Leases
+from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
 

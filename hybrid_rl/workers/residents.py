@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
@@ -40,7 +40,7 @@ def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
         return Resident(ENGINE_WEIGHTS, lambda: 0)
     twin = model.twin
 
-    def sleep() -> None:
+    def sleep(tags: frozenset[str]) -> None:
         client.at_rest().sleep({WEIGHTS})
         twin.release()
 
@@ -61,7 +61,7 @@ def kv_cache_resident(client: EngineClient) -> Resident:
     return Resident(
         KV_CACHE,
         lambda: client.engine.kv_cache_bytes,
-        sleep=lambda: client.at_rest().sleep({KV_CACHE}),
+        sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
     )

@@ -15,7 +15,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import ModelError
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.heads.classifier import (
     VERIFY_SEQUENCES,

@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights

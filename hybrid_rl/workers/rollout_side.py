@@ -17,7 +17,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.memory import Resident
+from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
@@ -154,7 +154,7 @@ class ColocatedSide(RolloutSide):
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
-            return replace(resident, wake=wake, sleep_all=self._sleep, after=after)
+            return replace(resident, sleep=self._sleep, wake=wake, after=after)
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 
@@ -180,10 +180,10 @@ class ColocatedSide(RolloutSide):
         if self._verifier is None:
             self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
         weights = self._engine.weights
-        verified = self._verifier.verify(source, weights.destinations, version=version)
+        seconds = self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
-        return {"timing/verify": verified.seconds, "handoff/unproven_bytes": float(num_bytes)}
+        return {"timing/verify": seconds, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """The clause: compared in this handoff, the same memory, or not known."""

@@ -22,7 +22,7 @@ from hybrid_rl.models.saving import save_weights
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.plan import Plan
-from hybrid_rl.weights.sources import blocks_of
+from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
 from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
@@ -163,7 +163,7 @@ def compare(mine: dict[str, Tensor], theirs: dict[str, Tensor], exact: float) ->
 def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
     save_weights(policy_with_head(torch.float64), tmp_path / "critic", torch.float64)
     policy = grpo_case.build_model(torch.float64)
-    recipe = ModelRecipe.of_module(policy, blocks_of(policy, lambda block: block))
+    recipe = ModelRecipe.of_module(policy, ObjectSource.of(policy, lambda data: data))
     results = run_ranks(on_ranks, 2, tmp_path, recipe)
 
     here = RankContext(device=torch.device("cpu"))

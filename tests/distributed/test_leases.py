@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory import Leases, Resident
+from hybrid_rl.memory.leases import Leases, Resident
 from tests.distributed.ranks import run_ranks
 from tests.engine_faults import Fault
 from tests.sleeping_region import SleepingRegion
@@ -44,7 +44,7 @@ class Rank:
             told = f"{tag} of {self.all_of(tag)}" if collective else tag
             self.log.append(f"wake {told}")
 
-        return Resident(tag, lambda: 10, lambda: self.log.append(f"sleep {tag}"), wake, after)
+        return Resident(tag, lambda: 10, lambda tags: self.log.append(f"sleep {tag}"), wake, after)
 
     def attempt(self, leases: Leases, *tags: str) -> str:
         """Take a lease: "held", or the error's text."""
@@ -105,7 +105,7 @@ def engines(mine: Rank) -> Any:
         return Resident(
             tag,
             lambda: region.num_bytes,
-            lambda: engine.sleep({tag}),
+            lambda tags: engine.sleep(tags),
             lambda: engine.wake({tag}),
             after,
         )

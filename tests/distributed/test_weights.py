@@ -17,7 +17,7 @@ from hybrid_rl.models.saving import save_weights
 from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.tensors.boxes import Box, local_box, local_tensor
 from hybrid_rl.weights.loading import load_weights
-from hybrid_rl.weights.sources import FolderSource, blocks_of
+from hybrid_rl.weights.sources import FolderSource, ObjectSource
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.checkpoints import NAMES, build_stored, everything
 
@@ -106,19 +106,19 @@ def test_ranks_read_their_parts_and_write_the_whole(
 # ------------------------------------------------------------------------------------------------------ live modules
 
 
-def load_blocks(rank: int, num_ranks: int, recipe: ModelRecipe, whole: dict[str, torch.Tensor]) -> None:
-    recipe.source.get = lambda block: block  # type: ignore[attr-defined]
+def load_objects(rank: int, num_ranks: int, recipe: ModelRecipe, whole: dict[str, torch.Tensor]) -> None:
+    recipe.source.get = lambda data: data  # type: ignore[attr-defined]
     module = sharded(recipe, torch.float32, num_ranks)
     check_parts(module, whole)
     assert not module.get_input_embeddings().weight.requires_grad
 
 
-def test_a_live_module_travels_in_blocks() -> None:
+def test_a_live_module_travels_through_a_store() -> None:
     module = build_stored("qwen3 moe")
     module.get_input_embeddings().weight.requires_grad_(False)
-    source = blocks_of(module, lambda block: block.copy(), block_bytes=5000)
+    source = ObjectSource.of(module, lambda data: data.copy())
     whole = {name: tensor.detach() for name, tensor in everything(module).items()}
-    run_ranks(load_blocks, 2, ModelRecipe.of_module(module, source), whole)
+    run_ranks(load_objects, 2, ModelRecipe.of_module(module, source), whole)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

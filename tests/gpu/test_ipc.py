@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hybrid_rl.controller.ranks import object_gather
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
+from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
-from hybrid_rl.resharding.handoff.links import MixedSource, connect
+from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.plan import make_plan
 from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import run_ranks
@@ -160,7 +161,7 @@ def shares_expandable_segments(rank, num_ranks):
     layout = layout_of(tensors, num_ranks)
     shards, _ = placed(shards_of(layout, tensors, rank), device)
     source = connect(layout, rank, shards, device=device, gather=gather)
-    assert type(source) is MixedSource
+    assert type(source) is DistributedSource
     obstacle = IpcExport(layout, rank, shards).exported.obstacle
     source.close()
     return obstacle

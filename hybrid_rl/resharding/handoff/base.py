@@ -1,10 +1,10 @@
-"""The interface of all sources of weights, whatever lies between trainer and engine."""
+"""The interface of all sources of weights, whatever connects trainer and engine."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import HandoffError, PeerFailedError
 from hybrid_rl.resharding.execute import copy_pieces
+from hybrid_rl.resharding.folders import ElsewhereError, agreed
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
 from hybrid_rl.resharding.plan import Plan, RankShare
@@ -68,7 +69,7 @@ class HandoffReport(Delivered):
 
 
 def alone(value: Any) -> list[Any]:
-    """The `Gather` of a single participant."""
+    """Gather the value of a single participant."""
     return [value]
 
 
@@ -77,42 +78,48 @@ class PeerError(HandoffError, PeerFailedError):
 
 
 def gathered(gather: Gather, value: Any, what: str) -> list[Any]:
-    """Return `gather(value)`. Raises PeerError, naming `what`, if the process group or channel behind it fails."""
+    """Return `gather(value)`. Raises PeerError, naming `what`, if its process group or channel fails."""
     try:
         return gather(value)
     except (RuntimeError, OSError, EOFError) as error:
         raise PeerError(f"a participant is gone, or took too long, over {what}: {error}") from error
 
 
+def agree(gather: Gather, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Run an action on every participant and return the results. If it raises on one, that one raises its own error,
+    and all others PeerError, naming `what`."""
+    try:
+        return agreed(lambda value: gathered(gather, value, what), action)
+    except ElsewhereError as error:
+        raise PeerError(f"another participant failed over {what}: {error}") from None
+
+
 class Source(ABC):
     """Weights that an engine can take.
 
     A handoff is `with source.opened(version): source.deliver(plan, destinations)` in every participant: all trainer
-    ranks and, if an engine lives in a process of its own, that one.
+    ranks and, if an engine has its own process, that one.
     """
 
     _layout: SourceLayout
-    _gather: Gather = staticmethod(alone)
+    gather: Gather = staticmethod(alone)  # the values of all participants; all must call it
     _last_version = -1
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     def layout(self) -> SourceLayout:
-        """Names and shapes of the weights, in the order by which plans number them, and the ranks of their parts."""
+        """Return the weights, in the order by which plans number them, and the ranks of their parts."""
         return self._layout
 
     @abstractmethod
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Execute this rank's plan: write the engine's tensors, numbered as in the plan.
 
-        hashes, seeds: as in copy_pieces; what is read is hashed on the way. Raises HandoffError if that is impossible
-        or a peer fails; the content of the engine is then undefined.
+        Raises HandoffError if that is impossible or a peer fails; the content of the engine is then undefined.
         """
 
     @abstractmethod
     def full(self, name: str) -> Tensor:
-        """Return a whole global tensor, for layers that an engine has to load by its own path. Collective if the
+        """Return a whole global tensor, for layers that an engine has to load by itself. Collective if the
         source sends messages."""
 
     @abstractmethod
@@ -122,10 +129,6 @@ class Source(ABC):
     def close(self) -> None:
         """Release what was mapped or allocated; idempotent."""
         return
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all participants; all must call it."""
-        return self._gather(value)
 
     def weight_layout(self) -> WeightLayout:
         """Return names, shapes and dtypes, ordered by name."""
@@ -151,13 +154,13 @@ class Source(ABC):
         failure: Exception | None = None
         try:
             self.prepare(version)
-            synchronise(self.waits_for)  # the shards must be written before anybody reads them
+            synchronise(self.waits_for)  # the shards must be written before anyone reads them
         except Exception as error:
             failure = error
         self._meet("begin", version, self.layout().digest(), failure)
         try:
             yield
-            synchronise(self.waits_for)  # they must be read before anybody writes them again
+            synchronise(self.waits_for)  # they must be read before anyone writes them again
         except PeerError:
             raise  # the others are gone and cannot be informed
         except BaseException as error:
@@ -202,11 +205,6 @@ def _words(answer: tuple[Any, ...]) -> str:
     return f"{stage} of policy version {version}" + (f" with layout {digest}" if digest else "")
 
 
-def read_bytes(share: RankShare, parts: Parts) -> int:
-    """Count the bytes that a share of a plan reads, in the dtypes of the parts."""
-    return _bytes_of(share.pieces.source, share, parts)
-
-
 def written_bytes(share: RankShare, destinations: Parts) -> int:
     """Count the bytes that a share of a plan writes, in the dtypes of the engine's tensors."""
     return _bytes_of(share.pieces.destination, share, destinations)
@@ -218,27 +216,31 @@ def _bytes_of(index: Column, share: RankShare, tensors: Parts) -> int:
 
 
 def pull(
-    plan: Plan,
+    plan: Plan, parts: Callable[[int], Parts], destinations: Sequence[Tensor], link: Callable[[int], str]
+) -> Delivered:
+    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
+    return Delivered.of(plan, destinations, *copy_shares(plan.shares, parts, destinations, link))
+
+
+def copy_shares(
+    shares: Iterable[RankShare],
     parts: Callable[[int], Parts],
     destinations: Sequence[Tensor],
     link: Callable[[int], str],
-    hashes: Tensor | None,
-    seeds: Tensor | None,
-) -> Delivered:
-    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
+) -> tuple[Counter[str], int, int]:
+    """Copy shares of a plan in place. Return bytes by link, the number of launches, and the most bytes staged at a
+    time."""
     link_bytes: Counter[str] = Counter()
     num_launches = staging_bytes = 0
-    for share in plan.shares:
+    for share in shares:
         held = parts(share.source_rank)
-        launches, staged = copy_share(share, held, destinations, hashes, seeds)
+        launches, staged = copy_share(share, held, destinations)
         num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
-        link_bytes[link(share.source_rank)] += read_bytes(share, held)
-    return Delivered.of(plan, destinations, link_bytes, num_launches, staging_bytes)
+        link_bytes[link(share.source_rank)] += _bytes_of(share.pieces.source, share, held)
+    return link_bytes, num_launches, staging_bytes
 
 
-def copy_share(
-    share: RankShare, held: Parts, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
-) -> tuple[int, int]:
+def copy_share(share: RankShare, held: Parts, destinations: Sequence[Tensor]) -> tuple[int, int]:
     """Copy everything from one rank whose parts this process can read, in one launch on the device of the engine's
     tensors, whatever the dtypes and strides.
 
@@ -252,14 +254,14 @@ def copy_share(
     staging_bytes = 0
     for pieces in groups:
         if not _crosses(pieces, held, destinations):
-            copy_pieces(pieces, held, destinations, hashes=hashes, seeds=seeds)
+            copy_pieces(pieces, held, destinations)
             continue
         source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
         assert source is not None
         message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
         staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
         message.pack(held, staging)
-        message.unpack(staging.to(target.device), destinations, hashes, seeds)
+        message.unpack(staging.to(target.device), destinations)
         staging_bytes = max(staging_bytes, 2 * message.num_bytes)
     return len(groups), staging_bytes
 
@@ -283,11 +285,6 @@ def by_device(pieces: Pieces, sources: Parts, destinations: Sequence[Tensor]) ->
     pairs = np.array([devices[d] for d in froms])[row.ravel()] * len(devices)
     pairs += np.array([devices[d] for d in tos])[column.ravel()]
     return [pieces.select(np.flatnonzero(pairs == pair)) for pair in np.unique(pairs)]
-
-
-def link_between(hosts: Sequence[str], rank: int | None, host: str) -> Callable[[int], str]:
-    """Return a function from a source rank to its link to `rank` on `host`; None: a process that is not a rank."""
-    return lambda source: LOCAL if source == rank else HOST if hosts[source] == host else REMOTE
 
 
 def number_of(layout: SourceLayout, name: str) -> int:

@@ -1,7 +1,7 @@
 """Handoff through files, to engines that share nothing with the trainer but a folder.
 
-A version is a folder of its own (`resharding/folders.py`): every rank writes its shards, and the version is there whole
-or not at all.
+Each version has a folder (`resharding/folders.py`), to which every rank writes its shards; a version is complete or
+absent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch import Tensor
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.folders import (
     Content,
-    ElsewhereError,
-    agreed,
     put_in_place,
     read_manifest,
     replacing,
@@ -34,11 +32,10 @@ from hybrid_rl.resharding.handoff.base import (
     Delivered,
     Gather,
     Parts,
-    PeerError,
     Source,
+    agree,
     alone,
     assembled,
-    gathered,
     pull,
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
@@ -53,20 +50,21 @@ _PARTIAL = ".partial"  # suffix of unfinished or replaced versions
 
 
 def version_folder(root: Path, version: int) -> Path:
-    """Where a version lies."""
+    """Return the folder of a version."""
     return root / f"{_PREFIX}{version:08d}"
 
 
 def write_version(
     root: Path, version: int, tensors: Mapping[str, Tensor], *, rank: int = 0, gather: Gather = alone, keep: int = 1
 ) -> Path:
-    """Write the weights of a policy version, plain or sharded, by name; its folder. Collective; each rank its own part.
+    """Write the weights of a policy version, plain or sharded, by name; return its folder. Collective; each rank writes
+    its own part.
 
     keep: how many versions stay, the new one and those below it; 0: all. One training run at a time writes to a folder,
-    and its versions rise: a version above the new one is left over from another run and is removed, the same one is
+    and its versions rise: a version above the new one is left over from another run and is removed; the same version is
     replaced. A reader of what is replaced or removed gets an error, never parts of both.
 
-    Raises HandoffError on every rank where one cannot write; what was there before is then there still, and no more.
+    Raises HandoffError on every rank if one cannot write; the folder then holds what it held before.
     """
     folder = version_folder(root, version)
     partial, replaced = (root / f".{folder.name}{kind}{_PARTIAL}" for kind in ("", ".replaced"))
@@ -99,11 +97,11 @@ def write_version(
 
 
 class DiskSource(Source):
-    """The weights of one version, read from its folder where a plan wants them. Its layout's ranks are the files.
+    """The weights of one version, of which a plan's parts are read from its folder. Its layout's ranks are the files.
 
     reader, num_readers: which of the readers that share the work of checking hashes this is. gather: over all readers.
 
-    Raises HandoffError on every reader where the version is not there, or where its files are not what was written.
+    Raises HandoffError on every reader if the version is missing, or its files differ from what was written.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class DiskSource(Source):
         device: torch.device | str = "cpu",
     ) -> None:
         self._folder = version_folder(root, version)
-        self._version, self._reader, self._num_readers, self._gather = version, reader, num_readers, gather
+        self._version, self._reader, self._num_readers, self.gather = version, reader, num_readers, gather
         self._device = torch.device(device)
 
         def read() -> dict[str, Content]:
@@ -135,27 +133,25 @@ class DiskSource(Source):
         self._opened: dict[int, list[Tensor | None]] = {}
 
     def prepare(self, version: int) -> None:
-        """See Source. Raises HandoffError for a version other than that of the folder."""
+        """Check the version. Raises HandoffError for a version other than that of the folder."""
         super().prepare(version)
         if version != self._version:
             raise HandoffError(f"{self._folder} holds policy version {self._version}, not {version}; open that version")
 
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
-        """See Source. Files are mapped; what a plan does not want is not read."""
-        return pull(plan, self._parts, destinations, lambda rank: DISK, hashes, seeds)
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
+        """Map the files and read what the plan needs."""
+        return pull(plan, self._parts, destinations, lambda rank: DISK)
 
     def full(self, name: str) -> Tensor:
-        """See Source; not collective."""
+        """Assemble one tensor from the files; not collective."""
         return assembled(self._layout, name, self._parts, self._device)
 
     def held(self) -> dict[int, Parts]:
-        """See Source: readers answer for the files in turn."""
+        """Return the parts in this reader's share of the files."""
         return {number: self._parts(number) for number in range(self._reader, len(self._names), self._num_readers)}
 
     def close(self) -> None:
-        """See Source."""
+        """Unmap the files."""
         self._opened = {}
 
     def _parts(self, number: int) -> Parts:
@@ -168,7 +164,7 @@ class DiskSource(Source):
                     parts = [file.get_tensor(name) if name in inside else None for name in names]
             except (OSError, SafetensorError) as error:
                 raise self._replaced() from error
-            self._check_same()  # only now: what is open cannot be exchanged any more
+            self._check_same()  # only now, because open files cannot be replaced any more
             self._opened[number] = parts
         return self._opened[number]
 
@@ -184,20 +180,18 @@ class DiskSource(Source):
 
 
 def _agree(gather: Gather, version: int, action: Callable[[], Any]) -> list[Any]:
-    """What an action gives on every participant. Raises HandoffError on each of them if it fails on one."""
-    what = f"the files of policy version {version}"
+    """Run an action on every participant and return the results. Raises HandoffError on all if it fails on one."""
     try:
-        return agreed(lambda value: gathered(gather, value, what), action)
+        return agree(gather, f"the files of policy version {version}", action)
     except HandoffError:
         raise
-    except ElsewhereError as error:
-        raise PeerError(f"another participant failed over {what}: {error}") from None
     except Exception as error:  # safetensors raises errors of its own
         raise HandoffError(f"files of policy version {version}: {type(error).__name__}: {error}") from error
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells a folder from another one of the same name, or from what is left of it; None: it is not there."""
+    """Return what identifies a folder among others of the same name, and changes if files are removed from it; None if
+    it does not exist."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -211,7 +205,7 @@ def _versions(root: Path) -> list[int]:
 
 
 def _read_manifest(root: Path, folder: Path, version: int) -> tuple[dict[str, Content], dict[str, Any]]:
-    """The files of a version, and dtype and shape of its tensors by name."""
+    """Return the files of a version, and dtype and shape of its tensors by name."""
     try:
         found = read_manifest(folder)
         if found is None:
@@ -234,7 +228,7 @@ def _check_files(folder: Path, files: Mapping[str, Content], reader: int, num_re
 
 
 def _layout(folder: Path, names: Sequence[str], tensors: Mapping[str, Any], num_readers: int) -> SourceLayout:
-    """Cells and owners from the boxes that the files say they hold. Every reader is a rank, if one without a file."""
+    """Make the layout from the boxes that the files hold. Every reader is a rank, even without a file."""
     numbers = {name: number for number, name in enumerate(names)}
     boxes = stored_boxes(folder)
     sharded = []

@@ -83,14 +83,14 @@ def check_readable(device: torch.device, gpu: str) -> None:
 
 
 def open_tensor(handle: Handle, device: torch.device) -> Tensor:
-    """Return the memory behind a handle as a tensor of `device`, which must only be read.
+    """Return the memory of a handle as a tensor of `device`, which must only be read.
 
     It stays mapped while the tensor lives. Raises CannotShareError if CUDA cannot map it.
     """
     rebuild, arguments = handle
     changed = list(arguments)
     changed[_DEVICE] = _index(device)
-    # A handoff waits for the writer's device before anybody reads; PyTorch would open an event and never close it.
+    # A handoff waits for the writer's device before anyone reads; PyTorch would open an event and never close it.
     changed[_WAITS_FOR_EVENT] = False
     try:
         return rebuild(*changed)
@@ -99,7 +99,7 @@ def open_tensor(handle: Handle, device: torch.device) -> Tensor:
 
 
 def give_back(handles: Sequence[Handle]) -> None:
-    """Take back handles that nobody reads through any more.
+    """Release handles that no process reads any more.
 
     PyTorch keeps exported memory until a reader has released it; without this call, memory that no reader ever opened
     would be kept for ever.

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory import Region
-from hybrid_rl.memory.region import capacity_for
+from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.resharding.handoff.base import (
     HOST,
     LOCAL,
@@ -98,7 +97,7 @@ class Exported:
 
     @property
     def gpus(self) -> frozenset[str]:
-        """The GPUs that hold parts; an empty name stands for host memory."""
+        """The GPUs that hold parts; an empty name means host memory."""
         return frozenset(tensor.gpu for tensor in self.tensors if tensor is not None)
 
 
@@ -107,7 +106,7 @@ class IpcExport:
 
     tensors: name -> plain tensor or DTensor, for each tensor of the layout that this rank holds a part of.
     regions: the memory that holds them. A part in host memory outside all of them, or that is not contiguous, is copied
-    into a region of its own before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be
+    into a separate region before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot be
     shared, `exported` gives the reason instead.
 
     Raises HandoffError if a tensor is missing or differs from the layout.
@@ -181,7 +180,7 @@ class IpcExport:
             offset = region.offset_of(part)
             if offset is not None:
                 return ExportedTensor(shape, part.dtype, file=file, offset_bytes=offset)
-        raise CannotShareError(f"a shard lies on {part.device}; use CPU or CUDA shards")
+        raise CannotShareError(f"a shard is on {part.device}; use CPU or CUDA shards")
 
 
 class IpcSource(Source):
@@ -210,7 +209,7 @@ class IpcSource(Source):
         self._own = own
         self._device = torch.device("cpu") if device is None else device
         self.waits_for = self._device
-        self._gather = gather
+        self.gather = gather
         self._mapped: dict[int, list[Tensor | None]] = {}
 
     @classmethod
@@ -220,13 +219,8 @@ class IpcSource(Source):
         """Make the source of a trainer rank among trainer ranks only. Collective."""
         host = layout.hosts[export.rank]
         answers = gathered(gather, (export.exported, host), "what each rank exports")
-        exports = [exported if where == host else None for exported, where in answers]
+        exports = [exported if theirs == host else None for exported, theirs in answers]
         return cls(layout, exports, own=export, device=device, gather=gather)
-
-    @property
-    def exports(self) -> tuple[Exported | None, ...]:
-        """The exports that, with layout and plan, let a process that is not a rank read the same shards."""
-        return self._exports
 
     def prepare(self, version: int) -> None:
         """Refresh this rank's export."""
@@ -234,11 +228,9 @@ class IpcSource(Source):
         if self._own is not None:
             self._own.refresh()
 
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Read the parts in place and write the engine, each rank for itself. Only host memory is staged for a GPU."""
-        return pull(plan, self.parts, destinations, self.link, hashes, seeds)
+        return pull(plan, self.parts, destinations, self.link)
 
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the mapped parts; not collective."""
@@ -315,29 +307,21 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
     path = f"/proc/{file.pid}/fd/{file.fd}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
+                raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or has exported again")
+            return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)  # mmap keeps its own descriptor
     except OSError as error:
-        _check_limits(error, path, rank)
+        if error.errno in _LIMITS:  # a fault of this process: its peers still run, and must be informed
+            raise HandoffError(
+                f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
+            ) from error
         raise PeerError(
             f"the shards of rank {rank} cannot be opened at {path} ({error}): its process is gone, belongs to another "
             f"user, or runs in another container on {socket.gethostname()}; for that use the distributed source"
-        ) from error
-    try:
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (file.device, file.inode) or not stat.S_ISREG(status.st_mode):
-            raise PeerError(f"{path} is not what rank {rank} exported: its process is gone, or has exported again")
-        return mmap.mmap(fd, file.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError as error:
-        _check_limits(error, path, rank)
-        raise
-    finally:
-        os.close(fd)  # mmap keeps its own descriptor
-
-
-def _check_limits(error: OSError, path: str, rank: int) -> None:
-    """Raise HandoffError if the fault is in this process itself: its peers still run, and must be informed."""
-    if error.errno in _LIMITS:
-        raise HandoffError(
-            f"the shards of rank {rank} cannot be mapped from {path} ({error}): {_LIMITS[error.errno]}"
         ) from error
 
 

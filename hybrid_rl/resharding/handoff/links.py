@@ -1,4 +1,4 @@
-"""The links between ranks, chosen once for a run, and a source that uses several of them.
+"""The choice of the links between ranks, made once for a run.
 
 The rule, for the parts of one rank and the engine of another:
 
@@ -14,18 +14,16 @@ All ranks know all links before the first byte moves, because messages need both
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.memory import Region
-from hybrid_rl.resharding.handoff.base import Delivered, Gather, Parts, Source, gathered
+from hybrid_rl.memory.region import Region
+from hybrid_rl.resharding.handoff.base import Gather, Source, gathered
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.plan import Plan
 
 _logger = logging.getLogger("hybrid_rl")
 
@@ -38,7 +36,6 @@ def connect(
     regions: Sequence[Region] = (),
     device: torch.device | None = None,
     gather: Gather,
-    timeout_seconds: float = 120.0,
 ) -> Source:
     """Make the source of a trainer rank among trainer ranks, with a way for each link. Collective.
 
@@ -57,61 +54,4 @@ def connect(
         _logger.warning("handoff: rank %d receives the weights of rank %s by messages: %s", rank, peers, why)
     if not any(gathered(gather, len(obstacles), "which ranks can read each other's memory")):
         return reader
-    messages = DistributedSource(layout, rank, tensors, gather=gather, timeout_seconds=timeout_seconds)
-    return MixedSource(reader, messages, obstacles.keys())
-
-
-class MixedSource(Source):
-    """A source that reads what this rank can read in place, and receives the rest.
-
-    reader, messages: sources with one layout and the same participants.
-    sent: the ranks whose parts this one cannot read."""
-
-    def __init__(self, reader: IpcSource, messages: DistributedSource, sent: Collection[int]) -> None:
-        self._reader, self._messages, self._sent = reader, messages, frozenset(sent)
-        self._layout, self._gather = reader.layout(), reader.gather
-        self.waits_for = reader.waits_for
-        self._split: tuple[Plan, Plan, Plan] | None = None
-
-    def held(self) -> Mapping[int, Parts]:
-        """Return this rank's own parts, by rank."""
-        return self._reader.held()
-
-    def full(self, name: str) -> Tensor:
-        """Broadcast the cells of one tensor. Collective."""
-        return self._messages.full(name)
-
-    def prepare(self, version: int) -> None:
-        """Prepare both sources."""
-        super().prepare(version)
-        self._reader.prepare(version)
-        self._messages.prepare(version)
-
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
-        """Read, then send and receive. Collective."""
-        read, sent = self._parts_of(plan)
-        first = self._reader.deliver(read, destinations, hashes=hashes, seeds=seeds)
-        # Also if nothing is sent to this rank, because others may wait for its messages.
-        second = self._messages.deliver(sent, destinations, hashes=hashes, seeds=seeds)
-        return Delivered(
-            num_bytes=first.num_bytes + second.num_bytes,
-            link_bytes=dict(Counter(first.link_bytes) + Counter(second.link_bytes)),
-            num_pieces=first.num_pieces + second.num_pieces,
-            num_buckets=first.num_buckets + second.num_buckets,
-            staging_bytes=max(first.staging_bytes, second.staging_bytes),
-            minimum_bytes=plan.minimum_bytes,
-        )
-
-    def close(self) -> None:
-        """Close both sources."""
-        self._messages.close()
-        self._reader.close()
-
-    def _parts_of(self, plan: Plan) -> tuple[Plan, Plan]:
-        """Split a plan into what is read and what is sent; cached, because a plan serves many handoffs."""
-        if self._split is None or self._split[0] is not plan:
-            ranks = set(range(len(self.layout().hosts)))
-            self._split = plan, plan.of_ranks(ranks - self._sent), plan.of_ranks(self._sent)
-        return self._split[1], self._split[2]
+    return DistributedSource(layout, rank, tensors, gather=gather, reader=reader, sent=obstacles.keys())

@@ -58,24 +58,12 @@ class Message:
         )
         copy_pieces(packing, parts, _as_dtypes(staging))
 
-    def unpack(
-        self, staging: Tensor, destinations: Sequence[Tensor], hashes: Tensor | None, seeds: Tensor | None
-    ) -> None:
-        """Write the pieces to their destinations; hashes and seeds are indexed by the tensors of the layout."""
+    def unpack(self, staging: Tensor, destinations: Sequence[Tensor]) -> None:
+        """Write the pieces to their destinations."""
         if len(self.pieces):
             staging = staging.to(destinations[self.pieces.destination[0]].device)
-        # The message distinguishes tensors by dtype, the hashes by their number, so there is one view for each pair.
-        pairs, row = np.unique(np.stack([self.pieces.source, self.dtype], 1), axis=0, return_inverse=True)
-        views = _as_dtypes(staging)
-        unpacking = replace(self.pieces, source=row.reshape(-1), source_offset=self.at, source_strides=self.strides)
-        sources = [views[dtype] for dtype in pairs[:, 1].tolist()]
-        if hashes is None or seeds is None:
-            copy_pieces(unpacking, sources, destinations)
-            return
-        number = torch.from_numpy(pairs[:, 0]).to(hashes.device)
-        found = torch.zeros(len(pairs), dtype=torch.int64, device=hashes.device)
-        copy_pieces(unpacking, sources, destinations, hashes=found, seeds=seeds[number.to(seeds.device)])
-        hashes.index_add_(0, number, found)
+        unpacking = replace(self.pieces, source=self.dtype, source_offset=self.at, source_strides=self.strides)
+        copy_pieces(unpacking, _as_dtypes(staging), destinations)
 
 
 def _as_dtypes(staging: Tensor) -> list[Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import place_of
 from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, number_of, pull
-from hybrid_rl.resharding.layout import SourceLayout, WeightLayout, named_weights
+from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.plan import Plan
 
 
@@ -21,29 +22,21 @@ class TensorSource(Source):
     """The trainer's weights in this process, by name; there is no other participant."""
 
     tensors: Mapping[str, Tensor]
-    _made: SourceLayout | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, module: nn.Module) -> TensorSource:
         """Make the source of all parameters and buffers of a module."""
         return cls(named_weights(module))
 
-    def layout(self) -> SourceLayout:
+    @cached_property
+    def _layout(self) -> SourceLayout:  # type: ignore[override]
         """The layout in which rank 0 of this host holds everything."""
-        if self._made is None:
-            self._made = SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
-        return self._made
+        return SourceLayout.of(self.tensors, hosts=(socket.gethostname(),))
 
-    def weight_layout(self) -> WeightLayout:
-        """Return names, shapes and dtypes; cheap, for engines that read the trainer's own memory."""
-        return WeightLayout.of(self.tensors.items())
-
-    def deliver(
-        self, plan: Plan, destinations: Sequence[Tensor], *, hashes: Tensor | None = None, seeds: Tensor | None = None
-    ) -> Delivered:
+    def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Copy the pieces of the plan to the engine."""
         parts = self.held()[0]
-        return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL, hashes, seeds)
+        return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL)
 
     def full(self, name: str) -> Tensor:
         """Return the trainer's own tensor."""

@@ -9,9 +9,9 @@ import torch
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams, generate
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
-from hybrid_rl.memory import Leases, Resident
+from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.contract_engine import ContractEngine, ContractModel
+from tests.contract_engine import ContractEngine, ContractModel, layout_bytes
 from tests.engine_faults import EFFECTS, Fault, InjectedFault
 from tests.unit.engines.engines import contract, finish, forward_logprobs, request, same_samples
 
@@ -84,7 +84,7 @@ def test_sleep_gives_the_memory_back_and_wake_keeps_addresses(discard):
     before = rig.run(sent)
     addresses = {name: tensor.data_ptr() for name, tensor in rig.engine._weights.items()}
     weight_bytes, kv_bytes = occupied(rig)
-    assert weight_bytes >= rig.engine.weight_layout().num_bytes and kv_bytes > 0
+    assert weight_bytes >= layout_bytes(rig.engine.weight_layout()) and kv_bytes > 0
     rig.engine.sleep({KV_CACHE})
     assert occupied(rig) == (weight_bytes, 0)
     rig.engine.sleep({WEIGHTS})
@@ -112,7 +112,7 @@ def leases_of(engine):
         return Resident(
             tag,
             lambda: region.num_bytes,
-            sleep=lambda: engine.sleep({tag}),
+            sleep=lambda tags: engine.sleep(tags),
             wake=lambda: engine.wake({tag}),
             after=after,
         )
@@ -211,7 +211,7 @@ def test_an_update_that_fails_half_way_leaves_no_version_to_generate_with():
 def test_an_unwritten_byte_is_caught_by_the_count():
     rig = contract(faults=[Fault("update_weights", "skip_byte", 2)]).ready()
     rig.perturb()
-    num_bytes = rig.engine.weight_layout().num_bytes
+    num_bytes = layout_bytes(rig.engine.weight_layout())
     with pytest.raises(HandoffError, match=f"{num_bytes - 1} of {num_bytes} bytes of policy version 2"):
         rig.publish(2)
     with pytest.raises(EngineStateError, match="update its weights"):
@@ -243,7 +243,7 @@ def test_what_no_number_shows_is_caught_by_the_probe(fault):
         probe(rig, 2)
         rig.engine.sleep(TAGS)
         rig.engine.wake(TAGS)
-    assert (report.num_bytes, report.version) == (rig.engine.weight_layout().num_bytes, 2)
+    assert (report.num_bytes, report.version) == (layout_bytes(rig.engine.weight_layout()), 2)
     assert (rig.engine.policy_version, rig.engine.state) == (2, EngineState.READY)
     with pytest.raises(HandoffError, match="engine and trainer differ by"):
         probe(rig, 2)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from hybrid_rl.memory import measure
+from hybrid_rl.memory.probe import measure
 
 SIZE = 64 * 2**20
 

@@ -23,14 +23,7 @@ from hybrid_rl.models.saving import save_weights
 from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.names import Conversion, _lazy_results
-from hybrid_rl.weights.sources import (
-    BlockSource,
-    FolderSource,
-    StateSource,
-    WeightSource,
-    blocks_of,
-    named_state,
-)
+from hybrid_rl.weights.sources import FolderSource, ObjectSource, StateSource, WeightSource, named_state
 from tests.unit.models.checkpoints import NAMES, build_stored, everything
 
 
@@ -247,8 +240,10 @@ def test_a_recipe_of_a_live_module_survives_pickling(tmp_path: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(tmp_path)
     module.model.norm.weight.requires_grad_(False)
     module.generation_config = GenerationConfig(temperature=0.25, do_sample=True)
-    recipe = pickle.loads(pickle.dumps(ModelRecipe.of_module(module, blocks_of(module, lambda block: block.copy()))))
-    recipe.source.get = lambda block: block
+    recipe = pickle.loads(
+        pickle.dumps(ModelRecipe.of_module(module, ObjectSource.of(module, lambda data: data.copy())))
+    )
+    recipe.source.get = lambda data: data
     built = build_on_meta(recipe, torch.float32)
     assert all(parameter.is_meta for parameter in built.parameters())
     load_weights(built, recipe.source, "cpu")
@@ -273,30 +268,28 @@ def test_a_state_is_read_where_it_lies() -> None:
     equal(everything(built), everything(module))
 
 
-def test_small_tensors_share_blocks_and_large_ones_have_their_own() -> None:
+def test_every_tensor_of_a_live_module_is_an_object_of_its_bytes() -> None:
     module = torch.nn.Module()
-    shapes = {"a": (3,), "b": (5, 2), "large": (40, 10), "c": (7,), "scalar": ()}
+    shapes = {"a": (3,), "b": (5, 2), "large": (40, 10), "c": (7,), "scalar": (), "none": (0, 4)}
     for name, shape in shapes.items():
         values = torch.randn(shape).to(torch.bfloat16 if name == "b" else torch.float32)
         module.register_parameter(name, torch.nn.Parameter(values))
+    module.register_parameter("tied", module.a)
     module.register_buffer("count", torch.tensor([1, 2, 3]))
     module.register_buffer("computed", torch.ones(2), persistent=False)
-    blocks: list[np.ndarray] = []
-    source = blocks_of(module, lambda block: blocks.append(block.copy()) or len(blocks) - 1, block_bytes=200)
-    # a 12 of 16, b 20 of 24 | large 1600 | c 28 of 32, scalar 4 of 8, count 24
-    assert [block.size for block in blocks] == [40, 1600, 64]
-    fetched: list[int] = []
-    source.get = lambda handle: fetched.append(handle) or blocks[handle]
+    store: list[np.ndarray] = []
+    source = ObjectSource.of(module, lambda data: store.append(data.copy()) or len(store) - 1)
+    assert [data.size for data in store] == [12, 20, 1600, 28, 4, 0, 24]
+    source.get = store.__getitem__
     assert source.names() == [*shapes, "count"]
     for name, tensor in named_state(module).items():
         assert source.spec(name) == (tuple(tensor.shape), tensor.dtype)
         box = tuple(slice(extent // 3, extent) for extent in tensor.shape)
         assert torch.equal(source.read(name, box), tensor[box])
-    assert fetched == [0, 1, 2]  # each block once
 
 
-def test_blocks_without_a_way_to_fetch_them() -> None:
-    source = BlockSource({"a": (0, 0, (2,), torch.float32)}, [np.zeros(8, dtype=np.uint8)])
+def test_stored_tensors_without_a_way_to_fetch_them() -> None:
+    source = ObjectSource({"a": (0, (2,), torch.float32)})
     with pytest.raises(ModelError, match="set `get`"):
         source.read("a", (slice(0, 2),))
 

@@ -75,7 +75,7 @@ def test_a_manifest_tells_of_all_files(tmp_path: Path) -> None:
     text = json.loads((tmp_path / folders.MANIFEST_FILE).read_text())
     text["files"]["b"]["size"] = 8
     (tmp_path / folders.MANIFEST_FILE).write_text(json.dumps(text))
-    with pytest.raises(ValueError, match="manifest.json is damaged: ValueError: it does not fit its own hash"):
+    with pytest.raises(ValueError, match="manifest.json is damaged: ValueError: its content does not match its hash"):
         folders.read_manifest(tmp_path)
     (tmp_path / folders.MANIFEST_FILE).unlink()
     assert folders.read_manifest(tmp_path) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.planned import load_trace, save_trace
+from benchmarks.planned import head_of, load_trace, save_trace
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import trace_loader
@@ -23,6 +24,13 @@ Loader = Callable[[Weights, Weights], Any]
 def traced(load: Loader, sources: dict[str, tuple[int, ...]], destinations: Weights, **kwargs: Any) -> Trace:
     meta = {name: torch.empty(shape, device="meta") for name, shape in sources.items()}
     return trace_loader(lambda offered: load(dict(offered), destinations), meta.items(), meta, destinations, **kwargs)
+
+
+def is_same(one: Trace, other: Trace) -> bool:
+    tables = (one.copies, other.copies), (one.fills, other.fills)
+    return head_of(one) == head_of(other) and all(
+        np.array_equal(getattr(a, item.name), getattr(b, item.name)) for a, b in tables for item in fields(a)
+    )
 
 
 def carry_out(trace: Trace, values: Weights, destinations: list[Tensor]) -> Tensor:
@@ -277,14 +285,14 @@ def test_a_trace_is_saved_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
     save_trace(trace, path)
     read = load_trace(path)
-    assert read.digest() == trace.digest()
+    assert is_same(read, trace)
     assert read.destinations == trace.destinations
     assert read.sources == trace.sources
     assert read.untraced == trace.untraced == {"z": "the loader writes nothing into it"}
     assert read.unused == ("unused",)
     assert np.array_equal(read.copies.strides, trace.copies.strides)
     assert read.fills.value.tolist() == [0.5]
-    assert traced(load, {"x": (4, 5), "unused": (3,)}, live).digest() != trace.digest()
+    assert not is_same(traced(load, {"x": (4, 5), "unused": (3,)}, live), trace)
     path.write_bytes(b"PK nothing")
     with pytest.raises(HandoffError, match="cannot read a trace"):
         load_trace(path)

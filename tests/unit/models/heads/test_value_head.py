@@ -22,7 +22,7 @@ from hybrid_rl.models.heads.value_head import value_model_class, value_model_of,
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.weights.loading import load_weights
-from hybrid_rl.weights.sources import StateSource, blocks_of, named_state
+from hybrid_rl.weights.sources import ObjectSource, StateSource, named_state
 from tests.float64 import KeepFloat64
 from tests.unit.models.checkpoints import MODELS, build_stored
 from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build
@@ -249,11 +249,11 @@ def loaded(recipe: ModelRecipe) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 moe", "gpt2", "granite"])
-def test_a_recipe_of_a_live_policy_in_blocks(name: str) -> None:
+def test_a_recipe_of_a_live_policy_in_a_store(name: str) -> None:
     policy = build_stored(name)
     policy.get_input_embeddings().requires_grad_(False)
     store: list[np.ndarray] = []
-    source = blocks_of(policy, lambda block: store.append(block) or len(store) - 1)
+    source = ObjectSource.of(policy, lambda data: store.append(data) or len(store) - 1)
     source.get = store.__getitem__
     critic = loaded(ModelRecipe.of_module(policy, source))
     assert same(critic, value_model_of(policy))

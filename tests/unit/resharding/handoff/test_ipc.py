@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.planned import fsdp_layout
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory import Region
+from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.layout import TensorSpec

@@ -11,9 +11,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff import gpu_memory, ipc, links
-from hybrid_rl.resharding.handoff.base import PeerError, Source, local_parts, pull
+from hybrid_rl.resharding.handoff.base import PeerError, copy_shares, local_parts
+from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
-from hybrid_rl.resharding.handoff.links import MixedSource, connect
+from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.plan import make_plan
 from tests.unit.resharding.handoff.gpus import Node, on_gpu, plain
 from tests.unit.resharding.handoff.parts import (
@@ -32,29 +33,25 @@ GPUS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 NUM_HANDOFFS = 50
 
 
-class Sent(Source):
+class Sent(DistributedSource):
     """Stands for messages between threads: what would be sent is read from the other thread's shards instead."""
 
     shards: dict[int, list] = {}
     plans: list = []
 
-    def __init__(self, layout, rank, tensors, *, gather, timeout_seconds):
-        self._layout, self.rank = layout, rank
+    def __init__(self, layout, rank, tensors, **options):
+        super().__init__(layout, rank, tensors, **options)
         Sent.shards[rank] = [plain(t) for t in local_parts(layout, rank, tensors)]
 
-    def layout(self):
-        return self._layout
+    def prepare(self, version):
+        self._reader.prepare(version)
 
-    def deliver(self, plan, destinations, *, hashes=None, seeds=None):
-        Sent.plans.append((self.rank, sorted({bucket.source_rank for bucket in plan.buckets})))
-        engine = [plain(tensor) for tensor in destinations]
-        return pull(plan, Sent.shards.__getitem__, engine, lambda rank: "host", hashes, seeds)
-
-    def full(self, name):
-        raise NotImplementedError
-
-    def held(self):
-        return {}
+    def _exchange(self, plan, destinations, copying):
+        copied = copying()
+        sent = [share for share in plan.shares if share.source_rank in self._sent]
+        Sent.plans.append((self._rank, sorted(share.source_rank for share in sent)))
+        copy_shares(sent, Sent.shards.__getitem__, [plain(tensor) for tensor in destinations], lambda rank: "host")
+        return copied, 0
 
 
 @pytest.fixture
@@ -228,10 +225,10 @@ def test_what_cannot_be_read_is_sent_and_the_rest_still_read(monkeypatch, sent, 
     # All of them take part in the messages, with an empty plan if nothing is sent to them.
     assert dict(sent.plans) == {rank: wanted.get(rank, []) for rank in range(4)}
     for rank, (_, source, delivered, plan) in enumerate(results):
-        assert isinstance(source, MixedSource)
+        assert isinstance(source, DistributedSource)
         by_rank = {share.source_rank: 4 * int(share.pieces.num_elements.sum()) for share in plan.shares}
         far = sum(by_rank[peer] for peer in wanted.get(rank, []))
-        links_wanted = {"local": by_rank[rank], "peer": sum(by_rank.values()) - by_rank[rank] - far, "host": far}
+        links_wanted = {"local": by_rank[rank], "peer": sum(by_rank.values()) - by_rank[rank] - far, "host": far // 2}
         assert delivered.link_bytes == {link: size for link, size in links_wanted.items() if size}
         assert delivered.num_bytes == plan.minimum_bytes
 
@@ -275,7 +272,7 @@ def test_memory_files_that_cannot_be_opened_are_replaced_by_messages(monkeypatch
         return type(source), sorted(delivered.link_bytes)
 
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
-        assert run_threads(work, 2) == [(MixedSource, ["host", "local"])] * 2
+        assert run_threads(work, 2) == [(Sent, ["host", "local"])] * 2
     assert "rank 0 receives the weights of rank 1 by messages: the shards of rank 1 cannot be opened at" in caplog.text
 
 

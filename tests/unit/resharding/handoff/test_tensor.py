@@ -62,7 +62,7 @@ def test_a_tied_weight_is_listed_once_and_in_the_order_of_names(module):
     assert "2.weight" in names
     assert "3.weight" not in names
     # fp32: 12 + 4, 4 * 4 of the norm, 12 + 3 and 3; int64: the norm's counter.
-    assert layout.num_bytes == 4 * (16 + 16 + 15 + 3) + 8
+    assert sum(spec.num_bytes for spec in layout.tensors) == 4 * (16 + 16 + 15 + 3) + 8
 
 
 def test_layouts_of_other_dtypes_differ(module):
