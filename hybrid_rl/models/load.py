@@ -99,7 +99,7 @@ def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
         raise ModelError("a model passed as a module needs tokenizer= beside it")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer")
-    rows = _vocabulary(module)
+    rows = vocabulary_size(module)
     if len(tokenizer) > rows:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; resize the embeddings or use its "
@@ -113,7 +113,7 @@ def stop_token_ids(module: PreTrainedModel, tokenizer: Any, extra: list[int]) ->
     config = getattr(module, "generation_config", None)
     for source in (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         found.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
-    rows = _vocabulary(module)
+    rows = vocabulary_size(module)
     outside = sorted(token for token in found if not 0 <= token < rows)
     if outside:
         raise ModelError(f"stop tokens {outside} are outside the model's vocabulary of {rows}")
@@ -131,7 +131,8 @@ def _saved_class(path: str) -> str | None:
     return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
-def _vocabulary(module: PreTrainedModel) -> int:
+def vocabulary_size(module: PreTrainedModel) -> int:
+    """Return how many tokens the model embeds."""
     embeddings: Any = module.get_input_embeddings()
     return int(embeddings.weight.shape[0])
 

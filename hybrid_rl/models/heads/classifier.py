@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
@@ -118,8 +118,7 @@ def verify_scores(model: CausalLM) -> float:
             expected.append(output.logits[0, 0])
             sizes.append(output.hidden_states[-1][0, -1].norm())
     row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device)
-    starts = lengths_to_offsets(list(map(len, sequences))).tolist()[:-1]
-    places, own = same_places(row, sequences, starts)
+    places, own = same_places(row, sequences)
     with named_failure(name, "with packed sequences"), routing.repeating(own):
         found = sequence_scores(model, VERIFY_SEQUENCES)
     head = next(child for child in plain.children() if isinstance(child, torch.nn.Linear))
