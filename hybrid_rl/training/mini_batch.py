@@ -1,4 +1,4 @@
-"""What is found out about a mini-batch of all ranks before its first backward pass."""
+"""Numbers of a whole mini-batch, over all ranks, that its losses need before the first backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.loss import model_outputs
-from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import reading_balance
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
@@ -24,9 +24,8 @@ from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 
 def joined_counts(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext) -> list[Counts]:
     """Count the denominators of each mini-batch over all ranks. Collective."""
-    rows = [[row for micro in mini for row in micro] for mini in plan]
-    mine = [Counts.of(batch.select(torch.tensor(r, dtype=torch.int64)), spec) for r in rows]
-    return [sum(parts, Counts()) for parts in zip(*context.data_gather(mine), strict=True)]
+    mine = [Counts.of(batch.select(sample_rows(mini)), spec) for mini in plan]
+    return [Counts(*map(sum, zip(*parts, strict=True))) for parts in zip(*context.data_gather(mine), strict=True)]
 
 
 def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
@@ -59,7 +58,7 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
     mine = Batch({**columns, **{name: batch[name] for name in names if name in batch}})
     column: Tensor | None = None
     for index, mini in enumerate(plan):
-        rows = torch.tensor([row for micro in mini for row in micro], dtype=torch.int64)
+        rows = sample_rows(mini)
         everywhere = context.data_gather(mine.select(rows))
         whole = Batch.concat(everywhere)
         order = key_order(whole)
@@ -97,8 +96,8 @@ def look_ahead(
     balance: LoadBalance | None,
     context: RankContext,
 ) -> MiniBatch:
-    """Find out what must be known of the mini-batch of all ranks before its first backward pass: the entropy from which
-    on tokens are in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
+    """Find what losses must know of the mini-batch of all ranks before its first backward pass: the least entropy of
+    tokens in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
     load-balancing loss), both on the model's device.
 
     One forward pass over all micro-batches of this rank for both, none if neither is needed. Collective.
@@ -125,7 +124,7 @@ def look_ahead(
         mini = replace(mini, expert_load=sum(others, first).to(model.device))
     if not spec.has_entropy_threshold:
         return mini
-    rows = torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+    rows = sample_rows(micro_batches)
     mask = spec.mask(batch)
     mine = columns["entropy"].select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
     whole = torch.cat(context.data_gather(mine))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
@@ -119,6 +120,11 @@ def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> lis
         padded = [lengths[members[0]]] * len(members)
         micros += [[rows[members[i]] for i in micro] for micro in pack_by_tokens(padded, max_tokens)]
     return micros
+
+
+def sample_rows(micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    """Return the samples of some micro-batches, one after the other, int64 [N]."""
+    return torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
 
 
 def num_micro_batches(plan: Plan) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,8 +100,7 @@ class LossSpec:
         return loss_mask(batch, mask_truncated_completions=self.mask_truncated_completions)
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Denominators of a mini-batch over all ranks: tokens in the loss, trajectories that were scored, and tokens in the
     loss of those with a positive reward."""
 
@@ -115,13 +115,6 @@ class Counts:
         positive = mask & (batch["rewards"] > 0)[batch["completion_ids"].row_index()]
         scored = ~batch["rewards"][Trajectories.of(batch).first].isnan()
         return cls(int(mask.sum()), int(scored.sum()), int(positive.sum()))
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.num_tokens + other.num_tokens,
-            self.num_trajectories + other.num_trajectories,
-            self.num_positive_tokens + other.num_positive_tokens,
-        )
 
 
 @dataclass(frozen=True)
