@@ -27,7 +27,8 @@ from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.cache import check_cache
 from hybrid_rl.models.heads.distribution import token_distribution
-from hybrid_rl.models.heads.logprobs import HeadOptions, head_logits, token_logprobs
+from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
+from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.heads.logprobs import HeadOptions, chunks, head_backward, head_logits, precise
+from hybrid_rl.models.heads.logprobs import chunks, head_backward, head_logits, precise
+from hybrid_rl.models.heads.options import HeadOptions
 
 
 def token_distribution(

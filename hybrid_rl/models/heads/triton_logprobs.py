@@ -14,7 +14,7 @@ Importing this file imports Triton, which only its callers on CUDA need.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,36 +35,22 @@ RANGE_ELEMENTS = 1 << 26
 MIN_RANGE = 4096
 
 
-class Options(NamedTuple):
-    """As `linear_logprobs` takes them."""
-
-    temperature: float = 1.0
-    scale: float = 1.0
-    softcap: float | None = None
-    in_float32: bool = False
-
-
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     temperature: float,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    in_float32: bool = False,
+    options: HeadOptions = HeadOptions(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
-    """ln p(label) and entropy (nats) of softmax(logits / temperature).
-
-    logits = softcap * tanh(scale * (hidden weight^T + bias) / softcap), without the tanh if softcap is None.
+    """Compute ln p(label) and entropy (nats) of softmax(logits / temperature).
 
     Args:
         hidden: float32, bfloat16 or float16 [M, H].
         weight: [V, H] of the same dtype.
         bias: [V] of the same dtype, or None.
         labels: int64 [M], each below V; NaN comes back for one that is not.
-        in_float32: neither logits nor their gradient are rounded to that dtype; the latter takes twice the memory.
+        options: how hidden states become logits; with in_float32 the gradient of the logits takes twice the memory.
 
     Returns:
         Two float32 tensors [M], differentiable in hidden, weight and bias.
@@ -71,21 +58,25 @@ def linear_logprobs(
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, or an option out of its range.
     """
-    _check(hidden, weight, bias, labels, temperature, softcap)
+    _check(hidden, weight, bias, labels, temperature, options)
     apply: Any = _LinearLogprobs.apply
-    # As floats: an int would be compiled for again, and 1 as a constant.
-    options = Options(float(temperature), float(scale), softcap, in_float32)
-    logprobs, entropy = apply(hidden, weight, bias, labels, options)
+    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = options
-        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, options)
+        ctx.settings = temperature, options
+        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, temperature, options)
         ctx.save_for_backward(hidden, weight, bias, labels, best, log_total, entropy)
         # Entropy is saved too: what the caller gets must be another tensor, which it may change.
         return logprobs, entropy.clone()
@@ -104,23 +95,18 @@ class _LinearLogprobs(torch.autograd.Function):
         width = max(MIN_RANGE, RANGE_ELEMENTS // max(hidden.shape)) // tile * tile
         for start in range(0, num_columns if num_rows else 0, width):
             columns = slice(start, min(start + width, num_columns))
-            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, ctx.options)
+            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, *ctx.settings)
             if grad_hidden is not None:
                 grad_hidden += wide_product(grad, weight[columns].t())
             if grad_weight is not None:
                 grad_weight[columns] = wide_product(grad.t(), hidden.t())
             if grad_bias is not None:
                 grad_bias[columns] = grad.sum(0, dtype=torch.float32)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            *(None,) * 2,
-        )
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was subtracted,
     ln p(label), entropy."""
@@ -135,7 +121,7 @@ def _statistics(
         _sum_up[(triton.cdiv(num_rows, tiles["ROWS"]) * num_parts,)](
             *_operands(hidden, weight, bias),
             *(labels, best, total, mean, chosen),
-            *(*_numbers(options), num_rows, num_columns, tiles_of_part, num_parts),
+            *(*_numbers(temperature, options), num_rows, num_columns, tiles_of_part, num_parts),
             **_constants(hidden, bias, options),
             **tiles,
         )
@@ -154,7 +140,8 @@ def _logit_gradients(
     labels: Tensor,
     rows: list[Tensor],
     columns: slice,
-    options: Options,
+    temperature: float,
+    options: HeadOptions,
 ) -> Tensor:
     """The gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]: a view
     into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread stores 16
@@ -170,7 +157,7 @@ def _logit_gradients(
     _differentiate[(triton.cdiv(num_rows, tiles["ROWS"]) * num_tiles,)](
         *_operands(hidden, weight, bias),
         *(labels, *rows, grad, grad.stride(0)),
-        *(*_numbers(options), num_rows, columns.start, columns.stop, num_tiles),
+        *(*_numbers(temperature, options), num_rows, columns.start, columns.stop, num_tiles),
         **_constants(hidden, bias, options),
         **tiles,
     )
@@ -182,11 +169,12 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any,
     return (hidden, weight, weight if bias is None else bias, *hidden.stride(), *weight.stride())
 
 
-def _numbers(options: Options) -> tuple[float, float, float]:
-    return options.scale, float(options.softcap or 0), options.temperature
+def _numbers(temperature: float, options: HeadOptions) -> tuple[float, float, float]:
+    # As floats: an int would be compiled for again, and 1 as a constant.
+    return float(options.scale), float(options.softcap or 0), float(temperature)
 
 
-def _constants(hidden: Tensor, bias: Tensor | None, options: Options) -> dict[str, Any]:
+def _constants(hidden: Tensor, bias: Tensor | None, options: HeadOptions) -> dict[str, Any]:
     """What kernels are compiled for, tiles apart."""
     return {
         "DEPTH": hidden.shape[1],
@@ -207,27 +195,27 @@ def _tiles(hidden: Tensor) -> dict[str, Any]:
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> None:
     if hidden.dim() != 2 or hidden.dtype not in DTYPES:
         raise ValueError(f"hidden is {hidden.dtype} {list(hidden.shape)}; give float32, bfloat16 or float16 [M, H]")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype or not len(weight):
-        raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)}; give {hidden.dtype} [V, {hidden.shape[1]}], V at least 1"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype or not bias.is_contiguous()):
-        raise ValueError(
-            f"bias is {bias.dtype} {list(bias.shape)}; give {hidden.dtype} [{len(weight)}], contiguous, or None"
-        )
-    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64 or not labels.is_contiguous():
-        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}; give int64 [{hidden.shape[0]}], contiguous")
-    for name, tensor in {"weight": weight, "bias": bias, "labels": labels}.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; give both on one device")
+    num_columns = max(weight.shape[0], 1)
+    wanted = {
+        "weight": (weight, hidden.dtype, [num_columns, hidden.shape[1]]),
+        "bias": (hidden.new_zeros(num_columns) if bias is None else bias, hidden.dtype, [num_columns]),
+        "labels": (labels, torch.int64, [hidden.shape[0]]),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        is_laid_out = name == "weight" or tensor.is_contiguous()
+        if list(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != hidden.device or not is_laid_out:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device} does not go with hidden, "
+                f"{hidden.dtype} {list(hidden.shape)} on {hidden.device}; give {dtype} {shape} there, contiguous"
+            )
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be above 0, or None")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"softcap={options.softcap} must be above 0, or None")
 
 
 @triton.jit
