@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from hybrid_rl.models.attention.interface import (
     NAME,
     AttentionContext,
     attention_functions,
-    checkpoint_contexts,
     installed_views,
+    same_attention,
 )
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.attention.unpacked import UnpackedRow
@@ -43,7 +43,7 @@ from hybrid_rl.models.verify import (
 
 logger = logging.getLogger("hybrid_rl")
 
-# What carries more from token to token than attention does: linear attention, convolutions, state spaces.
+# The advice if more than attention carries numbers from token to token: linear attention, convolutions, state spaces.
 OWN_FORWARD = 'rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
 
 
@@ -145,19 +145,20 @@ class CausalLM:
                 child.training = True
 
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, again = checkpoint_contexts(self._linears)
-        return first, _both(again, self._compiled.active() if self._compiled.is_active else nullcontext())
+        linears = self._linears.fast(self._linears.num_rows)
+        compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
+        return nullcontext(), _nested(same_attention(), linears, compiled)
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
-        """What the module's own backbone gives for sequences of one length, int64 [B, L], without padding or mask."""
+        """Run the module's own backbone on sequences of one length, int64 [B, L], without padding or mask."""
         with self._linears.fast(token_ids.numel()):
             output = self.backbone(input_ids=token_ids, **arguments)
-        # Backbones that add up in float32 (Mamba) leave it to what comes after them to round.
+        # Backbones that add up in float32 (Mamba) leave the rounding to the next layer.
         output.last_hidden_state = output.last_hidden_state.to(self.dtype)
         return output
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """Last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
+        """Return last hidden states [T, H] of one packed row. token_ids, positions: int64 [T]."""
         if isinstance(attention, UnpackedRow):
             output = self.own_forward(attention.spread(token_ids), use_cache=False)
             return attention.collect(output.last_hidden_state)
@@ -168,11 +169,11 @@ class CausalLM:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [M, V] of hidden states [M, H]."""
+        """Return float32 logits [M, V] of hidden states [M, H]."""
         return head_logits(hidden, self._head.weight, self._head.bias, self._options)
 
     def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;
+        """Return ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;
         differentiable."""
         return token_logprobs(hidden, self._head.weight, self._head.bias, labels, temperature, self._options)
 
@@ -182,7 +183,7 @@ class CausalLM:
         return self._head
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """ln p and entropy of the labels of a row, given all tokens before them in their sequence.
+        """Return ln p and entropy of the labels of a row, given all tokens before them in their sequence.
 
         Returns two float32 tensors [M], in the order of the labels; differentiable.
         """
@@ -190,14 +191,15 @@ class CausalLM:
             return self.token_logprobs(self._row_hidden(row), row.labels, temperature)
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
-        """ln p of every entry of the vocabulary at the place of each label of a row, float32 [M, V]; differentiable."""
+        """Return ln p of every entry of the vocabulary at the place of each label of a row, float32 [M, V];
+        differentiable."""
         with self._training():
             hidden = self._row_hidden(row)
             return token_distribution(hidden, self._head.weight, self._head.bias, temperature, self._options)
 
     def row_values(self, row: PackedRow) -> Tensor:
-        """What a head of one number gives at the place before each label, float32 (float64 of a float64 model) [M]; the
-        labels themselves are not looked at. Differentiable."""
+        """Return what a head of one number gives at the place before each label, float32 (float64 of a float64 model)
+        [M]; the labels themselves are not looked at. Differentiable."""
         with self._training():
             hidden = self._row_hidden(row)
             if self._head.out_features != 1:
@@ -214,12 +216,12 @@ class CausalLM:
         return self.hidden_states(row.token_ids, row.positions, attention)[row.sources]
 
     def _training(self) -> AbstractContextManager[None]:
-        return _both(activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active())
+        return _nested(activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active())
 
     def packed_logprobs(
         self, token_ids: Tensor, lengths: Sequence[int], targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """ln p and entropy of chosen tokens given all tokens before them in their sequence.
+        """Return ln p and entropy of chosen tokens given all tokens before them in their sequence.
 
         token_ids: int64 [T], sequences of `lengths` one after the other; targets: int64 [M], indices into token_ids,
         none the first of its sequence. Returns two float32 tensors [M]; differentiable.
@@ -246,7 +248,7 @@ class CausalLM:
             raise ModelError(f"{error}; {self._remedy()}") from error
 
     def _remedy(self) -> str:
-        """What to do if packed attention does not work: use the other engine, unless its own checks refuse it too."""
+        """Say what to do if packed attention does not work: use the other engine, unless its own checks fail too."""
         try:
             unpacked = CausalLM(self.module, UNPACKED)
             check_outputs(unpacked)
@@ -257,12 +259,12 @@ class CausalLM:
         return OWN_FORWARD
 
     def verify_row(self) -> PackedRow:
-        """The row that a model is verified on; its labels are the second tokens of its segments."""
+        """Return the row that a model is verified on; its labels are the second tokens of its segments."""
         return verify_row(self)
 
     def row_outputs(self, row: PackedRow) -> list[Tensor]:
-        """What two models that hold the same weights are compared by: the logprobs of a row, or values and hidden
-        states."""
+        """Return the numbers by which two models of the same weights are compared: the logprobs of a row, or values and
+        hidden states."""
         if self.is_language_model:
             return [self.row_logprobs(row, 1.0)[0]]
         context = self.attention.context(row.layout, self.device)
@@ -270,13 +272,15 @@ class CausalLM:
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
+def _nested(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
 def _backbone(module: PreTrainedModel) -> PreTrainedModel:
-    """The module without its head, also if a class names it by a word that it is not called by (Llama-4)."""
+    """Return the module without its head, also if the class gives it a wrong name (Llama-4)."""
     named: Any = module.base_model
     inner = [child for child in module.children() if isinstance(child, PreTrainedModel)]
     found: PreTrainedModel = inner[0] if named is module and len(inner) == 1 else named
@@ -297,7 +301,7 @@ def _output_head(module: PreTrainedModel) -> nn.Linear:
 
 
 def _switch_off_noise(module: nn.Module) -> None:
-    """Dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode.
+    """Set dropout and router jitter to 0, as modules and as plain numbers: some layers read those in training mode.
 
     Phi-3.5-MoE's router_jitter_noise is not noise: its router reads it as a threshold, in evaluation too.
     """
@@ -310,7 +314,7 @@ def _switch_off_noise(module: nn.Module) -> None:
 
 
 def rotary_limit(config: Any, max_positions: int | None) -> LengthLimit | None:
-    """The length up to which rotary frequencies are the same for all sequences.
+    """Return the length up to which rotary frequencies are the same for all sequences.
 
     "longrope" and "dynamic" scaling choose them by the longest sequence of a forward pass: one long sample would change
     the logprobs of the others that it is packed with.
@@ -321,7 +325,7 @@ def rotary_limit(config: Any, max_positions: int | None) -> LengthLimit | None:
         trained = rope.get("original_max_position_embeddings")
         limit = trained or getattr(config, "original_max_position_embeddings", max_positions)
         if kind in ("longrope", "dynamic") and limit is not None:
-            return LengthLimit(limit, f"{kind} rotary scaling changes the frequencies of a whole pass from there on")
+            return LengthLimit(limit, f"{kind} rotary scaling changes the frequencies of a whole pass beyond it")
     return None
 
 
@@ -336,8 +340,8 @@ def _head_options(module: PreTrainedModel) -> HeadOptions:
 
 
 def _keep_soft_capping(module: PreTrainedModel, configs: Sequence[Any]) -> None:
-    """A module that runs through its own forward, and whose attention is capped, runs eager if SDPA, transformers'
-    default, would leave the capping out and give other numbers."""
+    """Let a module that runs through its own forward run eager if its attention is soft-capped: SDPA, transformers'
+    default, would leave the capping out."""
     capped = getattr(module.config.get_text_config(), "attn_logit_softcapping", None)
     if capped and any(attention_name(config) == "sdpa" for config in configs):
         module.set_attn_implementation("eager")
