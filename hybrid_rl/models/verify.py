@@ -169,7 +169,7 @@ def check_outputs(model: CheckedModel) -> float:
         hidden = model.hidden_states(row.token_ids, row.positions, context)
     found = {"logits": model.logits(hidden), "hidden states": hidden}
     gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
-    gaps |= routing.gaps(places if beside is None else beside.places()[places])
+    gaps |= routing.gaps(places if beside is None else beside.places[places])
     for what, gap in gaps.items():
         if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
             raise ModelError(

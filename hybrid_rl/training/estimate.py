@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +128,7 @@ def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, be
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
         baseline_rewards=batch["baseline_rewards"][first] if "baseline_rewards" in batch else None,
-        **(
-            _rewards_of_functions(batch, first, spec.reward_weights)
-            if Needs.FUNCTION_REWARDS in spec.estimator.needs
-            else {}
-        ),
+        **_rewards_of_functions(batch, first, spec),
         gather=context.data_gather,
         rank=context.data_rank,
     )
@@ -154,8 +149,11 @@ def _rewards_of_trajectories(batch: Batch, found: Trajectories) -> Tensor:
     return theirs
 
 
-def _rewards_of_functions(batch: Batch, first: Tensor, given: Sequence[float]) -> dict[str, Tensor]:
-    """Return what each reward function gave a trajectory, and its weight: 1 for those that the configuration added."""
+def _rewards_of_functions(batch: Batch, first: Tensor, spec: AdvantageSpec) -> dict[str, Tensor]:
+    """Return what each reward function gave a trajectory, and its weight, 1 for those that the configuration added;
+    nothing for an estimator that does not need them."""
+    if Needs.FUNCTION_REWARDS not in spec.estimator.needs:
+        return {}
     values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)[first]
-    weights = [*given, *([1.0] * (values.shape[1] - len(given)))]
+    weights = [*spec.reward_weights, *([1.0] * (values.shape[1] - len(spec.reward_weights)))]
     return {"function_rewards": values, "reward_weights": torch.tensor(weights, dtype=torch.float64)}

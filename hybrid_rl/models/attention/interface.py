@@ -131,15 +131,13 @@ def installed_views(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(views.values())
 
 
-@contextmanager
 def attention_functions(
     configs: Sequence[PreTrainedConfig], name: str, context: AttentionContext | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let the layers of these configs use the attention function of that name, inside the block and in this thread
     only. A user's own calls of the model stay as they were. configs: as `installed_views` gives them; context: gets the
     queries, keys and values of the functions of this module."""
-    with _overridden(_overrides.names | {id(config): name for config in configs}, context):
-        yield
+    return _overridden(_overrides.names | {id(config): name for config in configs}, context)
 
 
 @contextmanager

@@ -124,4 +124,4 @@ class BalanceReading:
                 f"the routers of {self._name} cannot be read ({len(found)} of {len(self._scores)} ran as modules of "
                 f"their own and scored every token); set router_aux_loss_coef=0, or torch_compile=false if that is on"
             )
-        return found if self._beside is None else [scores[self._beside.places()] for scores in found]
+        return found if self._beside is None else [scores[self._beside.places] for scores in found]
