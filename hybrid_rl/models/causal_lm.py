@@ -38,7 +38,6 @@ from hybrid_rl.models.verify import (
     check_outputs,
     check_survey,
     check_weights,
-    verify_row,
 )
 
 logger = logging.getLogger("hybrid_rl")
@@ -70,13 +69,13 @@ class CausalLM:
     ) -> None:
         self.module = module
         self.backbone = _backbone(module)
-        self.masked_from: LengthLimit | None = None  # as `verify` finds it
+        self.masked_from: LengthLimit | None = None  # found by `verify`
         module.eval()
         self._configs = installed_views(module)
         self._activation_offload = activation_offload
         _switch_off_noise(module)
-        self._head = _output_head(module)
-        self.is_language_model = self._head is module.get_output_embeddings()
+        self.head = _output_head(module)  # the linear layer on top of the backbone
+        self.is_language_model = self.head is module.get_output_embeddings()
         self.has_float32_head = float32_head
         self._options = replace(
             _head_options(module) if self.is_language_model else HeadOptions(), in_float32=float32_head
@@ -91,17 +90,17 @@ class CausalLM:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return self._head.weight.dtype
+        return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self._head.weight.device
+        return self.head.weight.device
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output head."""
-        return self._head.weight.shape[0]
+        return self.head.weight.shape[0]
 
     @property
     def max_positions(self) -> int | None:
@@ -163,24 +162,19 @@ class CausalLM:
             output = self.own_forward(attention.spread(token_ids), use_cache=False)
             return attention.collect(output.last_hidden_state)
         function = APART if self._compiled.is_active else NAME
-        num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor multiplies by its own means
+        num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor chooses how to multiply
         with attention_functions(self._configs, function, attention), self._linears.fast(num_rows):
             output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [M, V] of hidden states [M, H]."""
-        return head_logits(hidden, self._head.weight, self._head.bias, self._options)
+        return head_logits(hidden, self.head.weight, self.head.bias, self._options)
 
     def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;
         differentiable."""
-        return token_logprobs(hidden, self._head.weight, self._head.bias, labels, temperature, self._options)
-
-    @property
-    def head(self) -> nn.Linear:
-        """The linear layer on top of the backbone."""
-        return self._head
+        return token_logprobs(hidden, self.head.weight, self.head.bias, labels, temperature, self._options)
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Return ln p and entropy of the labels of a row, given all tokens before them in their sequence.
@@ -195,21 +189,21 @@ class CausalLM:
         differentiable."""
         with self._training():
             hidden = self._row_hidden(row)
-            return token_distribution(hidden, self._head.weight, self._head.bias, temperature, self._options)
+            return token_distribution(hidden, self.head.weight, self.head.bias, temperature, self._options)
 
     def row_values(self, row: PackedRow) -> Tensor:
         """Return what a head of one number gives at the place before each label, float32 (float64 of a float64 model)
         [M]; the labels themselves are not looked at. Differentiable."""
         with self._training():
             hidden = self._row_hidden(row)
-            if self._head.out_features != 1:
+            if self.head.out_features != 1:
                 raise ModelError(
-                    f"the head of {type(self.module).__name__} gives {self._head.out_features} numbers, not one"
+                    f"the head of {type(self.module).__name__} gives {self.head.out_features} numbers, not one"
                 )
             # In bfloat16 a value would be good to 3 digits; the head is too small for the precision to cost anything.
             precise = torch.promote_types(hidden.dtype, torch.float32)
-            values = hidden.to(precise) @ self._head.weight[0].to(precise)
-            return values if self._head.bias is None else values + self._head.bias.to(precise)
+            values = hidden.to(precise) @ self.head.weight[0].to(precise)
+            return values if self.head.bias is None else values + self.head.bias.to(precise)
 
     def _row_hidden(self, row: PackedRow) -> Tensor:
         attention = self.attention.context(row.layout, self.device)
@@ -231,7 +225,7 @@ class CausalLM:
         return self.row_logprobs(PackedRow(token_ids, positions, token_ids[targets], targets - 1, layout), temperature)
 
     def verify(self) -> float:
-        """The start-up check (verify.py): the largest relative gap to the model's own forward.
+        """Run the start-up check (verify.py); return the largest relative gap to the model's own forward.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently. Weights that are not finite are named first.
@@ -257,10 +251,6 @@ class CausalLM:
         except ModelError as error:
             return f"nor does rollout.engine=hf run it: {str(error).partition(';')[0]}"
         return OWN_FORWARD
-
-    def verify_row(self) -> PackedRow:
-        """Return the row that a model is verified on; its labels are the second tokens of its segments."""
-        return verify_row(self)
 
     def row_outputs(self, row: PackedRow) -> list[Tensor]:
         """Return the numbers by which two models of the same weights are compared: the logprobs of a row, or values and

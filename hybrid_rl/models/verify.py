@@ -65,15 +65,15 @@ class CheckedModel(Protocol):
         ...
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
-        """What the module's own backbone gives for int64 [B, L]."""
+        """Run the module's own backbone on int64 [B, L]."""
         ...
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """Last hidden states [T, H] of one packed row."""
+        """Return last hidden states [T, H] of one packed row."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [M, V]."""
+        """Return float32 logits [M, V]."""
         ...
 
 
@@ -179,8 +179,8 @@ def check_outputs(model: CheckedModel) -> float:
 
 
 def _plain_outputs(model: CheckedModel, batch: Tensor) -> dict[str, Tensor]:
-    """The numbers to compare, [tokens of the batch, ...]; hidden states too if the head may still be zero, and show
-    nothing."""
+    """Return the numbers to compare, [tokens of the batch, ...]; hidden states too if the head may still be zero, and
+    show nothing."""
     outputs = {"logits": model.module(input_ids=batch, use_cache=False).logits}
     if not model.is_language_model:
         outputs["hidden states"] = model.backbone(input_ids=batch, use_cache=False).last_hidden_state

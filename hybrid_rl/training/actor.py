@@ -140,7 +140,7 @@ class Actor(TrainedModel):
         return step
 
     def _tell_changed(self, changed: torch.Tensor) -> None:
-        """Warn, once, of weights that a user has loaded into the module since the last step: bool [P], which."""
+        """Warn once of weights that a user has loaded into the module since the last step: bool [P], which."""
         names = [name for name, is_changed in zip(self.optimizer.names, changed.tolist(), strict=False) if is_changed]
         if names and not self._has_told:
             logger.warning(

@@ -1,4 +1,4 @@
-"""What a policy loss is made of: its terms as values, and numbers of the mini-batch that a micro-batch belongs to."""
+"""The terms of a policy loss as values, and numbers of the mini-batch that a micro-batch belongs to."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the loss of a micro-batch needs to know of its mini-batch over all ranks.
+    """Numbers of a mini-batch over all ranks that the losses of its micro-batches need.
 
     version: of the policy at the start of the training step. beta, entropy_coef: present weights of the KL penalty in
     the loss and of the entropy bonus. parameters: numbers learned beside the model, float64 [P]. least_entropy: float64
@@ -137,14 +137,14 @@ class MiniBatch:
 
     @classmethod
     def of(cls, batch: Batch, spec: LossSpec, version: int = 0) -> MiniBatch:
-        """Describe a mini-batch that lies on this rank alone, with the weights that a run begins with."""
+        """Describe a mini-batch that is on this rank alone, with the weights that a run begins with."""
         return cls(Counts.of(batch, spec), version, spec.beta, spec.entropy_coef)
 
 
 @dataclass(frozen=True)
 class SideModels:
-    """What some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's routers,
-    for a loss of their scores; the balance of its experts, if that is part of the loss."""
+    """Models that some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's
+    routers, for a loss of their scores; the balance of its experts, if that is part of the loss."""
 
     reference: CausalLM | None = None
     routers: Routers | None = None

@@ -4,7 +4,7 @@
 |---|---|---|
 | sdpa | PyTorch's scaled_dot_product_attention, padded per bucket of similar lengths | nothing |
 | compiled | csrc/packed_attention.cpp, one call per layer | a CPU, float32, the compiled extension |
-| varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, no soft-capping |
+| varlen | the kernels of torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, no soft-capping |
 | flash_attn | the flash-attn package | CUDA 8.0 or newer, bfloat16, flash-attn 2.7 |
 | flash_attn_3 | varlen on the kernels of FlashAttention 3 | as varlen, on CUDA 9.0 (Hopper), flash-attn-3 |
 
@@ -226,7 +226,7 @@ def _flash_attn_obstacles() -> list[str]:
 
 
 def _flash_attn_3_obstacles(*, may_import: bool) -> list[str]:
-    """may_import: it could run here, so that its kernels are loaded to see whether they can be."""
+    """Say why it cannot run. may_import: try to load its kernels, as nothing else keeps it from running."""
     if sys.modules.get(FLASH_ATTN_3_MODULE) is None and find_spec(FLASH_ATTN_3_MODULE) is None:
         return ["flash-attn-3 is not installed"]
     if not may_import:

@@ -38,7 +38,8 @@ class AttentionContext(Protocol):
     """Computes attention for one packed row of T tokens."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """query: [T, num_heads, D]; key, value: [T, num_key_value_heads, D]. Returns [T, num_heads, D]."""
+        """Compute attention. query: [T, num_heads, D]; key, value: [T, num_key_value_heads, D]. Returns [T, num_heads,
+        D]."""
         ...
 
 
@@ -49,7 +50,7 @@ def attention_forward(
     weights."""
     context = current_context()
     if attention_mask is not None:  # the architecture made it: packing needs none, and would ignore it
-        raise ModelError(f"{type(module).__name__} makes an attention mask of its own; it cannot run packed")
+        raise ModelError(f"{type(module).__name__} makes its own attention mask; it cannot run packed")
     layer, options = options_of(module, keywords)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return context.attend(layer, q, k, v, options).unsqueeze(0), None

@@ -140,7 +140,7 @@ class Parts:
     num_shared_tokens: int = 0
 
     def of_shared(self, state: AttentionState) -> AttentionState:
-        """The rows that take part in the shared part."""
+        """Return the rows of the shared part."""
         back, front = slice(self.num_root_tokens, None), slice(self.num_shared_tokens)
         lse = state.lse[:, back].contiguous()
         return AttentionState(state.query[back], state.key[front], state.value[front], state.out[back], lse)
@@ -206,7 +206,7 @@ class VarlenAttention:
         return out
 
     def _segments(self, *lengths: tuple[Sequence[int], Sequence[int], bool]) -> list[Segments]:
-        """From the lengths of queries and keys and `causal` of each, sent to the device in one copy."""
+        """Make segments from the lengths of queries and keys and `causal` of each, sent to the device in one copy."""
         offsets = [lengths_to_offsets(own).int() for queries, keys, _ in lengths for own in (queries, keys)]
         there = iter(upload(offsets, self._device))
         return [Segments(next(there), next(there), max(q), max(k), causal) for q, k, causal in lengths]

@@ -174,7 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def finite_(log_p: Tensor) -> Tensor:
-    """ln p in place, the least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy, not NaN."""
+    """Replace -inf by the least float, in place: a token that a head excludes has 0 ln 0 = 0 in an entropy, not NaN."""
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 

@@ -108,8 +108,8 @@ class _LinearLogprobs(torch.autograd.Function):
 def _statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was subtracted,
-    ln p(label), entropy."""
+    """Compute for each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was
+    subtracted, ln p(label), entropy."""
     num_rows, num_columns = hidden.shape[0], weight.shape[0]
     tiles = _tiles(hidden)
     num_tiles = triton.cdiv(num_columns, tiles["COLUMNS"])
@@ -143,9 +143,9 @@ def _logit_gradients(
     temperature: float,
     options: HeadOptions,
 ) -> Tensor:
-    """The gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]: a view
-    into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread stores 16
-    bytes at once and the products that follow read aligned rows.
+    """Compute the gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]:
+    a view into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread
+    stores 16 bytes at once and the products that follow read aligned rows.
 
     rows: float32 [M] each: largest logit, ln of the sum, entropy, gradients of ln p and of the entropy.
     """
@@ -165,7 +165,7 @@ def _logit_gradients(
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """What both kernels begin with. A bias that is not there is never read."""
+    """Return the first arguments of both kernels. If there is no bias, the weight in its place is never read."""
     return (hidden, weight, weight if bias is None else bias, *hidden.stride(), *weight.stride())
 
 
@@ -175,7 +175,7 @@ def _numbers(temperature: float, options: HeadOptions) -> tuple[float, float, fl
 
 
 def _constants(hidden: Tensor, bias: Tensor | None, options: HeadOptions) -> dict[str, Any]:
-    """What kernels are compiled for, tiles apart."""
+    """Return the constants that kernels are compiled for, except tiles."""
     return {
         "DEPTH": hidden.shape[1],
         "HAS_BIAS": bias is not None,
@@ -188,7 +188,7 @@ def _constants(hidden: Tensor, bias: Tensor | None, options: HeadOptions) -> dic
 
 
 def _tiles(hidden: Tensor) -> dict[str, Any]:
-    """Rows, columns and depth of a tile and how it is run. float32 runs outside of the tensor cores."""
+    """Return rows, columns and depth of a tile, and how it is run. float32 runs outside of the tensor cores."""
     if hidden.element_size() == 4:
         return {"ROWS": 64, "COLUMNS": 64, "STEP": 32, "num_warps": 4, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
@@ -220,7 +220,7 @@ def _check(
 
 @triton.jit
 def _place(num_rows, num_parts, ROWS: tl.constexpr, ROW_GROUP: tl.constexpr):
-    """Which row tile and which part of the columns a program has: those that run at once share both."""
+    """Return the row tile and the part of the columns of a program: those that run at once share both."""
     program = tl.program_id(0)
     num_tiles = tl.cdiv(num_rows, ROWS)
     group = program // (ROW_GROUP * num_parts)
@@ -236,7 +236,8 @@ def _logits(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile before the temperature, float32. Rows and columns past the end repeat the last one."""
+    """Compute the logits of a tile before the temperature, float32. Rows and columns past the end repeat the last
+    one."""
     row = tl.minimum(tl.arange(0, ROWS), num_rows - 1 - first_row)
     column = tl.minimum(tl.arange(0, COLUMNS), num_columns - 1 - first_column)
     step = tl.arange(0, STEP)
@@ -265,7 +266,7 @@ def _logits(
         sums = sums.to(hidden.dtype.element_ty).to(tl.float32)
     logits = sums * scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite where e^2x does not.
+        # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite if e^2x does not.
         logits = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
     return logits
 
@@ -282,7 +283,7 @@ def _sum_up(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one part of the vocabulary."""
+    """Sum up one tile of rows over one part of the vocabulary."""
     row_tile, part = _place(num_rows, num_parts, ROWS, ROW_GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -329,7 +330,7 @@ def _differentiate(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
+    """Compute the gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
 
     What follows the product is computed in the layout of the store. Rows of unknown alignment would be stored element
     by element: a thread would have one column of 64 rows, and keep the label and five numbers of each, more than there

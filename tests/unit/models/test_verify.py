@@ -17,7 +17,7 @@ from hybrid_rl.models.attention.survey import LayerCall
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.heads.classifier import verify_scores
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.verify import VERIFY_TOLERANCE
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, verify_row
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build
 
@@ -256,7 +256,7 @@ def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
 def test_the_filler_and_shared_prompts_are_checked(name: str) -> None:
-    row = CausalLM(build(name)).verify_row()
+    row = verify_row(CausalLM(build(name)))
     assert row.layout.children and len(row.layout.roots) > row.layout.num_shared + 1
 
 
