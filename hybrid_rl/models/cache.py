@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from hybrid_rl.compat.torch import tree_leaves
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, CheckedModel, relative_gap, various_tokens
 
@@ -31,7 +32,8 @@ class ModelCache:
     @property
     def num_bytes(self) -> int:
         """The bytes that it holds."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.cache.layers))
+        held = tree_leaves([vars(layer) for layer in self.cache.layers])
+        return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
 def next_states(model: CheckedModel, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
@@ -107,17 +109,3 @@ def check_cache(model: CheckedModel) -> float:
             f"cannot generate with it"
         )
     return gap
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the layers of a cache: their attributes, some of them in lists or by number."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))

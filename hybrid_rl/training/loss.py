@@ -35,10 +35,9 @@ def micro_batch_loss(
     beside = SideModels() if beside is None else beside
     row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
     temperature = sampling_temperature(batch)
-    masks_truncated = spec.mask_truncated_completions
     with (
         reading_old_experts(beside.routers, batch, row) as reading,
-        reading_balance(beside.balance, batch, row, mask_truncated_completions=masks_truncated) as balance,
+        reading_balance(beside.balance, batch, row, spec) as balance,
     ):
         logprobs, entropy, log_probs = model_outputs(model, row, spec, temperature)
     masks = Masks.of(batch, spec)

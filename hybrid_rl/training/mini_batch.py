@@ -41,8 +41,8 @@ def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext, *, seed: int) -> Jagged | None:
-    """Ask the policy loss what it must know of whole mini-batches, for this rank's tokens; None for a loss that needs
-    nothing of them.
+    """Ask the policy loss for what it must know of whole mini-batches, for this rank's tokens; None for a loss that
+    needs nothing of them.
 
     Samples are shown to it in the order of their trajectories and turns, so that ranks and plans do not matter. seed:
     of the first mini-batch, the next ones follow. Collective.
@@ -52,10 +52,9 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
         return None
     completions = batch["completion_ids"]
     place = completions.with_values(torch.arange(len(completions.values)))
-    mask = completions.with_values(spec.mask(batch))
-    columns = {"old_logprobs": batch["old_logprobs"], "advantages": batch["advantages"], "completion_mask": mask}
-    names = ("trajectory", "turn", "group")
-    mine = Batch({**columns, **{name: batch[name] for name in names if name in batch}})
+    names = ("old_logprobs", "advantages", "trajectory", "turn", "group")
+    columns = {name: batch[name] for name in names if name in batch}
+    mine = Batch(columns | {"completion_mask": completions.with_values(spec.mask(batch))})
     column: Tensor | None = None
     for index, mini in enumerate(plan):
         rows = sample_rows(mini)
@@ -103,13 +102,12 @@ def look_ahead(
     One forward pass over all micro-batches of this rank for both, none if neither is needed. Collective.
     """
     loads = list[ExpertLoad]()
-    masks_truncated = spec.mask_truncated_completions
     if not spec.has_entropy_threshold and balance is None:
         return mini
 
     def compute(micro: Batch) -> dict[str, Tensor]:
         row, found = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device), dict[str, Tensor]()
-        with reading_balance(balance, micro, row, mask_truncated_completions=masks_truncated) as reading:
+        with reading_balance(balance, micro, row, spec) as reading:
             if spec.has_entropy_threshold:
                 found["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
             else:  # routers need no head

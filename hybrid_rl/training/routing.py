@@ -14,6 +14,7 @@ from hybrid_rl.models.experts.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
 from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.scoring import MicroBatches, token_columns
+from hybrid_rl.training.spec import LossSpec
 
 
 def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches) -> dict[str, Jagged]:
@@ -44,13 +45,13 @@ def reading_old_experts(
 
 
 def reading_balance(
-    balance: LoadBalance | None, batch: Batch, row: PackedRow, *, mask_truncated_completions: bool
+    balance: LoadBalance | None, batch: Batch, row: PackedRow, spec: LossSpec
 ) -> AbstractContextManager[BalanceReading | None]:
     """Read the scores of all tokens of the samples of a micro-batch that have a reward, inside the block; None without
     a load-balancing loss. As in TRL, completions that the length limit cut off count, unless they are masked."""
     if balance is None:
         return nullcontext()
     scored = (~batch["rewards"].isnan()).tolist()
-    kept = [not (mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
+    kept = [not (spec.mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
     return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights))
