@@ -12,7 +12,8 @@ from transformers import Cache
 
 from hybrid_rl.compat.torch import tree_leaves
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, CheckedModel, relative_gap, various_tokens
+from hybrid_rl.models.packed_model import PackedModel
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, various_tokens
 
 NAMES = ("past_key_values", "cache_params")  # the argument by which models take a cache, and the output that has it
 
@@ -36,7 +37,7 @@ class ModelCache:
         return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
-def next_states(model: CheckedModel, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
+def next_states(model: PackedModel, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
     """Return last hidden states [B, H] of B sequences that begin, or continue, with int64 [B, L] tokens, and the cache.
 
     Raises ModelError if the model gives no cache of transformers.
@@ -62,7 +63,7 @@ class CacheSize:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: CheckedModel) -> CacheSize:
+    def of(cls, model: PackedModel) -> CacheSize:
         """Measure it on sequences of one and two tokens."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         one, two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
@@ -74,7 +75,7 @@ class CacheSize:
 
 
 @torch.inference_mode()
-def check_cache(model: CheckedModel) -> float:
+def check_cache(model: PackedModel) -> float:
     """Compare what a model decodes with its cache, whose rows are copied, reordered and dropped meanwhile, with its
     forward pass without a cache; return the largest relative gap.
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.backends import Backend
-from hybrid_rl.models.attention.interface import AttentionContext, attention_functions, installed_views
+from hybrid_rl.models.attention.interface import attention_functions, installed_views
 from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.load import first_line, vocabulary_size
+from hybrid_rl.models.packed_model import LengthLimit, PackedModel
 from hybrid_rl.models.row import Layout, PackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
@@ -37,44 +37,6 @@ TOKENWISE = ("mlp", "moe", "dense", "sparse")  # types of layers that see one to
 # Names of classes and parameters that mix tokens without attention, in every family so far.
 MIXERS = re.compile("Attention|Attn|Mixer|LSTM|Recurrent")
 STATEFUL = ("A_log", "time_decay", "recurrent_param")
-
-
-class LengthLimit(NamedTuple):
-    """The longest sequences that run packed as the model itself would run them. why: what forbids longer ones."""
-
-    num_tokens: int
-    why: str
-
-
-class CheckedModel(Protocol):
-    """The members of `CausalLM` that the checks of this file and of cache.py use; it imports them."""
-
-    module: PreTrainedModel
-    backbone: PreTrainedModel
-    attention: Backend
-    is_language_model: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        ...
-
-    def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
-        """Run the module's own backbone on int64 [B, L]."""
-        ...
-
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """Return last hidden states [T, H] of one packed row."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [M, V]."""
-        ...
 
 
 @torch.no_grad()
@@ -146,7 +108,7 @@ def _why(call: LayerCall, config: Any) -> str:
 
 
 @torch.no_grad()
-def check_outputs(model: CheckedModel) -> float:
+def check_outputs(model: PackedModel) -> float:
     """Compare one forward of three sequences, two of which share a prompt, with the model's own forward of each; return
     the largest gap, relative to the largest number. A model that does not run packed lays them beside each other.
 
@@ -178,7 +140,7 @@ def check_outputs(model: CheckedModel) -> float:
     return max(gaps.values())
 
 
-def _plain_outputs(model: CheckedModel, batch: Tensor) -> dict[str, Tensor]:
+def _plain_outputs(model: PackedModel, batch: Tensor) -> dict[str, Tensor]:
     """Return the numbers to compare, [tokens of the batch, ...]; hidden states too if the head may still be zero, and
     show nothing."""
     outputs = {"logits": model.module(input_ids=batch, use_cache=False).logits}
@@ -200,7 +162,7 @@ def check_weights(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_causal(model: CheckedModel) -> None:
+def check_causal(model: PackedModel) -> None:
     """Raise ModelError for an encoder, whose numbers at a token depend on those after it: nothing here can train it.
     Called when another check has failed. The model's own forward shows it, whatever its config says."""
     name = type(model.module).__name__
@@ -228,7 +190,7 @@ def various_tokens(module: PreTrainedModel, num_tokens: int) -> Tensor:
     return (torch.arange(num_tokens) * 7919 + 3) % vocabulary_size(module)
 
 
-def verify_row(model: CheckedModel) -> PackedRow:
+def verify_row(model: PackedModel) -> PackedRow:
     """Return the row that a model is verified on; its labels are the second tokens of its segments."""
     tokens = various_tokens(model.module, VERIFY_LAYOUT.num_tokens).to(model.device)
     filler = slice(VERIFY_LAYOUT.num_root_tokens - FILLER, VERIFY_LAYOUT.num_root_tokens)
@@ -283,7 +245,7 @@ def named_failure(name: str, how: str) -> Iterator[None]:
         raise ModelError(f"{name} does not run {how}: {first_line(error)}") from error
 
 
-def hint(model: CheckedModel, routing: HeldRouting) -> str:
+def hint(model: PackedModel, routing: HeldRouting) -> str:
     """Say what may make the numbers differ."""
     stateful = sorted({type(child).__name__ for child in model.module.modules() if _carries_state(child)})
     if stateful and model.attention.is_packed:
