@@ -15,30 +15,26 @@ from hybrid_rl.compat.transformers import block_class_names
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import NAME, attention_forward
 
-# A compiled block is cut around its attention: what that does depends on the row, so each row would be compiled again.
+# A compiled block excludes its attention, which depends on the row: each row would be compiled again.
 APART = f"{NAME}_apart"
 AttentionInterface.register(APART, torch.compiler.disable(attention_forward))
 
 
 def transformer_blocks(module: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks of a model, in order: what transformers will not split over devices.
+    """Find the transformer blocks of a model, in order: the modules that transformers does not split over devices.
 
     Raises ModelError if there are none.
     """
     names = block_class_names(module)
+    # Classes with their bases: sharding puts a class in front of a module's own.
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    found = [block for blocks in lists for block in blocks if _class_names(block) & names]
+    found = [block for blocks in lists for block in blocks if {kind.__name__ for kind in type(block).__mro__} & names]
     if not found:
         raise ModelError(
             f"{type(module).__name__} names no transformer blocks (_no_split_modules={sorted(names)}); it cannot be "
             f"sharded or compiled block by block"
         )
     return found
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    # Sharding puts a class of its own in front of a module's.
-    return {kind.__name__ for kind in type(module).__mro__}
 
 
 class CompiledBlocks:
@@ -59,7 +55,7 @@ class CompiledBlocks:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the block the transformer blocks run compiled."""
+        """Run the transformer blocks compiled inside the block."""
         if self.is_active:
             yield
             return

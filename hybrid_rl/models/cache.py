@@ -1,44 +1,21 @@
-"""A model's own cache: keys and values, states of convolutions and recurrences, whatever transformers keeps there."""
+"""A model's own cache: keys and values, states of convolutions and recurrences, whatever transformers keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
+from hybrid_rl.compat.torch import tree_leaves
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.models.packed_model import PackedModel
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, various_tokens
 
-NAMES = ("past_key_values", "cache_params")  # under which models take a cache, and give it back
-
-
-class Decodable(Protocol):
-    """What is asked of a `CausalLM`."""
-
-    module: PreTrainedModel
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output head."""
-        ...
-
-    def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
-        """What the module's own backbone gives for int64 [B, L]."""
-        ...
+NAMES = ("past_key_values", "cache_params")  # the argument by which models take a cache, and the output that has it
 
 
 @dataclass(frozen=True)
@@ -49,18 +26,19 @@ class ModelCache:
     cache: Cache
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these of the B sequences, in this order; one may be there several times, each with a copy of its own."""
+        """Keep these of the B sequences, in this order; one that is named several times is copied."""
         index: Any = torch.tensor(rows, dtype=torch.int64)
         self.cache.reorder_cache(index)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it holds."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.cache.layers))
+        """The bytes that it holds."""
+        held = tree_leaves([vars(layer) for layer in self.cache.layers])
+        return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
-def next_states(model: Decodable, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
-    """Last hidden states [B, H] of B sequences that begin, or go on, with int64 [B, L] tokens, and their cache.
+def next_states(model: PackedModel, token_ids: Tensor, cached: ModelCache | None) -> tuple[Tensor, ModelCache]:
+    """Return last hidden states [B, H] of B sequences that begin, or continue, with int64 [B, L] tokens, and the cache.
 
     Raises ModelError if the model gives no cache of transformers.
     """
@@ -78,34 +56,33 @@ def next_states(model: Decodable, token_ids: Tensor, cached: ModelCache | None) 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes of a sequence in a cache: fixed_bytes, and token_bytes for each of its tokens (at most: windows have an
-    end)."""
+    """Bytes of a sequence in a cache: fixed_bytes, and for each of its tokens token_bytes (less with windows)."""
 
     fixed_bytes: int
     token_bytes: int
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: Decodable) -> CacheSize:
-        """Measured on sequences of one and two tokens."""
+    def of(cls, model: PackedModel) -> CacheSize:
+        """Measure it on sequences of one and two tokens."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         one, two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
         return cls(2 * one - two, two - one)
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes of a sequence of so many tokens."""
+        """Return the bytes of a sequence of so many tokens."""
         return self.fixed_bytes + self.token_bytes * num_tokens
 
 
 @torch.inference_mode()
-def check_cache(model: Decodable) -> float:
-    """Compare what a model decodes with its cache, while rows of it are copied, turned round and dropped, with its
-    forward without one; the largest relative gap.
+def check_cache(model: PackedModel) -> float:
+    """Compare what a model decodes with its cache, whose rows are copied, reordered and dropped meanwhile, with its
+    forward pass without a cache; return the largest relative gap.
 
     Raises ModelError if they differ, or if rows of the cache cannot be chosen.
     """
     name = type(model.module).__name__
-    tokens = torch.arange(2, 9, device=model.device) % model.vocab_size
+    tokens = various_tokens(model.module, 7).to(model.device)
     a, b, c, d, e = tokens[:2], tokens[2:4], tokens[4:5], tokens[5:6], tokens[6:]
     found = []
     try:
@@ -133,17 +110,3 @@ def check_cache(model: Decodable) -> float:
             f"cannot generate with it"
         )
     return gap
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in the layers of a cache: their attributes, some of them by number."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))

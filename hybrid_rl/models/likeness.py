@@ -1,7 +1,7 @@
-"""Does a module that was built from another's class and config compute what that one computes?
+"""The check that a module built from a live module's class and config computes the same.
 
-What a user changed on a live module beside its weights (an activation, a scale, a buffer, a hook) is in neither: the
-copies in other processes would silently be of another model.
+Class and config do not hold what a user changed on the live module beside its weights (an activation, a scale, a
+buffer, a hook): copies in other processes would silently be of another model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
+from hybrid_rl.models.verify import various_tokens
 
 NUM_TOKENS = 16
 # Two orders of summation, on logprobs of a few nats.
@@ -39,11 +40,11 @@ def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
 
 @torch.no_grad()
 def fingerprint(module: PreTrainedModel) -> list[float]:
-    """ln p of some tokens under the module's own forward."""
+    """Return ln p of some tokens under the module's own forward."""
     was_training = module.training
     module.eval()
     try:
-        tokens = _tokens(module).to(module.device)
+        tokens = various_tokens(module, NUM_TOKENS).to(module.device)
         logits: Tensor = module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     finally:
         module.train(was_training)
@@ -53,9 +54,9 @@ def fingerprint(module: PreTrainedModel) -> list[float]:
 
 @torch.no_grad()
 def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
-    """Raise ModelError if a copy gives other logprobs than the module that it was built after. Collective for a
-    sharded model."""
-    tokens = _tokens(model.module).to(model.device)
+    """Raise ModelError if a copy gives other logprobs than the live module, whose are `expected`. Collective if
+    it is sharded."""
+    tokens = various_tokens(model.module, NUM_TOKENS).to(model.device)
     targets = torch.arange(1, len(tokens), device=model.device)
     found, _ = model.packed_logprobs(tokens, [len(tokens)], targets, 1.0)
     gap = float((found.cpu() - torch.tensor(expected)).abs().max())
@@ -65,11 +66,6 @@ def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
             f"module (by {gap:.2g}): something beside weights and config was changed on it, such as an activation, a "
             f"buffer or a hook, and would be lost on the ranks; use num_ranks=1, or put it into a class of its own"
         )
-
-
-def _tokens(module: PreTrainedModel) -> Tensor:
-    vocabulary = module.config.get_text_config().vocab_size
-    return (torch.arange(NUM_TOKENS) * 7919 + 3) % vocabulary
 
 
 def _ties(module: nn.Module) -> set[frozenset[str]]:

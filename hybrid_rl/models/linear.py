@@ -23,7 +23,7 @@ SMALLEST_ROWS = 48
 
 @functools.cache
 def smallest_product() -> int:
-    """Rows times columns times depth from which oneDNN is at least as fast, for 128 to 4864 columns.
+    """Return rows times columns times depth from which oneDNN is at least as fast, for 128 to 4864 columns.
 
     With AVX-512 that is 2^20 on Zen 5 and 2^24 on Zen 4, which adds up half a register at a time.
     """
@@ -31,8 +31,8 @@ def smallest_product() -> int:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right.T + bias. left: [M, K]; right: [N, K]; any strides; bias: [N]. Returns [M, N], for code that needs
-    no autograd."""
+    """Compute left @ right.T + bias. left: [M, K]; right: [N, K]; any strides; bias: [N]. Returns [M, N], for code that
+    needs no autograd."""
     size = left.shape[0] * left.shape[1] * right.shape[0]
     if size < smallest_product() or not is_available(left):
         return torch.nn.functional.linear(left, right, bias)
@@ -40,7 +40,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
-    """grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
+    """Compute grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
     # oneDNN falls back to a loop several hundred times slower if what is transposed here has gaps between its rows.
     grad, rows = grad.contiguous(), rows.contiguous()
     # It wants its left side contiguous, so the smaller of the two is the one to be transposed.
@@ -50,7 +50,7 @@ def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
 
 
 def is_available(tensor: Tensor) -> bool:
-    """Whether oneDNN's product applies to tensors like this one."""
+    """Return whether oneDNN's product applies to tensors like this one."""
     usable = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return usable and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
@@ -58,7 +58,7 @@ def is_available(tensor: Tensor) -> bool:
 class Linears:
     """The plain linear layers of a module, which `fast` switches over and back.
 
-    Layers of a class of their own, and layers whose forward somebody replaced, stay as they are.
+    Layers of a subclass, and layers whose forward was replaced, stay as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,19 +67,14 @@ class Linears:
         ]
         self._forwards: Sequence[Any] = [_Forward(layer) for layer in self._layers]
         self._sizes = [layer.weight.numel() for layer in self._layers]  # whole ones, of sharded layers too
-        self._num_rows = 0
-
-    @property
-    def num_rows(self) -> int:
-        """The input rows of the block of `fast` that is open now, 0 outside."""
-        return self._num_rows
+        self.num_rows = 0  # input rows of the block of `fast` that is open now, 0 outside
 
     @contextmanager
     def fast(self, num_rows: int) -> Iterator[None]:
-        """Inside the block the layers for which it pays multiply `num_rows` input rows by oneDNN.
+        """Multiply by oneDNN inside the block, in the layers that are faster so with `num_rows` input rows.
 
         A block inside another changes nothing."""
-        if self._num_rows or num_rows < SMALLEST_ROWS:
+        if self.num_rows or num_rows < SMALLEST_ROWS:
             yield
             return
         active = []
@@ -88,17 +83,17 @@ class Linears:
             if size >= smallest:
                 vars(layer)["forward"] = forward
                 active.append(layer)
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         try:
             yield
         finally:
-            self._num_rows = 0
+            self.num_rows = 0
             for layer in active:
                 vars(layer).pop("forward", None)
 
 
 class _Forward:
-    """What a layer runs in the place of nn.Linear.forward."""
+    """The replacement of nn.Linear.forward."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer

@@ -1,8 +1,8 @@
 """Activations in host memory between the forward and the backward pass.
 
 What autograd saves is copied to the host instead; weights and small tensors stay where they are. On CUDA the copies go
-through pinned memory on a stream of their own, beside the computation, and the backward pass brings the next few
-tensors back ahead of their use. On a CPU a copy is a copy in the same memory: correct, but without use.
+through pinned memory on a separate stream, beside the computation, and the backward pass brings the next few
+tensors back ahead of their use. On a CPU a copy is a copy in the same memory: correct, but useless.
 """
 
 from __future__ import annotations
@@ -21,39 +21,33 @@ NUM_AHEAD = 4  # tensors that the backward pass fetches before it needs them
 
 
 def activations_on_host(smallest_bytes: int = SMALLEST_BYTES) -> AbstractContextManager[None]:
-    """Inside the block, saved activations of at least `smallest_bytes` go to host memory."""
+    """Keep activations of at least `smallest_bytes` that are saved inside the block in host memory."""
     offload = _Offload(smallest_bytes)
     return torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack)
 
 
 class _Copy:
-    """A saved tensor on the host, and back on its device once it was fetched."""
+    """A saved tensor on the host, and on its device again once it was fetched. stream: None on a CPU."""
 
     def __init__(self, tensor: Tensor, stream: Any) -> None:
         self._device = tensor.device
         self._stream = stream
         self._fetched: Tensor | None = None
-        if stream is None:
-            self._host = tensor.to("cpu", copy=True)
-            return
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
 
     def fetch(self) -> None:
-        """Start the way back."""
-        if self._fetched is not None:
-            return
-        if self._stream is None:
-            self._fetched = self._host
-            return
-        with torch.cuda.stream(self._stream):
-            self._fetched = self._host.to(self._device, non_blocking=True)
+        """Start the copy back to the device."""
+        if self._fetched is None:
+            with torch.cuda.stream(self._stream):
+                self._fetched = self._host.to(self._device, non_blocking=True)
 
     def take(self) -> Tensor:
-        """The tensor on its device; it can be taken again."""
+        """Return the tensor on its device; it can be taken again."""
         self.fetch()
         assert self._fetched is not None
         tensor, self._fetched = self._fetched, None
@@ -76,21 +70,14 @@ class _Offload:
     def pack(self, tensor: Tensor) -> Tensor | int:
         if _is_weight(tensor) or tensor.numel() * tensor.element_size() < self._smallest_bytes:
             return tensor
-        storage = tensor.untyped_storage()
-        key = (
-            storage_id(tensor),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            version_of(tensor),
-        )
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (storage_id(tensor), version_of(tensor), *layout)
         if key in self._known and not self._known[key][0].expired():
             return self._known[key][1]
         if tensor.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         self._copies.append(_Copy(tensor, self._stream if tensor.device.type == "cuda" else None))
-        self._known[key] = (StorageWeakRef(storage), len(self._copies) - 1)
+        self._known[key] = (StorageWeakRef(tensor.untyped_storage()), len(self._copies) - 1)
         return len(self._copies) - 1
 
     def unpack(self, packed: Tensor | int) -> Tensor:
@@ -104,5 +91,5 @@ class _Offload:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Parameters, also the gathered ones of a sharded model, and views of them."""
+    """Return whether it is a parameter, also a gathered one of a sharded model, or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)

@@ -1,8 +1,9 @@
-"""How to build a model's module in any process, without its weights."""
+"""Recipes to build a model's module in any process, without its weights."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from hybrid_rl.weights.sources import FolderSource, WeightSource
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """A model by folder (or hub name), or a live module by class and config; and where its weights are.
+    """A model by folder (or hub name), or a live module by class and config; and the source of its weights.
 
     frozen: names of parameters that require no gradient. conversions: those that the live module was loaded with.
     """
@@ -40,12 +41,12 @@ class ModelRecipe:
 
     @classmethod
     def of_folder(cls, path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
-        """The model of a folder or hub name; each process reads the files itself."""
+        """Describe the model of a folder or hub name; each process reads the files itself."""
         return cls(FolderSource(path), path, trust_remote_code)
 
     @classmethod
     def of_module(cls, module: PreTrainedModel, source: WeightSource) -> ModelRecipe:
-        """A live module whose weights are in `source` (StateSource, ObjectSource)."""
+        """Describe a live module whose weights are in `source` (StateSource, ObjectSource)."""
         conversions = loaded_conversions(module)
         return cls(
             source,
@@ -58,7 +59,7 @@ class ModelRecipe:
 
 
 def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The module in evaluation mode: parameters of `dtype` on the meta device, tied if the config ties them;
+    """Build the module in evaluation mode: parameters of `dtype` on the meta device, tied if the config ties them;
     buffers real, since code computes them.
 
     What the model class keeps in fp32 is fp32. The global random state stays as it was. Raises ModelError if the
@@ -84,7 +85,7 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def fp32_tensors(module: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of parameters and buffers that stay fp32 in a model of this dtype, by the rule of its class."""
+    """Return the names of parameters and buffers that stay fp32 in a model of this dtype, by the rule of its class."""
     pattern = fp32_pattern(module, dtype)
     return set() if pattern is None else {name for name in module.state_dict() if pattern.search(name)}
 
@@ -100,7 +101,7 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
             "bfloat16 first"
         )
     config = copy.deepcopy(config)
-    # Some classes draw random numbers while they are built, although nothing of them stays.
+    # Some classes draw random numbers while they are built, although no weight is kept.
     with init_empty_weights(include_buffers=False), no_init_weights(), torch.random.fork_rng(devices=[]):
         if recipe.model_class is None:
             loader = auto_class(config)
@@ -108,14 +109,8 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
         else:
             module = model_from_config(recipe.model_class, config, dtype)
     if recipe.path is not None and module.can_generate():
-        module.generation_config = _stored_generation_config(recipe.path, module.generation_config)
+        with suppress(OSError):  # a folder without one: what the model's config says stays
+            module.generation_config = GenerationConfig.from_pretrained(recipe.path)
     elif recipe.generation_config is not None:
         module.generation_config = copy.deepcopy(recipe.generation_config)
     return cast(PreTrainedModel, module)
-
-
-def _stored_generation_config(path: str, built: GenerationConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:  # it has none: what the model's config says stays
-        return built

@@ -1,6 +1,6 @@
 """A micro-batch as one packed row, in which samples of the same prompt share its tokens.
 
-The row holds roots, then children. A root is a sequence of its own: the whole of a sample, or a prompt that several
+The row holds roots, then children. A root is a separate sequence: the whole of a sample, or a prompt that several
 samples share. A child is the completion of one such sample; it attends to its root and causally to itself. With the
 prompts in front and the children of a root side by side, both sides of "completions attend to their prompt" are
 contiguous slices of the row.
@@ -18,9 +18,9 @@ from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.errors import ModelError
 from hybrid_rl.tensors.transfer import upload
 
-# Large rows are filled up to a multiple of this by a sequence that nobody looks at. Libraries prepare a matrix product
+# Large rows are filled up to a multiple of this by a sequence that is never read. Libraries prepare a matrix product
 # again for every number of rows, and memory of ever new sizes is never reused. It repeats the row's first token: one
-# that is in no sample may have an embedding of zeros, where some norms have an infinite slope, and 0 * inf is NaN.
+# that is in no sample may have an embedding of zeros, at which some norms have an infinite slope: 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
 
@@ -30,8 +30,8 @@ class Layout:
     """The segments of a row, in order.
 
     roots: tokens of each root, those with children first; children: tokens of each child, at least 1; parents: the
-    root of each child: 0 at first, then rising by 0 or 1. is_filled: the last root fills the row up; nobody looks at
-    it.
+    root of each child: 0 at first, then rising by 0 or 1. is_filled: the last root fills the row up, and is not
+    read.
     """
 
     roots: tuple[int, ...]
@@ -73,14 +73,15 @@ class Layout:
         return max((*self.roots, *whole))
 
     def child_totals(self) -> list[int]:
-        """Tokens of all children of each root that has any."""
+        """Count the tokens of all children of each root that has any."""
         totals = [0] * self.num_shared
         for root, length in zip(self.parents, self.children, strict=True):
             totals[root] += length
         return totals
 
     def child_keys(self) -> list[Tensor]:
-        """Places of the tokens that each child sees: those of its root, then its own; int64 [root + child] each."""
+        """Return the places of the tokens that each child sees: those of its root, then its own; int64 [root + child]
+        each."""
         places = torch.arange(self.num_tokens).split(self.lengths)
         own = places[len(self.roots) :]
         return [torch.cat([places[root], child]) for root, child in zip(self.parents, own, strict=True)]
@@ -91,15 +92,15 @@ class Layout:
             raise ModelError(f"the packed row was planned for {self.num_tokens} tokens but got {rows.shape[0]}")
 
     def positions(self) -> Tensor:
-        """Position of every token in its own sequence, int64 [T]."""
+        """Return the position of every token in its sequence, int64 [T]."""
         first = torch.tensor([0] * len(self.roots) + [self.roots[root] for root in self.parents])
         lengths = torch.tensor(self.lengths)
         return torch.arange(self.num_tokens) + (first - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
 
 
 def padded(sequences: Sequence[Tensor]) -> Tensor:
-    """Sequences of [length] as rows [N, longest]; after its end a sequence repeats its last number, as what is causal
-    cannot tell that from the sequence alone."""
+    """Lay sequences of [length] out as rows [N, longest]. After its end a sequence repeats its last number, which
+    changes nothing before it in causal models."""
     length = max(map(len, sequences))
     return torch.stack([torch.cat([s, s[-1:].expand(length - len(s))]) for s in sequences])
 
@@ -152,9 +153,9 @@ class PackedRow:
 
 
 def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]]) -> Tensor:
-    """As how many tokens each place of `PackedRow.of` these samples counts, float32 [T], if a token of the prompt and
-    one of the completion of each sample count as `weights` say: a shared prompt counts for all of its samples, what
-    fills the row up for none."""
+    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. weights: of a token of
+    the prompt and one of the completion, for each sample. A shared prompt counts for all of its samples, the filler for
+    none."""
     sizes, own = prompts.lengths.tolist(), completions.lengths.tolist()
     shared, single = _arrangement(prompts, completions)
     parts = [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
@@ -166,15 +167,15 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
 
 
 def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
-    """The samples that share a prompt, group by group, and the others; none without completion tokens, but one if
-    all are such."""
+    """Return the samples that share a prompt, group by group, and the others. A sample without completion tokens is
+    left out, unless all are."""
     wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
     groups = prompt_groups(prompts, wanted)
     return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1]
 
 
 def _filler(num_tokens: int) -> int:
-    """Tokens that bring a large row to a whole number of steps."""
+    """Return the tokens that fill a large row up to a whole number of steps."""
     return -num_tokens % ROW_STEP if num_tokens >= SMALLEST_FILLED_ROW else 0
 
 
@@ -195,8 +196,8 @@ def _sources(
 
 
 def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
-    """Those of `samples` (indices into prompts) whose prompt is the same, token for token; groups in order of first
-    appearance.
+    """Group those of `samples` (indices into prompts) whose prompt is the same, token for token; groups in order of
+    first appearance.
 
     Sharing has no lower limit: measured on a CPU, 16 prompts of 5 tokens with 8 completions of 13 each take 10 to 25 %
     less time than unshared, and if there is next to nothing to share (completions 25 times as long as the prompt)

@@ -1,4 +1,4 @@
-"""Writing a model folder from plain or sharded modules, one parameter at a time."""
+"""Model folders, written from plain or sharded modules one parameter at a time."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ def save_weights(
         split = split_torch_state_dict_into_shards(
             stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
         )
-        writer = _Writer(folder, split) if is_writer else None
+        pending: dict[str, dict[str, Tensor]] = {}  # by file, until all tensors of the file are there
         failure: Exception | None = None
         for conversion in conversions:
-            gathered = {name: _whole(*tensors[name], keep=writer is not None) for _, name in conversion.parts}
+            writes = is_writer and failure is None
+            gathered = {name: _whole(*tensors[name], keep=writes) for _, name in conversion.parts}
             try:
-                if writer is not None:
-                    writer.add(conversion.run(module, gathered.__getitem__))
+                if writes:
+                    _write_complete(folder, split, pending, conversion.run(module, gathered.__getitem__))
             except Exception as error:  # a full disk, no permission, a conversion
-                failure, writer = error, None
+                failure = error
+                pending.clear()
             del gathered  # before the next is gathered
         if failure is not None:
             raise failure
@@ -61,29 +63,23 @@ def save_weights(
             _write_configs(module, folder, dtype)
 
 
-class _Writer:
-    """Collects tensors and writes each file once all of its tensors are there."""
-
-    def __init__(self, folder: Path, split: StateDictSplit) -> None:
-        self._folder = folder
-        self._split = split
-        self._pending: dict[str, dict[str, Tensor]] = {}
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name, tensor in tensors.items():
-            file = self._split.tensor_to_filename[name]
-            pending = self._pending.setdefault(file, {})
-            pending[name] = tensor.contiguous()
-            if len(pending) == len(self._split.filename_to_tensors[file]):
-                save_tensors(self._pending.pop(file), self._folder / file, {"format": "pt"})
+def _write_complete(
+    folder: Path, split: StateDictSplit, pending: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor]
+) -> None:
+    """Add tensors to the files that they belong to, and write each file once all of its tensors are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in tensors.items():
+        file = split.tensor_to_filename[name]
+        pending.setdefault(file, {})[name] = tensor.contiguous()
+        if len(pending[file]) == len(split.filename_to_tensors[file]):
+            save_tensors(pending.pop(file), folder / file, {"format": "pt"})
 
 
 def _to_save(
     module: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[Conversion]]:
-    """The tensors to save with the dtype of each, a tied one once under the name that loading expects, and how they
-    become those of a checkpoint."""
+    """Return the tensors to save with the dtype of each, a tied one once under the name that loading expects, and the
+    conversions to those of a checkpoint."""
     tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
     ignored = keys_not_saved(module)
     state = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in ignored}
@@ -103,7 +99,7 @@ def _to_save(
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """The full tensor on the CPU; collective if it is sharded. Cast first: less to send."""
+    """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):
         found = found.full_tensor()

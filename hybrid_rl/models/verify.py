@@ -1,8 +1,8 @@
-"""The start-up check of a model: does it run packed, on which lengths, and if not, why.
+"""The start-up check of a model: whether it runs packed, up to which length, and if not, why.
 
-Three short forward passes, however long the sequences of the run will be: a survey of what layers ask of attention
-(survey.py), the model's own forward of a few sequences, and a packed one of the same, whose numbers must agree. The
-sequences are shorter than most windows: how far a window reaches is what the survey is for.
+A few short forward passes, however long the sequences of the run will be: a survey of what layers ask of attention
+(survey.py), the model's own forward of three sequences, and a packed forward of the same ones, whose numbers must
+agree. The sequences are shorter than most windows: the survey finds how far a window reaches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.backends import Backend
-from hybrid_rl.models.attention.interface import AttentionContext, attention_functions, installed_views
+from hybrid_rl.models.attention.interface import attention_functions, installed_views
 from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.experts.routing import HeldRouting
-from hybrid_rl.models.load import first_line
+from hybrid_rl.models.load import first_line, vocabulary_size
+from hybrid_rl.models.packed_model import LengthLimit, PackedModel
 from hybrid_rl.models.row import Layout, PackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest
@@ -34,48 +34,14 @@ VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 VERIFY_LAYOUT = Layout((3, 9, 2), (5, 2), (0, 0))
 FILLER = 2
 TOKENWISE = ("mlp", "moe", "dense", "sparse")  # types of layers that see one token at a time
-# Classes and parameters by which what mixes tokens without attention is known, in every family so far.
+# Names of classes and parameters that mix tokens without attention, in every family so far.
 MIXERS = re.compile("Attention|Attn|Mixer|LSTM|Recurrent")
 STATEFUL = ("A_log", "time_decay", "recurrent_param")
 
 
-class LengthLimit(NamedTuple):
-    """The longest sequences that run packed as the model itself would run them. why: what forbids longer ones."""
-
-    num_tokens: int
-    why: str
-
-
-class Packed(Protocol):
-    """What is checked of a `CausalLM`."""
-
-    module: PreTrainedModel
-    backbone: PreTrainedModel
-    attention: Backend
-    is_language_model: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Of the parameters."""
-        ...
-
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionContext | UnpackedRow) -> Tensor:
-        """Last hidden states [T, H] of one packed row."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [M, V]."""
-        ...
-
-
 @torch.no_grad()
 def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: torch.device) -> LengthLimit | None:
-    """Survey a model; the length from which on its mask lets layers see something else than packed attention does.
+    """Survey a model; return the length up to which its mask lets layers see what packed attention does, None for any.
 
     Raises ModelError if layers do not go through attention, or ask for what packed attention does not have.
     """
@@ -95,7 +61,7 @@ def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: tor
 
 
 def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], config: Any) -> None:
-    """Every layer calls attention once."""
+    """Raise ModelError unless every layer calls attention once."""
     called = [call.layer for call in calls]
     twice = next((call for call in calls if called.count(call.layer) > 1), None)
     if twice is not None:
@@ -142,25 +108,22 @@ def _why(call: LayerCall, config: Any) -> str:
 
 
 @torch.no_grad()
-def check_outputs(model: Packed) -> float:
-    """Compare a packed forward of three sequences, two of which share a prompt, with the model's own forward of them;
-    the largest gap, relative to the largest number. A model that does not run packed lays them beside each other, and
-    each is compared with a forward of it alone.
+def check_outputs(model: PackedModel) -> float:
+    """Compare one forward of three sequences, two of which share a prompt, with the model's own forward of each; return
+    the largest gap, relative to the largest number. A model that does not run packed lays them beside each other.
 
-    Experts are those of the model's own forward in both: a router that decides closely sends a token elsewhere by
-    rounding alone, and nothing is wrong. That its scores agree is checked. Raises ModelError if numbers differ.
+    Both use the experts of the model's own forward: if a router's scores are close, rounding alone sends a token to
+    another expert, and nothing is wrong. Its scores are compared too. Raises ModelError if numbers differ.
     """
     name = type(model.module).__name__
     row = verify_row(model)
     sequences = [sequence for sequence in whole_sequences(row) if len(sequence) > FILLER]
     context = model.attention.context(row.layout, model.device)
     beside = context if isinstance(context, UnpackedRow) else None
-    batches = padded(sequences) if beside is None else [[sequence] for sequence in sequences]
-    starts = accumulate((len(line) for batch in batches for line in batch), initial=0)
-    places, own = same_places(row, sequences, list(starts)[:-1])
+    places, own = same_places(row, sequences)
     routing = HeldRouting(model.module)
     with own_attention(model.module), routing.recording(), named_failure(name, "in its own forward pass of token ids"):
-        passes = [_plain_outputs(model, torch.tensor(batch, device=model.device)) for batch in batches]
+        passes = [_plain_outputs(model, torch.tensor([sequence], device=model.device)) for sequence in sequences]
     expected = {what: torch.cat([outputs[what] for outputs in passes]) for what in passes[0]}
     # Beside each other sequences have more places than in a row.
     spread = own if beside is None else beside.spread(own).flatten()
@@ -168,7 +131,7 @@ def check_outputs(model: Packed) -> float:
         hidden = model.hidden_states(row.token_ids, row.positions, context)
     found = {"logits": model.logits(hidden), "hidden states": hidden}
     gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
-    gaps |= routing.gaps(places if beside is None else beside.places()[places])
+    gaps |= routing.gaps(places if beside is None else beside.places[places])
     for what, gap in gaps.items():
         if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
             raise ModelError(
@@ -177,15 +140,9 @@ def check_outputs(model: Packed) -> float:
     return max(gaps.values())
 
 
-def padded(sequences: Sequence[list[int]]) -> list[list[list[int]]]:
-    """One batch of all sequences. After its end a sequence repeats its last token, which causality hides from the
-    others."""
-    width = max(map(len, sequences))
-    return [[sequence + sequence[-1:] * (width - len(sequence)) for sequence in sequences]]
-
-
-def _plain_outputs(model: Packed, batch: Tensor) -> dict[str, Tensor]:
-    """What is compared, [tokens of the batch, ...]. A head that is still zero shows nothing of what is below it."""
+def _plain_outputs(model: PackedModel, batch: Tensor) -> dict[str, Tensor]:
+    """Return the numbers to compare, [tokens of the batch, ...]; hidden states too if the head may still be zero, and
+    show nothing."""
     outputs = {"logits": model.module(input_ids=batch, use_cache=False).logits}
     if not model.is_language_model:
         outputs["hidden states"] = model.backbone(input_ids=batch, use_cache=False).last_hidden_state
@@ -205,20 +162,19 @@ def check_weights(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_causal(model: Packed) -> None:
+def check_causal(model: PackedModel) -> None:
     """Raise ModelError for an encoder, whose numbers at a token depend on those after it: nothing here can train it.
-    Looked at when something is wrong: by itself a model's own forward tells, whatever its config says."""
+    Called when another check has failed. The model's own forward shows it, whatever its config says."""
     name = type(model.module).__name__
     if getattr(model.module.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder; only causal language models are supported")
-    embeddings: Any = model.module.get_input_embeddings()
-    tokens = (torch.arange(VERIFY_LAYOUT.longest, device=model.device) * 7919 + 3) % int(embeddings.weight.shape[0])
+    tokens = various_tokens(model.module, VERIFY_LAYOUT.longest).to(model.device)
     half = len(tokens) // 2
     other = torch.cat([tokens[:half], tokens[half:].roll(1)])
     try:
         with own_attention(model.module):
             passes = [_plain_outputs(model, line[None]) for line in (tokens, other)]
-    except Exception:  # noqa: BLE001 - it does not run at all, which is what the caller tells of
+    except Exception:  # noqa: BLE001 - it does not run at all, which the caller reports
         return
     gaps = [relative_gap(passes[1][what][:half], numbers[:half]) for what, numbers in passes[0].items()]
     # The same sums in the same order, but for experts, which may get other tokens together.
@@ -229,10 +185,14 @@ def check_causal(model: Packed) -> None:
         )
 
 
-def verify_row(model: Packed) -> PackedRow:
-    """The row that a model is verified on; its labels are the second tokens of its segments."""
-    embeddings: Any = model.module.get_input_embeddings()
-    tokens = (torch.arange(VERIFY_LAYOUT.num_tokens, device=model.device) * 7919 + 3) % int(embeddings.weight.shape[0])
+def various_tokens(module: PreTrainedModel, num_tokens: int) -> Tensor:
+    """Return token ids of the model that are as different as its vocabulary allows, int64 [num_tokens], on the CPU."""
+    return (torch.arange(num_tokens) * 7919 + 3) % vocabulary_size(module)
+
+
+def verify_row(model: PackedModel) -> PackedRow:
+    """Return the row that a model is verified on; its labels are the second tokens of its segments."""
+    tokens = various_tokens(model.module, VERIFY_LAYOUT.num_tokens).to(model.device)
     filler = slice(VERIFY_LAYOUT.num_root_tokens - FILLER, VERIFY_LAYOUT.num_root_tokens)
     tokens[filler] = tokens[0]
     first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(model.device)
@@ -240,19 +200,20 @@ def verify_row(model: Packed) -> PackedRow:
 
 
 def whole_sequences(row: PackedRow) -> list[list[int]]:
-    """The sequences of a row, each with its prompt: first those that share none."""
+    """Return the sequences of a row, each with its prompt; those that share no prompt come first."""
     segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
     roots, children = segments[: len(row.layout.roots)], segments[len(row.layout.roots) :]
     shared = [roots[root] + child for root, child in zip(row.layout.parents, children, strict=True)]
     return [*roots[row.layout.num_shared :], *shared]
 
 
-def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The places of a row whose tokens are in the sequences too, after the same tokens, int64 [P]; and
-    for every place of the row where that is, int64 [T], 0 if nowhere. starts: the first place of each sequence."""
+def same_places(row: PackedRow, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return the places of a row whose tokens are in the sequences too, after the same tokens, int64 [P]; and for every
+    place of the row the place of that token in all sequences one after the other, int64 [T], 0 if there is none."""
+    starts = accumulate(map(len, sequences), initial=0)
     known = {
         tuple(sequence[: place + 1]): start + place
-        for sequence, start in zip(sequences, starts, strict=True)
+        for sequence, start in zip(sequences, starts, strict=False)
         for place in range(len(sequence))
     }
     segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
@@ -268,14 +229,14 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]], starts: Sequ
 
 
 def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside the block a module runs as its architecture is defined: eager attention. The others leave out what they
-    lack, SDPA Gemma-2's soft-capping."""
+    """Run a module inside the block as its architecture is defined: with eager attention. Others leave out what they do
+    not have, as SDPA does Gemma-2's soft-capping."""
     return attention_functions(installed_views(module), "eager")
 
 
 @contextmanager
 def named_failure(name: str, how: str) -> Iterator[None]:
-    """Tell what an architecture raises that does not run so as a ModelError."""
+    """Raise a ModelError that says how the architecture does not run, for any error inside the block."""
     try:
         yield
     except ModelError as error:
@@ -284,8 +245,8 @@ def named_failure(name: str, how: str) -> Iterator[None]:
         raise ModelError(f"{name} does not run {how}: {first_line(error)}") from error
 
 
-def hint(model: Packed, routing: HeldRouting) -> str:
-    """What may make numbers differ."""
+def hint(model: PackedModel, routing: HeldRouting) -> str:
+    """Say what may make the numbers differ."""
     stateful = sorted({type(child).__name__ for child in model.module.modules() if _carries_state(child)})
     if stateful and model.attention.is_packed:
         return f"; {', '.join(stateful[:3])} carries a state from token to token, and the samples of a packed row mix"
@@ -303,5 +264,5 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def relative_gap(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected number; NaN if a number is NaN."""
+    """Return the largest difference, relative to the largest expected number; NaN if a number is NaN."""
     return float((found - expected.to(found.dtype)).abs().max() / expected.abs().max().clamp(min=1e-6))

@@ -26,7 +26,7 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
-from hybrid_rl.models.load import DTYPES, elsewhere, first_line, refuse_missing_folder
+from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
@@ -178,10 +178,8 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
     model of a damaged checkpoint."""
     refuse_missing_folder(path)
     check_model(Path(path))
-    try:
+    with loading("the config of model", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(f"cannot load the config of model {path!r}{elsewhere(path)}: {first_line(error)}") from error
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:

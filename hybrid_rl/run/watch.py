@@ -66,14 +66,14 @@ class LearningWatch:
                 continue
             causes = why() if causes is None else causes
             cause = causes[role]
-            self.is_broken |= cause.is_weights
+            self.is_broken |= bool(cause.weights)
             self._lost[role] = self._lost[role] + 1 if skipped >= self._updates_per_step else 0
             if self._lost[role] >= MAX_LOST_STEPS:
                 error = error or DivergedError(
                     f"the {role} has not changed in the last {self._lost[role]} training steps, up to step {step}: all "
                     f"of their updates ({self._lost[role] * self._updates_per_step}) were skipped, because gradients "
                     f"were not finite. In the last one {cause}. What to do: {cause.remedy}. "
-                    + ("" if cause.is_weights else "The weights are those of the last good update; ")
+                    + ("" if cause.weights else "The weights are those of the last good update; ")
                     + "checkpoints already written are unchanged"
                 )
             elif not self._has_warned[role]:

@@ -31,7 +31,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import transformer_blocks
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.sharding.twin import Twin
 from hybrid_rl.tensors.transfer import move_buffers
 
@@ -243,7 +243,7 @@ class ShardedCausalLM(CausalLM):
     @torch.no_grad()
     def verify(self) -> float:
         """Compare the twin with the model's own forward, then this model with the twin; same errors as CausalLM."""
-        row = self.verify_row()
+        row = verify_row(self)
         with self.twin.bound():
             plain = self.plain_twin()
             gap = plain.verify()

@@ -17,14 +17,14 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.sharding.fsdp import accumulating
-from hybrid_rl.tensors.transfer import finish_downloads, start_download
+from hybrid_rl.tensors.transfer import start_download
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.kl import KLWeight
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
-from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
@@ -46,16 +46,9 @@ class Actor(TrainedModel):
         reference: CausalLM | None = None,
     ) -> None:
         self._spec = spec = LossSpec.of(config)
-        super().__init__(
-            model,
-            config.optimizer,
-            context,
-            num_optimizer_steps=num_optimizer_steps,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            mask_truncated_completions=spec.mask_truncated_completions,
-        )
+        super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps)
         algorithm = config.algorithm
-        self._old_logprobs, self._num_iterations = algorithm.old_logprobs, algorithm.num_iterations
+        self._old_logprobs = algorithm.old_logprobs
         self._reads_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
         self._seed = config.seed
         routers = Routers(model) if spec.reads_routers else None
@@ -116,14 +109,10 @@ class Actor(TrainedModel):
                 sums.merge(self._step_metrics(step, common))
                 if first is None and not recomputed:
                     first = start_download(_joined(before, micro_batches, self.model.device))
-        numbers = start_download(sums.unread())
-        finish_downloads(self.model.device)
-        sums.settle(numbers)
+        self._read(sums)
         self._tell_changed(changed)
         if first is not None:
-            rows = [row for micro in plan[0] for row in micro]
-            mine = batch.select(torch.tensor(rows, dtype=torch.int64))
-            sums.merge(rollout_gap(mine, first, spec.correction, self._context, version))
+            sums.merge(rollout_gap(batch.select(sample_rows(plan[0])), first, spec.correction, self._context, version))
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
@@ -132,7 +121,7 @@ class Actor(TrainedModel):
         return sums
 
     def _mini_batch(self, batch: Batch, micro_batches: MicroBatches, counts: Counts, version: int) -> MiniBatch:
-        """What the losses of a mini-batch's micro-batches need to know of it before the first backward pass."""
+        """Find what the losses of micro-batches need to know of their mini-batch before the first backward pass."""
         self._numbers.clear()
         mini = MiniBatch(counts, version, self.kl_weight.beta, self.entropy_weight.applied, self._numbers.on_device)
         if len(micro_batches) <= 1 and self._context.num_data_ranks == 1:
@@ -140,7 +129,7 @@ class Actor(TrainedModel):
         return look_ahead(self.model, batch, micro_batches, self._spec, mini, self._beside.balance, self._context)
 
     def _step_metrics(self, step: MetricSums, common: MetricSums) -> MetricSums:
-        """The metrics of one optimizer step. step: of its micro-batches; common: of every model that learns."""
+        """Join the metrics of one optimizer step. step: of its micro-batches; common: of every model that learns."""
         step.merge(common)
         once = int(self._context.data_rank == 0)
         if self._beside.balance is not None:
@@ -151,18 +140,18 @@ class Actor(TrainedModel):
         return step
 
     def _tell_changed(self, changed: torch.Tensor) -> None:
-        """Warn, once, of weights that a user has loaded into the module since the last step: bool [P], which."""
+        """Warn once of weights that a user has loaded into the module since the last step: bool [P], which."""
         names = [name for name, is_changed in zip(self.optimizer.names, changed.tolist(), strict=False) if is_changed]
         if names and not self._has_told:
             logger.warning(
-                "%d of %d parameters were changed by hand since the last update (first %s): training goes on from "
+                "%d of %d parameters were changed by hand since the last update (first %s): training continues from "
                 "their values, with the optimizer's moments as they are (said once)",
                 *(len(names), len(self.optimizer.names), names[0]),
             )
             self._has_told = True
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Give the state of the optimizer, and what the algorithm has learned beside the model."""
+        """Return the state of the optimizer, and what the algorithm has learned beside the model."""
         own = self.kl_weight.state_dict() | self._numbers.state_dict() | self.entropy_weight.state_dict()
         return super().optimizer_state() | {"algorithm": own}
 
@@ -174,6 +163,6 @@ class Actor(TrainedModel):
 
 
 def _joined(logprobs: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:
-    """The logprobs of the micro-batches that hold samples, float32 [M] in their order."""
+    """Return the logprobs of the micro-batches that hold samples, float32 [M] in their order."""
     parts = [part for part, rows in zip(logprobs, micro_batches, strict=True) if rows]
     return torch.cat([torch.zeros(0, device=device), *parts])

@@ -1,6 +1,6 @@
-"""Who works on what: mini-batches of whole groups, and each of them split over the ranks at near-equal cost.
+"""Mini-batches of whole groups, each split over the ranks at near-equal cost.
 
-Functions of [N]-sized columns alone: a driver calls them that never holds a token.
+These functions need [N]-sized columns only: the driver, which calls them, never holds a token.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hybrid_rl.errors import ConfigError, DataError
 
 
 def assign_mini_batches(group: Tensor, prompts_per_mini_batch: int, seed: int) -> Tensor:
-    """The mini-batch of each sample, int64 [N], from 0.
+    """Assign a mini-batch to each sample, int64 [N], from 0.
 
-    Groups stand in an order that `seed` decides; every mini-batch takes the next prompts_per_mini_batch of them, the
+    Groups are in an order that `seed` decides; every mini-batch takes the next prompts_per_mini_batch of them, the
     last one what is left. Depends on the arguments alone: the number of ranks is not among them.
 
     group: int64 [N]. Raises ConfigError for prompts_per_mini_batch below 1.
@@ -30,7 +30,7 @@ def assign_mini_batches(group: Tensor, prompts_per_mini_batch: int, seed: int) -
 
 
 def attention_pair_cost(num_layers: int, attention_width: int, num_parameters: int) -> float:
-    """Tokens that cost as much as one pair of a query and a key, in all layers of a model together.
+    """Compute how many tokens cost as much as one pair of a query and a key, in all layers of a model together.
 
     A token costs 2 flops per parameter that multiplies it; a pair 2 for its score and 2 for its value, per layer and
     channel. The backward pass doubles both. With 12 H^2 parameters per layer and H channels that is 1 / (6 H): a
@@ -43,7 +43,8 @@ def attention_pair_cost(num_layers: int, attention_width: int, num_parameters: i
 
 
 def group_costs(batch: AnyBatch, pair_cost: float) -> Tensor:
-    """What a forward and backward of each group costs, in tokens; float64 [G], groups in order of first appearance.
+    """Compute what a forward and backward pass of each group costs, in tokens; float64 [G], groups in order of first
+    appearance.
 
     As micro-batches compute it: the prompt P of completions C_i once, which makes P + sum(C_i) tokens and
     P^2 / 2 + sum((P + C_i)^2 - P^2) / 2 pairs. Samples of a group whose prompts are equally long are taken to share
@@ -63,7 +64,7 @@ def group_costs(batch: AnyBatch, pair_cost: float) -> Tensor:
 
 
 def split_over_ranks(batch: AnyBatch, num_ranks: int, pair_cost: float) -> list[Tensor]:
-    """The samples of each rank, int64 [N_rank] in the order of the batch; groups stay whole.
+    """Choose the samples of each rank, int64 [N_rank] in the order of the batch; groups stay whole.
 
     All ranks work on the same mini-batch at the same time, so each mini-batch is balanced by itself: longest
     processing time first, after which two ranks differ by at most its costliest group. Its largest share goes to the
@@ -72,7 +73,7 @@ def split_over_ranks(batch: AnyBatch, num_ranks: int, pair_cost: float) -> list[
 
     `torch.cat(parts).argsort()` restores the order of the batch. pair_cost: see `attention_pair_cost`.
 
-    Raises ConfigError for num_ranks below 1, DataError for a group that lies in two mini-batches.
+    Raises ConfigError for num_ranks below 1, DataError for a group in two mini-batches.
     """
     if num_ranks < 1:
         raise ConfigError(f"num_ranks={num_ranks!r}; use at least 1.")
@@ -94,7 +95,7 @@ def split_over_ranks(batch: AnyBatch, num_ranks: int, pair_cost: float) -> list[
 
 
 def _mini_batch_of_groups(batch: AnyBatch, number: Tensor) -> Tensor:
-    """int64 [G]."""
+    """Return the mini-batch of each group, int64 [G]."""
     found = torch.zeros(_count(number), dtype=torch.int64)
     if "mini_batch" not in batch:
         return found
@@ -102,7 +103,7 @@ def _mini_batch_of_groups(batch: AnyBatch, number: Tensor) -> Tensor:
     torn = (found[number] != batch["mini_batch"]).nonzero()[:, 0]
     if torn.numel():
         raise DataError(
-            f"group {batch['group'][torn[0]]} lies in mini-batches {found[number[torn[0]]]} and "
+            f"group {batch['group'][torn[0]]} is in mini-batches {found[number[torn[0]]]} and "
             f"{batch['mini_batch'][torn[0]]}; a group is compared within itself: give all of its samples one mini-batch"
         )
     return found

@@ -1,4 +1,4 @@
-"""The critic: a model of its own that estimates, before every token of a completion, the return that will follow."""
+"""The critic: a separate model that estimates, before every token of a completion, the return that will follow."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_critic
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.boxes import local_tensor
-from hybrid_rl.tensors.transfer import finish_downloads, start_download, upload
-from hybrid_rl.training.plan import Plan
-from hybrid_rl.training.scoring import token_columns
+from hybrid_rl.tensors.transfer import upload
+from hybrid_rl.training.plan import Plan, sample_rows
+from hybrid_rl.training.scoring import token_column
 from hybrid_rl.training.spec import loss_mask
 from hybrid_rl.training.trained import TrainedModel
 
@@ -45,15 +45,10 @@ class Critic(TrainedModel):
     ) -> None:
         built = build_critic(model, config, context)
         built.verify()
-        super().__init__(
-            built,
-            dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate),
-            context,
-            num_optimizer_steps=num_optimizer_steps,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            mask_truncated_completions=config.algorithm.mask_truncated_completions,
-        )
-        self._clip, self._num_iterations = options.cliprange_value, config.algorithm.num_iterations
+        optimizer = dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate)
+        own_config = dataclasses.replace(config, optimizer=optimizer)
+        super().__init__(built, own_config, context, num_optimizer_steps=num_optimizer_steps)
+        self._clip = options.cliprange_value
         self._has_begun = False
 
     def check(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -69,14 +64,8 @@ class Critic(TrainedModel):
     def values(self, batch: Batch, plan: Plan) -> Jagged:
         """Compute the value before each completion token, float32, aligned with completion_ids: the critic's estimate
         from the prompt and the completion tokens before it. Collective."""
-
-        def compute(micro: Batch) -> dict[str, Tensor]:
-            return {"values": micro_batch_values(self.model, micro).float()}
-
         micro_batches = [micro for mini in plan for micro in mini]
-        completions = batch["completion_ids"]
-        empty = completions.with_values(torch.zeros(completions.values.shape[0]))
-        return token_columns(batch, micro_batches, compute)["values"] if micro_batches else empty
+        return token_column(batch, micro_batches, lambda micro: micro_batch_values(self.model, micro))
 
     @torch.enable_grad()
     def update(self, batch: Batch, plan: Plan) -> MetricSums:
@@ -84,8 +73,7 @@ class Critic(TrainedModel):
         this rank's part of the metrics over all of them. Collective."""
         mask = self._mask(batch)
         per_token = batch["completion_ids"].with_values(mask)
-        rows = [torch.tensor([row for micro in mini for row in micro], dtype=torch.int64) for mini in plan]
-        mine = [int(per_token.select(its).values.sum()) for its in rows]
+        mine = [int(per_token.select(sample_rows(mini)).values.sum()) for mini in plan]
         counts = [sum(parts) for parts in zip(*self._context.data_gather(mine), strict=True)]
         sums = value_metrics(batch, mask, self._context)
         self._begin_at_the_mean(batch["returns"].values[mask])
@@ -103,9 +91,7 @@ class Critic(TrainedModel):
                     losses.append(loss.detach())
                 step.merge(self._take_step(batch, micro_batches, losses, prefix="critic/", loss="value_loss")[1])
                 sums.merge(step)
-        numbers = start_download(sums.unread())
-        finish_downloads(self.model.device)
-        sums.settle(numbers)
+        self._read(sums)
         return sums
 
     def _begin_at_the_mean(self, returns: Tensor) -> None:
@@ -126,7 +112,7 @@ class Critic(TrainedModel):
         return loss_mask(batch, mask_truncated_completions=self._masks_truncated)
 
     def load(self, folder: Path) -> None:
-        """Take weights and optimizer state from a folder that `save_model` wrote to. See `TrainedModel.load`."""
+        """Take weights and optimizer state from a folder that `save_model` wrote to, as `TrainedModel.load` does."""
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} does not exist: the checkpoint is of a run without a critic; start from its weights "
@@ -160,7 +146,7 @@ def micro_batch_value_loss(
 
 
 def value_metrics(batch: Batch, mask: Tensor, context: RankContext) -> MetricSums:
-    """Measure how good the values were that the advantages were made with, over the tokens with a target. Collective.
+    """Measure how well the values that the advantages were made with fit, over the tokens with a target. Collective.
 
     critic/explained_variance is of all ranks' tokens, joined on every rank and reported by rank 0; left out if the
     returns are all equal.

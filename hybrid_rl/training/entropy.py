@@ -20,7 +20,7 @@ class EntropyWeight:
         self._options = options if isinstance(options, AdaptiveEntropyConfig) else None
         self._is_subset = is_subset
         self._coef = coef
-        self._measured = math.inf  # in the last optimizer step; before the first one nobody knows, so nothing is paid
+        self._measured = math.inf  # in the last optimizer step; unknown before the first one, so nothing is paid
 
     @property
     def applied(self) -> float:
@@ -52,7 +52,7 @@ class EntropyWeight:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
         if self._options is None:
             return {}
         return {"entropy_coef": self._coef, "entropy": None if math.isinf(self._measured) else self._measured}

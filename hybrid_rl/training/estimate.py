@@ -1,8 +1,7 @@
-"""Advantages of a rank's samples: the batch's columns as an estimator takes them, and what it gives as columns."""
+"""Advantages of a rank's samples: columns of a batch to the inputs of an estimator, and its results to columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,51 +48,46 @@ def with_advantages(batch: Batch, spec: AdvantageSpec, context: RankContext, bet
         in_order = with_advantages(batch.select(trajectories.order), spec, context, beta)
         return in_order.select(trajectories.order.argsort())
     inputs = advantage_inputs(batch, spec, context, beta)
-    found = spec.estimator.compute(inputs)
-    name = type(spec.estimator).__name__
-    _check(found, inputs, name)
+    columns = _checked_columns(spec.estimator.compute(inputs), inputs, type(spec.estimator).__name__)
     completions = batch["completion_ids"]
-    columns = {"advantages": found.advantages}
-    if found.returns is not None:
-        columns["returns"] = found.returns
-    for what, column in columns.items():
-        _check_size(what, column, inputs, name)
     return batch.with_columns(
-        # A token that no policy made gets 0, so that a loss of the user's own cannot trip over it.
+        # A token that no policy made gets 0, so that it cannot harm a loss that the user wrote.
         **{what: completions.with_values(torch.where(inputs.mask, c, 0.0).float()) for what, c in columns.items()}
     )
 
 
-def _check_size(what: str, column: Tensor, inputs: AdvantageInputs, name: str) -> None:
-    """Raise DataError for a number of a scored sample that no gradient can be made of."""
-    bad = inputs.mask & inputs.scored[inputs.rows] & ~(column.abs() <= LARGEST_ADVANTAGE)
-    if not bool(bad.any()):
-        return
-    token = int(bad.nonzero()[0, 0])
-    reward = float(inputs.rewards[inputs.rows[token]])
-    raise DataError(
-        f"{name}.compute gave {what} of {float(column[token]):.4g} for a completion with the reward {reward:.4g}; they "
-        f"must be numbers of at most {LARGEST_ADVANTAGE:g}, beyond which gradients overflow. Scale the rewards "
-        "(reward_weights), normalise them (advantage.scale_rewards), or look for logprobs and values that are not "
-        "finite"
-    )
+def _checked_columns(found: Any, inputs: AdvantageInputs, name: str) -> dict[str, Tensor]:
+    """Return what an estimator, which may be the user's own, gave, by name of the column.
 
-
-def _check(found: Any, inputs: AdvantageInputs, name: str) -> None:
-    """Raise TypeError or ValueError if an estimator, which may be the user's own, gave something else."""
+    Raises TypeError or ValueError if it gave something else than a number per token, DataError if the number of a
+    scored sample is one that no gradient can be made of.
+    """
     if not isinstance(found, Advantages):
         raise TypeError(f"{name}.compute gave a {type(found).__name__}; it must return a hybrid_rl.algos.Advantages")
-    for what, column in (("advantages", found.advantages), ("returns", found.returns)):
-        if column is not None and column.shape != inputs.rows.shape:
+    given = {"advantages": found.advantages, "returns": found.returns}
+    columns = {what: column for what, column in given.items() if column is not None}
+    for what, column in columns.items():
+        if column.shape != inputs.rows.shape:
             raise ValueError(
                 f"{name}.compute gave {what} of shape {list(column.shape)}; it must be [{len(inputs.rows)}], one "
                 f"number per completion token (AdvantageInputs.per_token spreads numbers of samples)"
             )
+        bad = inputs.mask & inputs.scored[inputs.rows] & ~(column.abs() <= LARGEST_ADVANTAGE)
+        if bool(bad.any()):
+            token = int(bad.nonzero()[0, 0])
+            reward = float(inputs.rewards[inputs.rows[token]])
+            raise DataError(
+                f"{name}.compute gave {what} of {float(column[token]):.4g} for a completion with the reward "
+                f"{reward:.4g}; they must be numbers of at most {LARGEST_ADVANTAGE:g}, beyond which gradients "
+                "overflow. Scale the rewards (reward_weights), normalise them (advantage.scale_rewards), or look for "
+                "logprobs and values that are not finite"
+            )
+    return columns
 
 
 def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, beta: float) -> AdvantageInputs:
-    """Give the columns of a batch in float64, one row for each trajectory, whose turns stand side by side. A KL penalty
-    in the reward is added to the rewards of tokens and trajectories.
+    """Return the columns of a batch in float64, one row for each trajectory, its turns side by side. A KL penalty in
+    the reward is added to the rewards of tokens and trajectories.
 
     Raises DataError for turns of one trajectory with different rewards, and for a penalty that is not finite.
     """
@@ -133,18 +127,14 @@ def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, be
         values=values("values"),
         sum_pi_squared=values("sum_pi_squared"),
         baseline_rewards=batch["baseline_rewards"][first] if "baseline_rewards" in batch else None,
-        **(
-            _rewards_of_functions(batch, first, spec.reward_weights)
-            if Needs.FUNCTION_REWARDS in spec.estimator.needs
-            else {}
-        ),
+        **_rewards_of_functions(batch, first, spec),
         gather=context.data_gather,
         rank=context.data_rank,
     )
 
 
 def _rewards_of_trajectories(batch: Batch, found: Trajectories) -> Tensor:
-    """The reward of each trajectory, float64 [M]. Raises DataError if its turns do not agree."""
+    """Return the reward of each trajectory, float64 [M]. Raises DataError if its turns do not agree."""
     rewards: Tensor = batch["rewards"]
     theirs = rewards[found.first]
     differ = (rewards != theirs[found.index]) & ~(rewards.isnan() & theirs.isnan()[found.index])
@@ -158,8 +148,11 @@ def _rewards_of_trajectories(batch: Batch, found: Trajectories) -> Tensor:
     return theirs
 
 
-def _rewards_of_functions(batch: Batch, first: Tensor, given: Sequence[float]) -> dict[str, Tensor]:
-    """What each reward function gave a trajectory, and its weight; those that the configuration added weigh 1."""
+def _rewards_of_functions(batch: Batch, first: Tensor, spec: AdvantageSpec) -> dict[str, Tensor]:
+    """Return what each reward function gave a trajectory, and its weight, 1 for those that the configuration added;
+    nothing for an estimator that does not need them."""
+    if Needs.FUNCTION_REWARDS not in spec.estimator.needs:
+        return {}
     values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, -1)[first]
-    weights = [*given, *([1.0] * (values.shape[1] - len(given)))]
+    weights = [*spec.reward_weights, *([1.0] * (values.shape[1] - len(spec.reward_weights)))]
     return {"function_rewards": values, "reward_weights": torch.tensor(weights, dtype=torch.float64)}

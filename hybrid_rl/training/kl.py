@@ -53,7 +53,7 @@ class KLWeight:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

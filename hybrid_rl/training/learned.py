@@ -30,7 +30,7 @@ class LearnedNumbers:
             self.on_device = self.parameters if is_here else self.parameters.detach().to(device).requires_grad_()
 
     def clear(self) -> None:
-        """Forget the gradients that an update that was broken off left behind."""
+        """Forget gradients, which an update that failed may have left."""
         if self.parameters is not None and self.on_device is not None:
             self.parameters.grad = self.on_device.grad = None
 
@@ -60,7 +60,7 @@ class LearnedNumbers:
         return sums
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what a resumed run needs, as plain numbers."""
+        """Return what a resumed run needs, as plain numbers."""
         if self.parameters is None:
             return {}
         state = self._adam.state_dict()["state"]

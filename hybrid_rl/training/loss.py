@@ -35,10 +35,9 @@ def micro_batch_loss(
     beside = SideModels() if beside is None else beside
     row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
     temperature = sampling_temperature(batch)
-    masks_truncated = spec.mask_truncated_completions
     with (
         reading_old_experts(beside.routers, batch, row) as reading,
-        reading_balance(beside.balance, batch, row, mask_truncated_completions=masks_truncated) as balance,
+        reading_balance(beside.balance, batch, row, spec) as balance,
     ):
         logprobs, entropy, log_probs = model_outputs(model, row, spec, temperature)
     masks = Masks.of(batch, spec)
@@ -119,7 +118,7 @@ def _kl_per_token(
     reference: CausalLM | None,
     temperature: float,
 ) -> Tensor:
-    """The KL penalty at each token, [T] with gradient, before its weight beta."""
+    """Compute the KL penalty at each token, [T] with gradient, before its weight beta."""
     if kl.kl_estimator == "exact":
         if inputs.log_probs is None or reference is None:
             raise DataError("kl_estimator=exact compares whole distributions; give the reference in SideModels")
@@ -135,13 +134,13 @@ def _kl_per_token(
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The values, 0 where the mask is off: a product would let what is not finite there through, into the gradient too.
+    """Set values to 0 where the mask is off: a product would let NaN and infinity through, into the gradient too.
     values: [..., M]; mask: bool [M]."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def _add_metrics(sums: MetricSums, loss: PolicyLoss, inputs: LossInputs, masks: Masks) -> None:
-    """What is logged of a micro-batch. Nothing of it is read here: the numbers stay on the device."""
+    """Add the metrics of a micro-batch. None is read here: the numbers stay on the device."""
     mask, rows, num_rows = inputs.mask, inputs.rows, inputs.num_rows
     if not masks.num_tokens:
         return

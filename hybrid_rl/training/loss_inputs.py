@@ -16,7 +16,8 @@ from hybrid_rl.training.spec import LossSpec, MiniBatch
 
 @dataclass(frozen=True)
 class Masks:
-    """Which completion tokens of a micro-batch take part in what, on the host, where counting them waits for no device.
+    """The completion tokens of a micro-batch that take part in each term, on the host, so that counting waits for no
+    device.
 
     loss: bool [M], tokens in the loss; positive: bool [M], those of samples with a positive reward. num_tokens and
     num_samples: tokens in the loss and samples that have any.
@@ -55,8 +56,8 @@ def loss_inputs(
     log_probs: Tensor | None = None,
     router_logprobs: Tensor | None = None,
 ) -> tuple[LossInputs, ExtraColumns]:
-    """Give the columns of a micro-batch as a policy loss takes them, and those of further terms, sent to the device of
-    the logprobs in one copy. row: the packed micro-batch; model_outputs: ln p and entropy of its labels."""
+    """Return the columns of a micro-batch as a policy loss takes them, and those of further terms, sent to the device
+    of the logprobs in one copy. row: the packed micro-batch; model_outputs: ln p and entropy of its labels."""
     logprobs, entropy = model_outputs
     names = ("advantages", "old_logprobs", "rollout_logprobs", "policy_version", "prepared", "ref_logprobs")
     columns = {name: batch[name].values for name in (*names, "old_top_ids", "old_top_logprobs") if name in batch}
@@ -93,17 +94,17 @@ def loss_inputs(
 
 
 def correction_inputs(inputs: LossInputs) -> CorrectionInputs:
-    """Give the same tokens as a correction takes them."""
+    """Return the same tokens as a correction takes them."""
     versions = inputs.token_versions
-    ages = torch.zeros_like(inputs.rows) if versions is None else (inputs.version - versions).clamp(min=0)
-    if versions is not None:
-        ages = torch.where(versions < 0, torch.zeros_like(ages), ages)  # made by no policy
+    ages = torch.zeros_like(inputs.rows)
+    if versions is not None:  # below 0: made by no policy
+        ages = torch.where(versions < 0, ages, (inputs.version - versions).clamp(min=0))
     return CorrectionInputs(
         inputs.old_logprobs, inputs.needed("rollout_logprobs"), inputs.mask, inputs.rows, inputs.num_rows, ages
     )
 
 
 def _rows(batch: Batch) -> Tensor:
-    """The sample of each completion token, int64 [M]."""
+    """Return the sample of each completion token, int64 [M]."""
     rows: Tensor = batch["completion_ids"].row_index()
     return rows

@@ -1,4 +1,4 @@
-"""What is found out about a mini-batch of all ranks before its first backward pass."""
+"""Numbers of a whole mini-batch, over all ranks, that its losses need before the first backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.loss import model_outputs
-from hybrid_rl.training.plan import Plan
+from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import reading_balance
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
@@ -24,9 +24,8 @@ from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 
 def joined_counts(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext) -> list[Counts]:
     """Count the denominators of each mini-batch over all ranks. Collective."""
-    rows = [[row for micro in mini for row in micro] for mini in plan]
-    mine = [Counts.of(batch.select(torch.tensor(r, dtype=torch.int64)), spec) for r in rows]
-    return [sum(parts, Counts()) for parts in zip(*context.data_gather(mine), strict=True)]
+    mine = [Counts.of(batch.select(sample_rows(mini)), spec) for mini in plan]
+    return [Counts(*map(sum, zip(*parts, strict=True))) for parts in zip(*context.data_gather(mine), strict=True)]
 
 
 def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
@@ -42,8 +41,8 @@ def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
 
 
 def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext, *, seed: int) -> Jagged | None:
-    """Ask the policy loss what it must know of whole mini-batches, for this rank's tokens; None for a loss that needs
-    nothing of them.
+    """Ask the policy loss for what it must know of whole mini-batches, for this rank's tokens; None for a loss that
+    needs nothing of them.
 
     Samples are shown to it in the order of their trajectories and turns, so that ranks and plans do not matter. seed:
     of the first mini-batch, the next ones follow. Collective.
@@ -53,13 +52,12 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
         return None
     completions = batch["completion_ids"]
     place = completions.with_values(torch.arange(len(completions.values)))
-    mask = completions.with_values(spec.mask(batch))
-    columns = {"old_logprobs": batch["old_logprobs"], "advantages": batch["advantages"], "completion_mask": mask}
-    names = ("trajectory", "turn", "group")
-    mine = Batch({**columns, **{name: batch[name] for name in names if name in batch}})
+    names = ("old_logprobs", "advantages", "trajectory", "turn", "group")
+    columns = {name: batch[name] for name in names if name in batch}
+    mine = Batch(columns | {"completion_mask": completions.with_values(spec.mask(batch))})
     column: Tensor | None = None
     for index, mini in enumerate(plan):
-        rows = torch.tensor([row for micro in mini for row in micro], dtype=torch.int64)
+        rows = sample_rows(mini)
         everywhere = context.data_gather(mine.select(rows))
         whole = Batch.concat(everywhere)
         order = key_order(whole)
@@ -97,20 +95,19 @@ def look_ahead(
     balance: LoadBalance | None,
     context: RankContext,
 ) -> MiniBatch:
-    """Find out what must be known of the mini-batch of all ranks before its first backward pass: the entropy from which
-    on tokens are in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
+    """Find what losses must know of the mini-batch of all ranks before its first backward pass: the least entropy of
+    tokens in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
     load-balancing loss), both on the model's device.
 
     One forward pass over all micro-batches of this rank for both, none if neither is needed. Collective.
     """
     loads = list[ExpertLoad]()
-    masks_truncated = spec.mask_truncated_completions
     if not spec.has_entropy_threshold and balance is None:
         return mini
 
     def compute(micro: Batch) -> dict[str, Tensor]:
         row, found = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device), dict[str, Tensor]()
-        with reading_balance(balance, micro, row, mask_truncated_completions=masks_truncated) as reading:
+        with reading_balance(balance, micro, row, spec) as reading:
             if spec.has_entropy_threshold:
                 found["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
             else:  # routers need no head
@@ -125,7 +122,7 @@ def look_ahead(
         mini = replace(mini, expert_load=sum(others, first).to(model.device))
     if not spec.has_entropy_threshold:
         return mini
-    rows = torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+    rows = sample_rows(micro_batches)
     mask = spec.mask(batch)
     mine = columns["entropy"].select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
     whole = torch.cat(context.data_gather(mine))

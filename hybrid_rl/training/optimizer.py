@@ -75,7 +75,7 @@ class Optimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Masters, Adam moments and step counters of this rank: the memory itself, plain tensors."""
+        """Return masters, Adam moments and step counters of this rank: the memory itself, plain tensors."""
         own = list(self._targets.values()) if self._has_masters else []
         return own + [tensor for target in self._targets.values() for tensor in self._adamw.state[target].values()]
 
@@ -96,12 +96,12 @@ class Optimizer:
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The accumulated gradients on this rank, in the order of the parameters; zeros where there is none."""
+        """Return the accumulated gradients on this rank, in the order of the parameters; zeros if there is none."""
         self._collect()
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in self._targets.values()]
 
     def check(self) -> None:
-        """Raise ModelError where parameters are no longer those that the optimizer was made for."""
+        """Raise ModelError if parameters are no longer those that the optimizer was made for."""
         if {name: (p.shape, p.dtype) for name, p in self._parameters.items()} != self._shapes:
             raise ModelError(
                 "parameters changed shape or dtype since the trainer was made (resize_token_embeddings, .to(dtype)?); "
@@ -111,11 +111,11 @@ class Optimizer:
     @torch.no_grad()
     def take_over(self) -> Tensor:
         """Let masters follow parameters that somebody else has changed since the last step, as fp32 parameters do by
-        themselves: where a number is not its master's rounded one, it becomes the master.
+        themselves: a number that is not its master's rounded one becomes the master.
 
         By value: what is written through `.data` leaves no trace in a tensor's version. Reads masters and parameters
-        once; for where others may have had their hands on the weights. Returns which parameters of `names` were such,
-        bool [P] on their device, which nobody waits for; empty if the parameters are the masters.
+        once. Returns which parameters of `names` were changed, bool [P] on their device, without waiting for it; empty
+        if the parameters are the masters.
         """
         if not self._has_masters:
             return torch.zeros(0, dtype=torch.bool)
@@ -137,9 +137,9 @@ class Optimizer:
     def step(self) -> tuple[float, bool]:
         """Clip, update, advance the schedule and clear the gradients. Collective over shards.
 
-        Returns the gradient norm before clipping and whether the weights were updated, the same on every rank: where
-        the norm is not finite they are left alone, the moments too; the schedule advances all the same, so that its end
-        stays where it was planned, and `not_finite` names what was to blame on this rank. Raises ModelError where
+        Returns the gradient norm before clipping and whether the weights were updated, the same on every rank. If the
+        norm is not finite, weights and moments are left alone; the schedule advances all the same, so that it ends
+        when it was planned to, and `not_finite` names what was to blame on this rank. Raises ModelError if
         parameters are no longer those that the optimizer was made for.
         """
         self.check()
@@ -176,7 +176,7 @@ class Optimizer:
             target.grad = None if parameter.grad is None else local_tensor(parameter.grad)
 
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
-        """L2 norm over all ranks, float32 []. Every rank gets the same bits: clipping must not let replicas drift."""
+        """Compute the L2 norm over all ranks, float32 []; the same bits on each, so that replicas do not drift."""
         device = next(iter(self._targets.values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
@@ -189,14 +189,14 @@ class Optimizer:
 
     @torch.no_grad()
     def fill(self, parameter: nn.Parameter, value: float) -> None:
-        """Set every number of a parameter, and of its master; nothing where it is not trained."""
+        """Set every number of a parameter, and of its master; do nothing if it is not trained."""
         for name in (name for name, own in self._parameters.items() if own is parameter):
             for tensor in (local_tensor(parameter), self._targets[name]):
                 tensor.fill_(value)
 
     @torch.no_grad()
     def forget_moments(self) -> None:
-        """Begin anew: moments and their bias correction; schedule, masters and weights stay."""
+        """Set moments and their bias correction to zero; schedule, masters and weights stay."""
         foreach_zero([t for target in self._targets.values() for t in self._adamw.state[target].values()])
 
     def clear(self) -> None:
@@ -205,8 +205,8 @@ class Optimizer:
             tensor.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Everything that a resumed run needs, by parameter name: the moments `exp_avg` and `exp_avg_sq`, the updates
-        done `step`, `master` (empty without masters), and `schedule`.
+        """Return everything that a resumed run needs, by parameter name: the moments `exp_avg` and `exp_avg_sq`, the
+        updates done `step`, `master` (empty without masters), and `schedule`.
 
         The tensors are the optimizer's own memory, of sharded parameters as DTensors of their mesh and placements.
         """
@@ -236,8 +236,8 @@ class Optimizer:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continue from `state_dict()`: moments, masters and the number of optimizer steps done.
 
-        Learning rate, schedule, betas and weight decay are those of this run's config, also where they were changed.
-        Raises CheckpointError, before anything is changed, where the state is of another model or another sharding.
+        Learning rate, schedule, betas and weight decay are those of this run's config, also if they were changed.
+        Raises CheckpointError, before anything is changed, if the state is of another model or another sharding.
         """
         own = self.state_dict()
         for kind in (*MOMENTS, "step", "master"):
@@ -263,8 +263,8 @@ class Optimizer:
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether the bits of two tensors of one dtype differ, bool []: eight bytes at a time where that can be, which on a
-    CPU is many times as fast as comparing numbers of two bytes."""
+    """Return whether the bits of two tensors of one dtype differ, bool []: eight bytes at a time if possible, which on
+    a CPU is many times as fast as comparing numbers of two bytes."""
     one, other = one.reshape(-1), other.reshape(-1)
     per_word = 8 // one.itemsize
     is_even = not any(count % per_word for count in (len(one), one.storage_offset(), other.storage_offset()))
@@ -273,8 +273,8 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple[Tensor, nn.Parameter]]]:
-    """Targets with their parameters, some at a time: many for one call, few enough that the gradients of a slice, which
-    are freed after it, do not add to the memory of a step."""
+    """Yield targets with their parameters, some at a time: many for one call, few enough that the gradients of a slice,
+    which are freed after it, do not add to the memory of a step."""
     found: list[tuple[Tensor, nn.Parameter]] = []
     for target, parameter in pairs:
         found.append((target, parameter))
@@ -286,21 +286,11 @@ def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple
 
 
 def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh | None, int]:
-    """The mesh that the parameters are sharded over, None for plain ones, and how many ranks hold the same number."""
-    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters.values()}
-    if len(meshes) > 1:
-        raise ModelError("trainable parameters lie on several meshes; shard the whole model over one")
-    mesh = meshes.pop()
-    if mesh is None:
+    """Return the mesh that the parameters are sharded over, None for plain ones, and how many ranks hold the same
+    number. FSDP shards all parameters of a model over the same axes."""
+    first = next(iter(parameters.values()))
+    if not isinstance(first, DTensor):
         return None, 1
-    copied = {
-        tuple(axis for axis, placement in enumerate(p.placements) if placement.is_replicate())
-        for p in parameters.values()
-        if isinstance(p, DTensor)
-    }
-    if len(copied) > 1:
-        raise ModelError(
-            f"trainable parameters are copied over different axes of the mesh {mesh}: {sorted(copied)}; the gradient "
-            "norm counts each number once only if all of them are sharded over the same axes"
-        )
-    return mesh, math.prod(mesh.size(axis) for axis in copied.pop())
+    mesh = first.device_mesh
+    copied = (axis for axis, placement in enumerate(first.placements) if placement.is_replicate())
+    return mesh, math.prod(mesh.size(axis) for axis in copied)

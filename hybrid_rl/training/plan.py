@@ -1,4 +1,4 @@
-"""How a rank's samples are cut: into the mini-batches that the driver assigned, and micro-batches under a token cap.
+"""The plan of a rank's samples: the mini-batches that the driver assigned, and micro-batches under a token cap.
 
 A pure function of the batch, so that the pass that computes logprobs and the pass that updates use the same plan and
 see bit for bit the same numbers.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
@@ -77,12 +78,12 @@ def make_plan(
     batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: int, seed: int, is_packed: bool = True
 ) -> Plan:
     """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
-    `mini_batch` says so, none where this rank has no such sample. A batch without that column is one mini-batch.
+    `mini_batch` says so, none if this rank has no such sample. A batch without that column is one mini-batch.
 
     No micro-batch computes more than tokens_per_micro_batch tokens, a prompt that samples share counted once. Samples
-    of one prompt stay together where they fit. Samples of a micro-batch run from long to short, so that equal lengths
-    lie side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
-    is_packed: False where samples are computed beside each other, each with its prompt and padded to the longest: those
+    of one prompt stay together if they fit. Samples of a micro-batch run from long to short, so that equal lengths
+    are side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
+    is_packed: False if samples are computed beside each other, each with its prompt and padded to the longest: those
     of a micro-batch are then of similar length, and padding counts.
 
     Raises DataError for a sample over the cap and for a mini-batch that does not exist.
@@ -112,7 +113,7 @@ def make_plan(
 
 
 def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Micro-batches of samples of similar length, from long to short."""
+    """Make micro-batches of samples of similar length, from long to short."""
     micros = []
     for bucket in length_buckets(lengths):
         members = sorted(bucket, key=lambda index: (-lengths[index], rows[index]))
@@ -121,13 +122,18 @@ def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> lis
     return micros
 
 
+def sample_rows(micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    """Return the samples of some micro-batches, one after the other, int64 [N]."""
+    return torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+
+
 def num_micro_batches(plan: Plan) -> list[int]:
-    """Micro-batches of each mini-batch."""
+    """Count the micro-batches of each mini-batch."""
     return [len(mini) for mini in plan]
 
 
 def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
-    """The plan with as many micro-batches in every mini-batch as the rank with the most has there.
+    """Return the plan with as many micro-batches in every mini-batch as the rank with the most has there.
 
     Ranks that compute together must run equally many forwards; what is added is empty, [], see `micro_batch`.
 
@@ -141,10 +147,10 @@ def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
 
 
 def micro_batch(batch: Batch, rows: Sequence[int], idle_token: int = 0) -> Batch:
-    """The samples of a micro-batch; for an empty one a sample of weight zero with the columns of `batch`.
+    """Return the samples of a micro-batch; for an empty one a sample of weight zero with the columns of `batch`.
 
     That sample has one token of prompt and one of completion, idle_token both, which no policy made: loss and gradient
-    are 0, but every parameter takes part in forward and backward. Where gradients are taken, idle_token must be the
+    are 0, but every parameter takes part in forward and backward. If gradients are taken, idle_token must be the
     model's own (`CausalLM.idle_token`).
     """
     if rows:
@@ -153,7 +159,7 @@ def micro_batch(batch: Batch, rows: Sequence[int], idle_token: int = 0) -> Batch
 
 
 def _masked(name: str, column: Column, idle_token: int) -> Column:
-    """One sample that holds what the field table says for where nothing was produced, and zeros elsewhere."""
+    """Return one sample with the value that the field table has for a token that was not produced, else zeros."""
     if isinstance(column, list):
         return [None]
     value = idle_token if name in ("prompt_ids", "completion_ids") else FIELDS[name].masked or 0
@@ -163,7 +169,7 @@ def _masked(name: str, column: Column, idle_token: int) -> Column:
 
 
 def _mini_batches(batch: Batch, num_mini_batches: int) -> list[int]:
-    """The mini-batch of each sample."""
+    """Return the mini-batch of each sample."""
     if "mini_batch" not in batch:
         if num_mini_batches != 1:
             raise DataError(f"a batch without the column mini_batch is 1 mini-batch, not {num_mini_batches}; add it")
@@ -179,10 +185,11 @@ def _mini_batches(batch: Batch, num_mini_batches: int) -> list[int]:
 
 
 def _cut_group(prompt: int, completions: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Completions of one prompt that go together: all of them, or as many as fit beside a copy of the prompt."""
+    """Return the completions of one prompt that go together: all of them, or as many as fit beside a copy of the
+    prompt."""
     if prompt + sum(completions) <= max_tokens:
         return [list(range(len(completions)))]
     sizes = [max(length, 1) for length in completions]
-    if prompt + max(sizes) > max_tokens:  # a sample is over the cap, which is refused where they are packed
+    if prompt + max(sizes) > max_tokens:  # a sample is over the cap, which `pack_by_tokens` refuses
         return [[index] for index in range(len(sizes))]
     return pack_by_tokens(sizes, max_tokens - prompt)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from hybrid_rl.models.experts.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
 from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.scoring import MicroBatches, token_columns
+from hybrid_rl.training.spec import LossSpec
 
 
 def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches) -> dict[str, Jagged]:
@@ -34,28 +34,24 @@ def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batche
     return token_columns(batch, micro_batches, compute)
 
 
-@contextmanager
-def reading_old_experts(routers: Routers | None, batch: Batch, row: PackedRow) -> Iterator[RouterReading | None]:
-    """Read what the routers say now of the experts in old_router_ids; None without routers to read."""
+def reading_old_experts(
+    routers: Routers | None, batch: Batch, row: PackedRow
+) -> AbstractContextManager[RouterReading | None]:
+    """Read the present scores of the experts in old_router_ids inside the block; None without routers to read."""
     if routers is None:
-        yield None
-        return
+        return nullcontext()
     (ids,) = upload([batch["old_router_ids"].values], row.token_ids.device)
-    with routers.reading(row, ids.unflatten(1, (routers.num_layers, -1))) as reading:
-        yield reading
+    return routers.reading(row, ids.unflatten(1, (routers.num_layers, -1)))
 
 
-@contextmanager
 def reading_balance(
-    balance: LoadBalance | None, batch: Batch, row: PackedRow, *, mask_truncated_completions: bool
-) -> Iterator[BalanceReading | None]:
-    """Read what the routers say of all tokens of the samples of a micro-batch that were scored; None without a
-    load-balancing loss. As in TRL completions count that the length limit cut off, unless they are masked."""
+    balance: LoadBalance | None, batch: Batch, row: PackedRow, spec: LossSpec
+) -> AbstractContextManager[BalanceReading | None]:
+    """Read the scores of all tokens of the samples of a micro-batch that have a reward, inside the block; None without
+    a load-balancing loss. As in TRL, completions that the length limit cut off count, unless they are masked."""
     if balance is None:
-        yield None
-        return
+        return nullcontext()
     scored = (~batch["rewards"].isnan()).tolist()
-    kept = [not (mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
+    kept = [not (spec.mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
-    with balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights)) as reading:
-        yield reading
+    return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights))

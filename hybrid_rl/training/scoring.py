@@ -22,9 +22,9 @@ MicroBatches = Sequence[Sequence[int]]
 def token_columns(
     batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], dict[str, Tensor]]
 ) -> dict[str, Jagged]:
-    """Columns aligned with completion_ids. compute: of a micro-batch of samples the numbers of its M completion tokens,
-    [M, ...] each, by name of the column. Collective where the model is sharded: every rank has as many micro-batches.
-    """
+    """Compute columns aligned with completion_ids. compute: gives the numbers of the M completion tokens of a
+    micro-batch, [M, ...] each, by name of the column. Collective if the model is sharded: every rank has as many
+    micro-batches."""
     completions = batch["completion_ids"]
     place = completions.with_values(torch.arange(completions.values.shape[0]))
     parts: list[tuple[Sequence[int], dict[str, Tensor]]] = []
@@ -46,16 +46,22 @@ def token_columns(
     return {name: completions.with_values(values) for name, values in found.items()}
 
 
+def token_column(batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Jagged:
+    """Compute one float32 column as `token_columns` does, also for a rank without micro-batches."""
+    completions = batch["completion_ids"]
+    found = token_columns(batch, micro_batches, lambda micro: {"column": compute(micro).float()})
+    return found.get("column", completions.with_values(torch.zeros(len(completions.values))))
+
+
 def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -> Jagged:
     """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
     with completion_ids."""
 
-    def compute(micro: Batch) -> dict[str, Tensor]:
+    def compute(micro: Batch) -> Tensor:
         row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
-        return {"logprobs": model.row_logprobs(row, sampling_temperature(micro))[0].float()}
+        return model.row_logprobs(row, sampling_temperature(micro))[0]
 
-    empty = batch["completion_ids"].with_values(torch.zeros(batch["completion_ids"].values.shape[0]))
-    return token_columns(batch, micro_batches, compute)["logprobs"] if micro_batches else empty
+    return token_column(batch, micro_batches, compute)
 
 
 def distribution_columns(

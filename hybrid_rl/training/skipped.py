@@ -1,4 +1,4 @@
-"""Why an update was skipped: what of it was not finite, over all ranks."""
+"""The reason why an update was skipped: which of its numbers were not finite, over all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SkippedUpdate:
 
     @classmethod
     def joined(cls, parts: Sequence[SkippedUpdate], order: Sequence[str]) -> SkippedUpdate:
-        """Of all ranks. order: the names of all parameters."""
+        """Join the parts of all ranks. order: the names of all parameters."""
         columns: dict[str, tuple[int, int]] = {}
         for part in parts:
             for name, (bad, total) in part.columns.items():
@@ -42,11 +42,6 @@ class SkippedUpdate:
             len(order),
             columns,
         )
-
-    @property
-    def is_weights(self) -> bool:
-        """Whether the weights themselves are broken, by an update before."""
-        return bool(self.weights)
 
     def __str__(self) -> str:
         found = [f"the gradient norm was {self.norm}"]
@@ -71,9 +66,9 @@ class SkippedUpdate:
 
     @property
     def remedy(self) -> str:
-        """What to do."""
+        """What the user can do."""
         if self.weights:
-            return "go on from an earlier checkpoint, with a lower learning_rate"
+            return "continue from an earlier checkpoint, with a lower learning_rate"
         if self.columns.get("advantages", (0, 0))[0] or self.columns.get("returns", (0, 0))[0]:
             return "look at the rewards: they are too large, or not finite"
         if any(bad for bad, _ in self.columns.values()):
@@ -84,7 +79,7 @@ class SkippedUpdate:
 
 
 def columns_not_finite(batch: Batch, mask: Tensor) -> dict[str, tuple[int, int]]:
-    """Of each column of numbers per token how many are not finite where the mask is on. mask: bool [M]."""
+    """Count, for each column of numbers per token, those that are not finite among the tokens of a bool mask [M]."""
     found = {}
     for name in batch:
         column = batch[name]

@@ -1,8 +1,9 @@
-"""What a policy loss is made of: its terms as values, and numbers of the mini-batch that a micro-batch belongs to."""
+"""The terms of a policy loss as values, and numbers of the mini-batch that a micro-batch belongs to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,8 +100,7 @@ class LossSpec:
         return loss_mask(batch, mask_truncated_completions=self.mask_truncated_completions)
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Denominators of a mini-batch over all ranks: tokens in the loss, trajectories that were scored, and tokens in the
     loss of those with a positive reward."""
 
@@ -116,17 +116,10 @@ class Counts:
         scored = ~batch["rewards"][Trajectories.of(batch).first].isnan()
         return cls(int(mask.sum()), int(scored.sum()), int(positive.sum()))
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.num_tokens + other.num_tokens,
-            self.num_trajectories + other.num_trajectories,
-            self.num_positive_tokens + other.num_positive_tokens,
-        )
-
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the loss of a micro-batch needs to know of its mini-batch over all ranks.
+    """Numbers of a mini-batch over all ranks that the losses of its micro-batches need.
 
     version: of the policy at the start of the training step. beta, entropy_coef: present weights of the KL penalty in
     the loss and of the entropy bonus. parameters: numbers learned beside the model, float64 [P]. least_entropy: float64
@@ -144,14 +137,14 @@ class MiniBatch:
 
     @classmethod
     def of(cls, batch: Batch, spec: LossSpec, version: int = 0) -> MiniBatch:
-        """Describe a mini-batch that lies on this rank alone, with the weights that a run begins with."""
+        """Describe a mini-batch that is on this rank alone, with the weights that a run begins with."""
         return cls(Counts.of(batch, spec), version, spec.beta, spec.entropy_coef)
 
 
 @dataclass(frozen=True)
 class SideModels:
-    """What some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's routers,
-    for a loss of their scores; the balance of its experts, if that is part of the loss."""
+    """Models that some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's
+    routers, for a loss of their scores; the balance of its experts, if that is part of the loss."""
 
     reference: CausalLM | None = None
     routers: Routers | None = None

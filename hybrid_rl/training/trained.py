@@ -1,4 +1,4 @@
-"""A model with its optimizer: what every update has in common, and what a checkpoint holds of both."""
+"""A model with its optimizer: the parts that every update shares, and those that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, read_optimizer_into
-from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
@@ -19,8 +19,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.optimizer import Optimizer
-from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.plan import micro_batch, sample_rows
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
 from hybrid_rl.training.spec import loss_mask
 from hybrid_rl.weights.loading import load_weights
@@ -28,34 +29,33 @@ from hybrid_rl.weights.sources import FolderSource
 
 
 class TrainedModel:
-    """What every role that learns has."""
+    """The base of every role that learns."""
 
     def __init__(
         self,
         model: CausalLM,
-        optimizer: OptimizerConfig,
+        config: TrainerConfig,
         context: RankContext,
         *,
         num_optimizer_steps: int,
-        gradient_checkpointing: bool,
-        mask_truncated_completions: bool,
     ) -> None:
         self.model = model
         self._context = context
-        self._masks_truncated = mask_truncated_completions
-        if gradient_checkpointing:
+        self._masks_truncated = config.algorithm.mask_truncated_completions
+        self._num_iterations = config.algorithm.num_iterations
+        if config.model.gradient_checkpointing:
             model.enable_gradient_checkpointing()
             model.verify()  # it put the model into training mode
         self.skipped: SkippedUpdate | None = None  # the last update that was
-        self.optimizer = Optimizer(model.module, optimizer, num_optimizer_steps=num_optimizer_steps)
+        self.optimizer = Optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
 
     def _cut(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Batch, bool]]:
-        """Give the micro-batches of one optimizer step, and whether each is the last; gradients begin at zero.
+        """Yield the micro-batches of one optimizer step, and whether each is the last; gradients begin at zero.
 
         The host waits for the device once per step, for the gradient norm: while one micro-batch is computed, it
         prepares the next.
         """
-        self.optimizer.clear()  # of what an update that was broken off left behind
+        self.optimizer.clear()  # an update that failed may have left some
         for index, rows in enumerate(micro_batches):
             mark_progress()
             yield micro_batch(batch, rows, self.model.idle_token), index == len(micro_batches) - 1
@@ -86,8 +86,8 @@ class TrainedModel:
     def _why_skipped(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], norm: float, losses: Sequence[Tensor]
     ) -> SkippedUpdate:
-        """Say what of a skipped update was not finite; never called for one that goes through. Collective."""
-        mine = batch.select(torch.tensor([row for rows in micro_batches for row in rows], dtype=torch.int64))
+        """Say what was not finite in a skipped update. Collective."""
+        mine = batch.select(sample_rows(micro_batches))
         mask = loss_mask(mine, mask_truncated_completions=self._masks_truncated)
         loss = float(torch.stack(list(losses)).double().sum()) if losses else 0.0
         names, columns = self.optimizer.names, columns_not_finite(mine, mask)
@@ -96,12 +96,18 @@ class TrainedModel:
         part = SkippedUpdate(norm, loss, *self.optimizer.not_finite, len(names), columns)
         return SkippedUpdate.joined(self._context.gather(part), names)
 
+    def _read(self, sums: MetricSums) -> None:
+        """Read the metrics that are still on the device, in one copy; this waits for all other downloads too."""
+        numbers = start_download(sums.unread())
+        finish_downloads(self.model.device)
+        sums.settle(numbers)
+
     def save_model(self, folder: Path) -> None:
         """Write the weights and config as `from_pretrained` reads them. Collective."""
         save_weights(self.model.module, folder, self.model.dtype, is_writer=self._context.rank == 0)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Give what a resumed run needs beside the weights, masters included; tensors are the memory itself."""
+        """Return what a resumed run needs beside the weights, masters included; tensors are the memory itself."""
         state = self.optimizer.state_dict()
         if isinstance(self.model, ShardedCausalLM) and self.model.dtype.itemsize < torch.float32.itemsize:
             # The shards are the masters, which the saved weights are rounded from.

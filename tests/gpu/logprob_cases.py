@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.heads.options import HeadOptions
 from tests.gpu.interpreter import use_interpreter
 
 
@@ -127,12 +128,8 @@ def gaps(case: Case, device: str) -> dict[str, float]:
     leaves, labels, grads = build(case, device)
     hidden, weight, bias = leaves
     assert hidden is not None and weight is not None
-    mine = linear_logprobs(
-        *(hidden, weight, bias, labels, case.temperature),
-        scale=case.scale,
-        softcap=case.softcap,
-        in_float32=case.in_float32,
-    )
+    options = HeadOptions(case.scale, case.softcap, case.in_float32)
+    mine = linear_logprobs(hidden, weight, bias, labels, case.temperature, options)
     expected = reference(case, leaves, labels)
     found: dict[str, float] = {}
     for name, value, wanted in zip(("logprobs", "entropy"), mine, expected, strict=True):
@@ -207,7 +204,7 @@ def gradient_rows(device: str) -> dict[str, list[int]]:
         hidden, weight = (torch.zeros(rows, 16, dtype=dtype, device=device) for rows in (2, 50))
         labels = torch.zeros(2, dtype=torch.int64, device=device)
         rows = [torch.zeros(2, device=device) for _ in range(5)]
-        grad = kernels._logit_gradients(hidden, weight, None, labels, rows, slice(0, 37), kernels.Options())
+        grad = kernels._logit_gradients(hidden, weight, None, labels, rows, slice(0, 37), 1.0, HeadOptions())
         found[str(dtype)] = [grad.shape[1], grad.stride(0)]
     return found
 

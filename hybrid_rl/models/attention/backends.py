@@ -4,7 +4,7 @@
 |---|---|---|
 | sdpa | PyTorch's scaled_dot_product_attention, padded per bucket of similar lengths | nothing |
 | compiled | csrc/packed_attention.cpp, one call per layer | a CPU, float32, the compiled extension |
-| varlen | the kernels behind torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, no soft-capping |
+| varlen | the kernels of torch.nn.attention.varlen | CUDA 8.0 or newer, bfloat16, no soft-capping |
 | flash_attn | the flash-attn package | CUDA 8.0 or newer, bfloat16, flash-attn 2.7 |
 | flash_attn_3 | varlen on the kernels of FlashAttention 3 | as varlen, on CUDA 9.0 (Hopper), flash-attn-3 |
 
@@ -51,8 +51,8 @@ _logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of its attention. head_dim: elements of a head, None if queries and values differ or
-    the config does not say."""
+    """Properties of a model that its attention must support. head_dim: elements of a head, None if queries and values
+    differ or the config does not say."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,11 +61,11 @@ class AttentionNeeds:
 
     @classmethod
     def of(cls, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> AttentionNeeds:
-        """Read from the module's config."""
+        """Read them from the module's config."""
         config: Any = module.config.get_text_config()
         try:
             head_dim = getattr(config, "head_dim", None)
-        except RuntimeError:  # transformers' word for heads of several sizes, as Gemma 4 has
+        except RuntimeError:  # transformers raises it for heads of several sizes, as Gemma 4 has
             return cls(device, dtype, None, getattr(config, "attn_logit_softcapping", None))
         width, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
         if head_dim is None and width and num_heads:
@@ -93,7 +93,7 @@ class Backend:
         return "packed sequences" if self.is_packed else "sequences of other lengths beside it"
 
     def context(self, layout: Layout, device: torch.device | str) -> AttentionContext | UnpackedRow:
-        """Attention of one row, or how it becomes sequences beside each other."""
+        """Return the attention of one row, or how it becomes sequences beside each other."""
         if not self.is_packed:
             return UnpackedRow(layout, device)
         if self.kernel is not None:
@@ -102,7 +102,7 @@ class Backend:
 
 
 def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
-    """The backend of that name, or for auto the best that runs here; for unpacked, none.
+    """Return the backend of that name, for auto the best that runs here.
 
     Raises ConfigError if this machine, the dtype or the architecture cannot run the one that was asked for.
     """
@@ -120,14 +120,14 @@ def choose_backend(name: str, needs: AttentionNeeds) -> Backend:
 
 
 def check_machine(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> None:
-    """Raise ConfigError if an attention cannot run, whatever the model: what can be said before one is loaded.
+    """Raise ConfigError if an attention cannot run, whatever the model; called before a model is loaded.
     is_here: ranks run on this machine; of other machines only device and dtype are known."""
     if name != "auto":
         _refuse(name, lambda other: _machine_obstacles(other, device, dtype, is_here=is_here))
 
 
 def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
-    """Why a backend cannot run; empty if it can."""
+    """Say why a backend cannot run; empty if it can."""
     return _machine_obstacles(name, needs.device, needs.dtype) + _model_obstacles(name, needs)
 
 
@@ -140,54 +140,58 @@ def _refuse(name: str, obstacles_of: Callable[[str], list[str]]) -> None:
 
 
 def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> list[str]:
-    """What device, dtype and the installed packages say."""
+    """Say why device, dtype or installed packages keep a backend from running; empty if they do not."""
     if name == "sdpa":
         return []
     if name not in NAMES:
         raise ConfigError(f"model.attention={name!r} is unknown; use auto, {', '.join(NAMES)}")
-    held, wanted = str(dtype).removeprefix("torch."), "float32" if name == "compiled" else "bfloat16"
+    is_compiled = name == "compiled"
+    runs_on, computes_in = ("cpu", torch.float32) if is_compiled else ("cuda", torch.bfloat16)
     found = []
-    if name == "compiled" and device.type != "cpu":
-        found.append(f"it runs on a CPU, and the model is on {device}")
-    elif name != "compiled" and device.type != "cuda":
-        found.append(f"it needs a CUDA device, and the model is on {device}")
-    if held != wanted:
-        found.append(f"it computes in {wanted}, and the model holds {held}")
+    if device.type != runs_on:
+        needed = "it runs on a CPU" if is_compiled else "it needs a CUDA device"
+        found.append(f"{needed}, and the model is on {device}")
+    elif is_here and device.type == "cuda":
+        found += _capability_obstacles(name, device)
+    if dtype != computes_in:
+        found.append(f"it computes in {_words(computes_in)}, and the model holds {_words(dtype)}")
     if not is_here:
         return found
-    if name == "compiled":
-        return found + ([] if compiled.is_available() else ["the compiled extension was not built, or is switched off"])
-    if device.type == "cuda":
-        found = _capability_obstacles(name, device) + found
+    if is_compiled and not compiled.is_available():
+        found.append("the compiled extension was not built, or is switched off")
     if name == "flash_attn":
-        return found + _flash_attn_obstacles()
+        found += _flash_attn_obstacles()
     if name == "flash_attn_3":
         found += _flash_attn_3_obstacles(may_import=not found)
     return found
 
 
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _model_obstacles(name: str, needs: AttentionNeeds) -> list[str]:
-    """What the architecture says."""
-    found = []
+    """Say why a backend cannot run this architecture; empty if it can."""
+    head, softcap = needs.head_dim, needs.softcap
     if name == "sdpa":
         return []
     if name == "compiled":
-        if needs.head_dim is not None and needs.head_dim > compiled.LARGEST_HEAD:
-            found.append(f"heads have at most {compiled.LARGEST_HEAD} elements, and these have {needs.head_dim}")
-        return found
-    if needs.head_dim is None:
+        largest = compiled.LARGEST_HEAD
+        return [f"heads have at most {largest} elements, and these have {head}"] if (head or 0) > largest else []
+    found = []
+    if head is None:
         found.append("this architecture does not have one head size")
-    elif needs.head_dim % 8 or needs.head_dim > LARGEST_HEAD:
-        found.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {needs.head_dim} elements")
-    if name in ("varlen", "flash_attn_3") and needs.softcap is not None:
-        found.append(f"it has no soft-capping, and this architecture caps at {needs.softcap:g}")
+    elif head % 8 or head > LARGEST_HEAD:
+        found.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {head} elements")
+    if name != "flash_attn" and softcap is not None:
+        found.append(f"it has no soft-capping, and this architecture caps at {softcap:g}")
     return found
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ModelError for float16, and for bfloat16 on a GPU that only emulates it.
 
-    A CPU may emulate it: slow, but it is where the bfloat16 path can be tried without a GPU.
+    A CPU may emulate it: slowly, but so the bfloat16 path can be tried without a GPU.
     """
     if dtype == torch.float16:
         raise ModelError(
@@ -222,7 +226,7 @@ def _flash_attn_obstacles() -> list[str]:
 
 
 def _flash_attn_3_obstacles(*, may_import: bool) -> list[str]:
-    """may_import: it could run here, so that its kernels are loaded to see whether they can be."""
+    """Say why it cannot run. may_import: try to load its kernels, as nothing else keeps it from running."""
     if sys.modules.get(FLASH_ATTN_3_MODULE) is None and find_spec(FLASH_ATTN_3_MODULE) is None:
         return ["flash-attn-3 is not installed"]
     if not may_import:

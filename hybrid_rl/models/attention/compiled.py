@@ -1,7 +1,7 @@
 """Attention of a packed row through csrc/packed_attention.cpp: CPU, float32.
 
 One call per layer whatever the row holds: nothing is padded, no key of a shared prompt is copied, and windows and
-soft-capping are no exceptions. `PaddedAttention` is its oracle, and stands in if the extension was not built.
+soft-capping are no exceptions. `PaddedAttention` is its oracle, and runs instead if the extension was not built.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rl import native
+from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout
 
@@ -30,18 +31,16 @@ class CompiledAttention:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         lengths = layout.lengths
-        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+        starts = lengths_to_offsets(lengths).tolist()
         children: list[list[int]] = [[] for _ in layout.roots]
         for child, root in enumerate(layout.parents, len(layout.roots)):
             children[root].append(child)
         order = [segment for root, own in enumerate(children) for segment in (root, *own)]
-        families = [0]
-        for own in children:
-            families.append(families[-1] + 1 + len(own))
+        families = lengths_to_offsets([1 + len(own) for own in children])
         self._segments = (
             torch.tensor([starts[segment] for segment in order]),
             torch.tensor([lengths[segment] for segment in order]),
-            torch.tensor(families),
+            families,
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

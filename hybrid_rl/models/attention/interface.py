@@ -2,16 +2,17 @@
 
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
 layer's projected queries, keys and values to a context object: one of `backends.py` when training, the engine's paged
-cache when generating. The thread holds the context: as a keyword it would reach attention only where every layer of an
-architecture hands on what it does not know. No mask function is registered beside it: transformers then builds no mask,
-and does not look into the positions for packing either, which would wait for the device in every forward pass.
+cache when generating. The thread holds the context: as a keyword it would reach attention only if every layer of an
+architecture passes on keywords that it does not know. No mask function is registered beside it: transformers then
+builds no mask, and does not look into the positions for packing either, which would wait for the device in every
+forward pass.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,14 +21,13 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.compat.transformers import config_view, viewed_config
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.linear import Linears
 
 NAME = "hybrid_rl_packed"
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks for beyond causal softmax attention. window: tokens seen, own included; None = all before."""
+    """Options of a layer beyond causal softmax attention. window: tokens seen, own included; None = all before."""
 
     scale: float | None = None
     window: int | None = None
@@ -38,17 +38,19 @@ class AttentionContext(Protocol):
     """Computes attention for one packed row of T tokens."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """query: [T, num_heads, D]; key, value: [T, num_key_value_heads, D]. Returns [T, num_heads, D]."""
+        """Compute attention. query: [T, num_heads, D]; key, value: [T, num_key_value_heads, D]. Returns [T, num_heads,
+        D]."""
         ...
 
 
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no weights."""
+    """Compute attention, called by transformers in every layer. query: [1, H, T, D]; returns [1, T, H, D] and no
+    weights."""
     context = current_context()
-    if attention_mask is not None:  # ours is None: the architecture made one itself, which packing would ignore
-        raise ModelError(f"{type(module).__name__} makes an attention mask of its own; it cannot run packed")
+    if attention_mask is not None:  # the architecture made it: packing needs none, and would ignore it
+        raise ModelError(f"{type(module).__name__} makes its own attention mask; it cannot run packed")
     layer, options = options_of(module, keywords)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return context.attend(layer, q, k, v, options).unsqueeze(0), None
@@ -59,7 +61,7 @@ IGNORED = frozenset({"dropout", "position_ids", "use_cache", "is_causal", "retur
 
 
 def options_of(module: nn.Module, keywords: Mapping[str, Any]) -> tuple[int, AttentionOptions]:
-    """The number of a layer, and what it asks for by the keywords of its call of attention.
+    """Return the number of a layer, and the options in the keywords of its call of attention.
 
     Raises ModelError for what packed attention does not have.
     """
@@ -90,8 +92,8 @@ AttentionInterface.register(NAME, attention_forward)
 
 
 class _Overrides(threading.local):
-    """What this thread uses instead of the attention functions that configs name, by the id of a view, and where those
-    of this module send queries, keys and values."""
+    """The attention functions that this thread uses instead of those that configs name, by the id of a view, and the
+    context that gets their queries, keys and values."""
 
     names: dict[int, str] = {}
     context: AttentionContext | None = None
@@ -101,7 +103,7 @@ _overrides = _Overrides()
 
 
 def current_context() -> AttentionContext:
-    """The context of this thread. Whoever names an attention function of this package gives one."""
+    """Return the context of this thread. A caller that names an attention function of this package gives one."""
     assert _overrides.context is not None
     return _overrides.context
 
@@ -111,11 +113,11 @@ def _chosen(view: PreTrainedConfig) -> str | None:
 
 
 def installed_views(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Put a view in the place of each config that decides which attention function the layers of a model use, once;
-    return the distinct views, as `attention_functions` takes them.
+    """Replace each config that decides which attention function the layers of a model use by a view of it, once; return
+    the distinct views, as `attention_functions` takes them.
 
-    What a config names belongs to its user: other threads (a reward that runs the policy, a judge made from the same
-    config) continue with it while this one runs packed. So nothing is written into configs; modules inside the model
+    A config belongs to its user: other threads (a reward that runs the policy, a judge made from the same config) use
+    the attention that it names while this one runs packed. So nothing is written into configs; modules inside the model
     ask a view, which looks here first. `model.config` itself stays the user's object, unless the model is a backbone.
     """
     inner = (child for child in model.modules() if child is not model or model.base_model is model)
@@ -130,16 +132,13 @@ def installed_views(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(views.values())
 
 
-@contextmanager
 def attention_functions(
     configs: Sequence[PreTrainedConfig], name: str, context: AttentionContext | None = None
-) -> Iterator[None]:
-    """Inside the block, and in this thread only, the layers of these configs use the attention function of that name. A
-    user's own calls of the model stay as they were. configs: as `installed_views` gives them; context: where the
-    functions of this module send what they get.
-    """
-    with _overridden(_overrides.names | {id(config): name for config in configs}, context):
-        yield
+) -> AbstractContextManager[None]:
+    """Let the layers of these configs use the attention function of that name, inside the block and in this thread
+    only. A user's own calls of the model stay as they were. configs: as `installed_views` gives them; context: gets the
+    queries, keys and values of the functions of this module."""
+    return _overridden(_overrides.names | {id(config): name for config in configs}, context)
 
 
 @contextmanager
@@ -152,15 +151,7 @@ def _overridden(names: dict[int, str], context: AttentionContext | None) -> Iter
         _overrides.names, _overrides.context = before
 
 
-def checkpoint_contexts(linears: Linears) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The context_fn of torch.utils.checkpoint: what is recomputed in the backward pass, long after the blocks of the
-    forward pass were left and maybe in another thread, uses the attention and the linear layers of that pass."""
-    return nullcontext(), _recompute(_overrides.names, _overrides.context, linears, linears.num_rows)
-
-
-@contextmanager
-def _recompute(
-    names: dict[int, str], context: AttentionContext | None, linears: Linears, num_rows: int
-) -> Iterator[None]:
-    with _overridden(names, context), linears.fast(num_rows):
-        yield
+def same_attention() -> AbstractContextManager[None]:
+    """Return a context in which layers use the attention that this thread uses now, also in another thread: gradient
+    checkpointing recomputes them in the backward pass, after the blocks of the forward pass were left."""
+    return _overridden(_overrides.names, _overrides.context)

@@ -1,6 +1,6 @@
 """Attention of a packed row through PyTorch's scaled_dot_product_attention: the oracle of the other forms.
 
-It runs on every device and dtype, and with every option, so it also stands in where no other form runs. Its price is
+It runs on every device and dtype, and with every option, so it also runs if no other form can. Its price is
 padding and copies: sequences are padded per bucket of similar lengths, and each completion gets a copy of the keys and
 values of its prompt. Everything outside attention is still computed once per token of the row.
 """
@@ -19,7 +19,7 @@ from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout, padded
 from hybrid_rl.tensors.transfer import upload
 
-# Sequences whose lengths lie within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
+# Sequences whose lengths are within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
 # waste, against one more kernel launch per layer for every further bucket.
 BUCKET_FILL = 0.75
 SMALL_LENGTH = 32  # below this a launch costs more than the padding it would save
@@ -53,12 +53,12 @@ class PaddedAttention:
 
 
 class _Bucket(NamedTuple):
-    """B sequences padded to L_q queries and L_k keys. Padding repeats the last token of a sequence, where causality
-    hides it from every real query.
+    """B sequences padded to L_q queries and L_k keys. Padding repeats the last token of a sequence, which
+    causality hides from every real query.
 
-    queries: the tokens of all padded places, int64 [B * L_q], or a slice if they lie side by side; keys: the same of
-    what they see, None if that is the queries themselves; positions: int64 [B, L_q], of the queries in their sequences;
-    real: int64, the padded places that are real ones, None if all are.
+    queries: the tokens of all padded places, int64 [B * L_q], or a slice if they are side by side; keys: the same for
+    the tokens that they see, None if that is the queries themselves; positions: int64 [B, L_q], of the queries in their
+    sequences; real: int64, the padded places that are real ones, None if all are.
     """
 
     queries: Tensor | slice
@@ -68,7 +68,7 @@ class _Bucket(NamedTuple):
 
     @classmethod
     def of(cls, own: Sequence[Tensor], seen: Sequence[Tensor]) -> _Bucket:
-        """From the tokens of each sequence and those that its last token sees, int64 [length] each."""
+        """Make one from the tokens of each sequence and those that its last token sees, int64 [length] each."""
         positions = [torch.arange(len(keys) - len(queries), len(keys)) for queries, keys in zip(own, seen, strict=True)]
         queries, length = padded(own), max(map(len, own))
         real = torch.cat([torch.arange(len(tokens)) + i * length for i, tokens in enumerate(own)])
@@ -80,7 +80,7 @@ class _Bucket(NamedTuple):
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Rows of the whole packed row in, those of this bucket out, [T_bucket, H, D]."""
+        """Attend from the tokens of this bucket: [T, H, D] of the whole packed row to [T_bucket, H, D]."""
         places = self.queries if self.keys is None else self.keys
         q = self._taken(query, self.queries)
         k, v = self._taken(key, places), self._taken(value, places)
@@ -96,25 +96,25 @@ class _Bucket(NamedTuple):
         return rows if self.real is None else rows.index_select(0, self.real)
 
     def _taken(self, rows: Tensor, places: Tensor | slice) -> Tensor:
-        """[T, heads, D] to [B, heads, L, D]."""
+        """Take [T, heads, D] to [B, heads, L, D]."""
         taken = rows[places] if isinstance(places, slice) else rows.index_select(0, places)
         return taken.unflatten(0, (len(self.positions), -1)).transpose(1, 2)
 
 
 def _slice(places: Tensor) -> Tensor | slice:
-    """Places as a slice, which copies nothing, if they lie side by side."""
+    """Return places as a slice, which copies nothing, if they are side by side."""
     first = int(places[0])
     return slice(first, first + len(places)) if bool((places.diff() == 1).all()) else places
 
 
 def _sent(columns: Sequence[Any], device: torch.device) -> list[Any]:
-    """The tensors among the columns on a device, in one copy; the rest as it is."""
+    """Send the tensors among the columns to a device in one copy; leave the rest as it is."""
     arrived = iter(upload([column for column in columns if isinstance(column, Tensor)], device))
     return [next(arrived) if isinstance(column, Tensor) else column for column in columns]
 
 
 def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of sequences grouped so that each is at least BUCKET_FILL as long as the longest of its bucket."""
+    """Group indices of sequences so that each is at least BUCKET_FILL as long as the longest of its bucket."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     buckets: list[list[int]] = []
     longest = 0
@@ -128,7 +128,7 @@ def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention where bool `visible` (broadcastable to [B, H, L_q, L_k]) allows it, soft-capped if asked for.
+    """Compute attention to the keys that bool `visible` (broadcastable to [B, H, L_q, L_k]) allows, with soft-capping.
 
     query: [B, H, L_q, D]; key, value: [B, H_kv, L_k, D]. Returns [B, H, L_q, D].
     """

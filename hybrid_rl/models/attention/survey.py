@@ -1,10 +1,10 @@
-"""What every layer of a model asks of attention, and what its own mask would let it see.
+"""A survey of a model: the options of attention in every layer, and what its own mask would let it see.
 
 Packed attention gets no mask: it knows what layers say in the call (a window, soft-capping). An architecture that puts
 a window or chunks only into its mask would run without them, exact for short sequences and wrong for long ones. So the
 model is run once on two tokens with a mask function of ours, which gets the rule by which transformers would make
-the mask. A rule can be asked about any two positions: no long forward is needed to know where it departs from what
-the layer said.
+the mask. A rule can be asked about any two positions: no long forward is needed to find the first position
+at which it differs from what the layer said.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerCall:
     rule: Rule
 
     def sees(self, query: int) -> bool:
-        """Whether at this position the rule lets the layer see what packed attention would, and nothing else."""
+        """Return whether the rule lets the layer see at this position exactly what packed attention would."""
         window = self.options.window
         near = {0, query, *(2**power for power in range(query.bit_length()))}
         near |= set() if window is None else {window - 1, window}
@@ -51,7 +51,7 @@ class LayerCall:
         return torch.equal(self.rule(zero, zero, queries, queries - distances).expand(len(distances)).cpu(), expected)
 
     def first_difference(self, num_positions: int) -> int | None:
-        """The first position at which they differ, None if there is none among num_positions.
+        """Return the first position at which they differ, None if there is none among num_positions.
 
         From there on they differ at every position: the first token of all is seen by one of the two only.
         """
@@ -67,14 +67,14 @@ class LayerCall:
 
 
 class _Survey:
-    """What the functions below have seen: rules by the memory of the mask that stands for them, and calls."""
+    """The calls that the functions below have seen, and the rules of masks, by the memory of each mask."""
 
     def __init__(self) -> None:
         self.masks: dict[int, tuple[Tensor, Rule]] = {}
         self.calls: list[LayerCall] = []
 
     def attend(self, *_: Any) -> Tensor:
-        """No packed attention runs here."""
+        """Fail: no packed attention runs here."""
         raise AssertionError
 
     def add(self, module: nn.Module, mask: Any, keywords: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class _Survey:
         # Layers may cut the mask, which leaves its memory.
         found = self.masks.get(mask.untyped_storage().data_ptr()) if isinstance(mask, Tensor) else None
         if found is None:
-            raise ModelError(f"{name} {'makes an attention mask of its own' if mask is not None else 'uses no mask'}")
+            raise ModelError(f"{name} {'makes its own attention mask' if mask is not None else 'uses no mask'}")
         self.calls.append(LayerCall(layer, name, options, found[1]))
 
 
@@ -97,7 +97,7 @@ def _survey() -> _Survey:
 def _mask(
     batch_size: int, q_length: int, kv_length: int, *, mask_function: Rule, device: Any = "cpu", **keywords: Any
 ) -> Tensor:
-    """The mask function: the mask stands for its rule, and masks nothing."""
+    """Make the mask that is known by its rule, and masks nothing."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=keywords.get("dtype"), device=device)
     _survey().masks[mask.untyped_storage().data_ptr()] = (mask, mask_function)
     return mask
@@ -106,7 +106,7 @@ def _mask(
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, None]:
-    """The attention function: every query gets the value of its own token, which is of the right shape."""
+    """Give every query the value of its token, which has the right shape."""
     _survey().add(module, attention_mask, keywords)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
@@ -117,8 +117,8 @@ AttentionMaskInterface.register(NAME, _mask)
 
 @torch.no_grad()
 def surveyed(backbone: PreTrainedModel, device: torch.device) -> list[LayerCall]:
-    """Every call of attention in a forward pass, in order. Raises ModelError for what packed attention does not have,
-    and for a mask that is not made by transformers from a rule."""
+    """Return every call of attention in a forward pass, in order. Raises ModelError for what packed attention does not
+    have, and for a mask that is not made by transformers from a rule."""
     survey = _Survey()
     with attention_functions(installed_views(backbone), NAME, survey):
         backbone(input_ids=torch.ones(1, 2, dtype=torch.int64, device=device), use_cache=False)

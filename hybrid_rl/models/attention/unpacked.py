@@ -1,4 +1,4 @@
-"""Rows that are not packed: each sequence by itself, through the module's own forward.
+"""Rows that do not run packed: each sequence by itself, through the module's own forward.
 
 Linear attention, convolutions and state spaces carry something from every token to the next, in a packed row also from
 one sample to the next. For such architectures the sequences of a row are laid beside each other, padded on the right by
@@ -18,7 +18,10 @@ NAME = "unpacked"  # as an attention of CausalLM; not a value of model.attention
 
 
 class UnpackedRow:
-    """How a row of T tokens becomes B sequences of L tokens, and back. What fills a row up becomes none."""
+    """How a row of T tokens becomes B sequences of L tokens, and back. The filler of a row becomes no sequence.
+
+    places: int64 [T], the place of each token of the row among the B * L places of the sequences.
+    """
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
         roots = torch.arange(layout.num_tokens).split(layout.lengths)[: len(layout.roots)]
@@ -30,17 +33,13 @@ class UnpackedRow:
             collect[sequence] = row * spread.shape[1] + torch.arange(len(sequence))
         self.shape = spread.shape
         self._layout = layout
-        self._spread, self._collect = upload((spread.flatten(), collect), torch.device(device))
+        self._spread, self.places = upload((spread.flatten(), collect), torch.device(device))
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """[T] to [B, L]. Raises ModelError for a row of another length."""
+        """Lay [T] out as [B, L]. Raises ModelError for a row of another length."""
         self._layout.check_num_tokens(tokens)
         return tokens.index_select(0, self._spread).view(self.shape)
 
     def collect(self, hidden: Tensor) -> Tensor:
-        """[B, L, H] to [T, H]."""
-        return hidden.flatten(0, 1).index_select(0, self._collect)
-
-    def places(self) -> Tensor:
-        """int64 [T]: where among the B * L places of the sequences each token of the row is computed."""
-        return self._collect
+        """Take [B, L, H] back to [T, H]."""
+        return hidden.flatten(0, 1).index_select(0, self.places)

@@ -1,4 +1,4 @@
-"""Attention of a packed row through CUDA kernels that take segments of different lengths as they lie.
+"""Attention of a packed row through CUDA kernels that take segments of different lengths without padding.
 
 Two kernels of one kind: the operators behind `torch.nn.attention.varlen` (its public function gives the logsumexp but
 takes none in the backward pass, and its arguments differ between torch 2.11 and 2.13; the operators' do not), and
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,16 +43,16 @@ class Segments(NamedTuple):
     max_keys: int
     causal: bool
 
-    def window(self, options: AttentionOptions) -> tuple[int, int]:
-        """Tokens before and after a query's own place that it sees, -1 for all."""
+    def window(self, options: AttentionOptions) -> dict[str, int]:
+        """Return how many tokens before and after its own place a query sees, -1 for all, as both libraries take it."""
         if not self.causal:
-            return -1, -1
-        return (-1 if options.window is None else options.window - 1), 0
+            return {"window_size_left": -1, "window_size_right": -1}
+        return {"window_size_left": -1 if options.window is None else options.window - 1, "window_size_right": 0}
 
 
 class AttentionState(NamedTuple):
-    """What a backward pass needs of attention. query, out: [T_q, H, D]; key, value: [T_k, H_kv, D]; lse: logsumexp of
-    the scaled scores, float32 [H, T_q]. All contiguous."""
+    """The tensors of attention that a backward pass needs. query, out: [T_q, H, D]; key, value: [T_k, H_kv, D]; lse:
+    logsumexp of the scaled scores, float32 [H, T_q]. All contiguous."""
 
     query: Tensor
     key: Tensor
@@ -61,46 +61,28 @@ class AttentionState(NamedTuple):
     lse: Tensor
 
 
-class Kernel(Protocol):
-    """One library's forward and backward pass."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Output [T_q, H, D] and logsumexp [H, T_q] of contiguous rows."""
-        ...
-
-    def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
-        """Gradients of query, key and value, for any output and logsumexp. grad: [T_q, H, D], contiguous."""
-        ...
-
-
 class TorchKernel:
     """What torch.nn.attention.varlen calls: FlashAttention 2, or 3 after PyTorch's switch (see backends.py)."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Same arguments as Kernel.forward."""
-        left, right = segments.window(options)
+        """Return the output [T_q, H, D] and logsumexp [H, T_q] of contiguous rows."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(query, key, value, *segments[:4], 0.0, segments.causal and left < 0, False),
+            *(query, key, value, *segments[:4], 0.0, segments.causal and options.window is None, False),
             scale=options.scale,
-            window_size_left=left,
-            window_size_right=right,
+            **segments.window(options),
         )
         return out, lse
 
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
-        """Same arguments as Kernel.backward."""
-        left, right = segments.window(options)
-        # The state of a random generator and what belongs to it, for the dropout that there is not.
+        """Return the gradients of query, key and value, for any output and logsumexp. grad: [T_q, H, D], contiguous."""
+        # The state of a random generator and its offset, for dropout, which is off.
         random = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
-            *(grad, *state, *segments[:4], 0.0, segments.causal and left < 0, *random),
+            *(grad, *state, *segments[:4], 0.0, segments.causal and options.window is None, *random),
             scale=options.scale,
-            window_size_left=left,
-            window_size_right=right,
+            **segments.window(options),
         )
         return gradients
 
@@ -114,14 +96,14 @@ class FlashAttnKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Same arguments as Kernel.forward."""
+        """Same arguments as TorchKernel.forward."""
         out, lse, *_ = self._functions._flash_attn_varlen_forward(
             query, key, value, *segments[:4], **self._settings(query, segments, options)
         )
         return out, lse
 
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
-        """Same arguments as Kernel.backward."""
+        """Same arguments as TorchKernel.backward."""
         gradients = (torch.empty_like(state.query), torch.empty_like(state.key), torch.empty_like(state.value))
         self._functions._flash_attn_varlen_backward(
             grad,
@@ -134,21 +116,22 @@ class FlashAttnKernel:
         return gradients
 
     def _settings(self, query: Tensor, segments: Segments, options: AttentionOptions) -> dict[str, Any]:
-        left, right = segments.window(options)
         return {
             "dropout_p": 0.0,
             "softmax_scale": query.shape[-1] ** -0.5 if options.scale is None else options.scale,
             "causal": segments.causal,
-            "window_size_left": left,
-            "window_size_right": right,
+            **segments.window(options),
             "softcap": options.softcap or 0.0,
             "alibi_slopes": None,
         }
 
 
+Kernel = TorchKernel | FlashAttnKernel
+
+
 @dataclass(frozen=True)
 class Parts:
-    """What the attention of a row consists of. own: every segment with itself, causally; shared: the tokens from
+    """The parts of the attention of a row. own: every segment with itself, causally; shared: the tokens from
     num_root_tokens on with the first num_shared_tokens, all of a segment; None if nothing is shared."""
 
     own: Segments
@@ -157,7 +140,7 @@ class Parts:
     num_shared_tokens: int = 0
 
     def of_shared(self, state: AttentionState) -> AttentionState:
-        """The rows that take part in the shared part."""
+        """Return the rows of the shared part."""
         back, front = slice(self.num_root_tokens, None), slice(self.num_shared_tokens)
         lse = state.lse[:, back].contiguous()
         return AttentionState(state.query[back], state.key[front], state.value[front], state.out[back], lse)
@@ -223,7 +206,7 @@ class VarlenAttention:
         return out
 
     def _segments(self, *lengths: tuple[Sequence[int], Sequence[int], bool]) -> list[Segments]:
-        """From the lengths of queries and keys and `causal` of each, sent to the device in one copy."""
+        """Make segments from the lengths of queries and keys and `causal` of each, sent to the device in one copy."""
         offsets = [lengths_to_offsets(own).int() for queries, keys, _ in lengths for own in (queries, keys)]
         there = iter(upload(offsets, self._device))
         return [Segments(next(there), next(there), max(q), max(k), causal) for q, k, causal in lengths]

@@ -22,6 +22,7 @@ from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import find_routers, hooked
 from hybrid_rl.models.row import PackedRow
+from hybrid_rl.models.verify import verify_row
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ExpertLoad:
         return ExpertLoad(self.counts + other.counts, self.num_rows + other.num_rows)
 
     def to(self, device: torch.device | str) -> ExpertLoad:
-        """On a device."""
+        """Copy it to a device."""
         return ExpertLoad(self.counts.to(device), self.num_rows.to(device))
 
 
@@ -51,14 +52,14 @@ class LoadBalance:
         self._routers = find_routers(model.module)
         self._is_packed = model.attention.is_packed
         self._top_k = int(model.module.config.get_text_config().num_experts_per_tok)
-        row = model.verify_row()
+        row = verify_row(model)
         with torch.no_grad(), self.reading(row, torch.ones(row.layout.num_tokens)) as reading:
             model.row_logprobs(row, 1.0)
         reading.load()
 
     @classmethod
     def of(cls, model: CausalLM, coef: float | None) -> LoadBalance | None:
-        """With this weight, None = that of the model's config; None if nothing is to be added.
+        """Make it with this weight, None = that of the model's config; return None for a weight of 0.
 
         Raises ConfigError for a weight that a model without such a loss is given.
         """
@@ -76,7 +77,7 @@ class LoadBalance:
     def reading(self, row: PackedRow, weights: Tensor) -> Iterator[BalanceReading]:
         """Read the routers in the forward pass of this row inside the block.
 
-        weights: float [T], as how many tokens each place of the row counts (`place_weights`).
+        weights: float [T], how many tokens each place of the row counts (`place_weights`).
         """
         device = row.token_ids.device
         beside = None if self._is_packed else UnpackedRow(row.layout, device)
@@ -93,13 +94,13 @@ class BalanceReading:
         self._scores: list[Tensor | None] = [None] * num_layers
 
     def take(self, layer: int, index: int, _: nn.Module, output: Any) -> None:
-        """Forward hook of a router. It computes nothing: under checkpointing that would be missed when its block is
-        recomputed, without the hook."""
+        """Keep the output of a router, as a forward hook. It computes nothing: under checkpointing that would be missed
+        when its block is recomputed, without the hook."""
         if self._scores[layer] is None:
             self._scores[layer] = output[index] if isinstance(output, tuple) else output
 
     def load(self) -> ExpertLoad:
-        """How often these tokens choose each expert."""
+        """Count how often these tokens choose each expert."""
         scores = self._read()
         num_experts, weights = scores[0].shape[-1], self._weights.double()
         counts = torch.zeros(num_experts, dtype=torch.float64, device=weights.device)
@@ -109,7 +110,7 @@ class BalanceReading:
         return ExpertLoad(counts, weights.sum() * len(scores))
 
     def part(self, total: ExpertLoad) -> Tensor:
-        """These tokens' part of the loss, without its weight: float32 []. total: of the whole mini-batch."""
+        """Compute these tokens' part of the loss, without its weight: float32 []. total: of the whole mini-batch."""
         scores = self._read()
         num_rows = total.num_rows.clamp(min=1)
         shares = (total.counts / num_rows).float()
@@ -124,4 +125,4 @@ class BalanceReading:
                 f"the routers of {self._name} cannot be read ({len(found)} of {len(self._scores)} ran as modules of "
                 f"their own and scored every token); set router_aux_loss_coef=0, or torch_compile=false if that is on"
             )
-        return found if self._beside is None else [scores[self._beside.places()] for scores in found]
+        return found if self._beside is None else [scores[self._beside.places] for scores in found]

@@ -13,6 +13,7 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import find_routers, hooked, tensors_of
 from hybrid_rl.models.row import PackedRow
+from hybrid_rl.models.verify import verify_row
 
 
 class Routers:
@@ -28,10 +29,10 @@ class Routers:
         name = type(model.module).__name__
         if not self._routers:
             raise ModelError(
-                f"{name} has no routers that can be read: it is no mixture of experts, or transformers does not say "
-                f"where they are; use a loss without router scores (policy_loss=gmpo)"
+                f"{name} has no routers that can be read: it is not a mixture of experts, or transformers "
+                f"does not name them; use a loss without router scores (policy_loss=gmpo)"
             )
-        row = model.verify_row()
+        row = verify_row(model)
         with torch.no_grad(), self.reading(row) as reading:
             model.row_logprobs(row, 1.0)
         try:
@@ -58,7 +59,7 @@ class Routers:
 
 
 class RouterReading:
-    """What the routers said of M tokens, at the places that predict them: detached.
+    """The scores that the routers gave M tokens, at the places that predict them: detached.
 
     sources: int64 [M], those places. expert_ids: int64 [M, L, K], the experts that are asked for; None = the K that
     each router chooses.
@@ -99,7 +100,7 @@ class RouterReading:
 
     @torch.no_grad()
     def take(self, layer: int, index: int, router: nn.Module, output: Any) -> None:
-        """Forward hook of a router whose output at `index` are the logits."""
+        """Note the experts and their logprobs, as a forward hook of a router. index: of the logits in its output."""
         if self._problem or self._logprobs[layer] is not None:
             return  # what comes first counts: a recomputation follows its forward pass
         parts = tensors_of(output)

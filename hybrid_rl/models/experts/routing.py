@@ -1,4 +1,4 @@
-"""Where the routers of a mixture-of-experts model are, and their choices held from one pass to another."""
+"""The routers of a mixture-of-experts model, found, and their choices repeated in another pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_rl.compat.transformers import OutputRecorder, router_recorders
 
 
 def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Every router of a model with the place of the logits in its output."""
+    """Find every router of a model, with the index of the logits in its output."""
     owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
     found: dict[nn.Module, int] = {}
     for owner in owners:
@@ -27,7 +27,7 @@ def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int]:
-    """The modules that a recorder is meant for, found as transformers finds them."""
+    """Find the modules that a recorder is meant for, as transformers finds them."""
     part = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else ""
     return {
         child: recorder.index
@@ -37,9 +37,9 @@ def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int
 
 
 class HeldRouting:
-    """What the routers of a module give in one pass, repeated in another one of the same tokens.
+    """The outputs of the routers of a module in one pass, repeated in another pass of the same tokens.
 
-    A router is held if all that it gives lies along its tokens; the others (which sort the tokens of a pass by expert)
+    A router is held if all of its outputs run along its tokens; the others (which sort the tokens of a pass by expert)
     decide again, there are num_free of them.
     """
 
@@ -56,7 +56,7 @@ class HeldRouting:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what routers give inside the block, one pass after the other."""
+        """Record what routers give inside the block, one pass after the other."""
 
         def keep(number: int, index: int, _: nn.Module, output: Any) -> None:
             scores = output[index] if isinstance(output, tuple) else output
@@ -71,8 +71,8 @@ class HeldRouting:
 
     @contextmanager
     def repeating(self, own: Tensor) -> Iterator[None]:
-        """Inside the block routers give what they gave then. own: int64 [T], for each token of the pass its place among
-        all tokens of the passes that were recorded."""
+        """Let routers give the recorded outputs inside the block. own: int64 [T], for each token of the pass its place
+        among all tokens of the passes that were recorded."""
 
         def replace(number: int, index: int, _: nn.Module, output: Any) -> Any:
             if number not in self._given or number in self._free:
@@ -91,8 +91,8 @@ class HeldRouting:
             yield
 
     def gaps(self, places: Tensor) -> dict[str, float]:
-        """How far the scores of held routers were from those of then at these tokens, relative to the largest one;
-        nothing without such routers."""
+        """Return how far the scores of held routers were from the recorded ones at these tokens, relative to the
+        largest one; nothing without such routers."""
         gaps = []
         for now, then in self._scores.values():
             mine, theirs = now[places].float(), then[places].float()
@@ -107,8 +107,8 @@ RouterHook = Callable[[int, int, nn.Module, Any], Any]
 
 @contextmanager
 def hooked(routers: list[tuple[nn.Module, int]], hook: RouterHook) -> Iterator[None]:
-    """Inside the block the hook gets what each router gives: its number, the place of the scores in its output, the
-    router and the output. What it returns, unless None, is the output instead."""
+    """Call the hook inside the block with what each router gives: its number, the index of the scores in its output,
+    the router and the output. What it returns, unless None, replaces the output."""
     handles = [
         router.register_forward_hook(partial(_call, hook, number, index))
         for number, (router, index) in enumerate(routers)
@@ -125,11 +125,11 @@ def _call(hook: RouterHook, number: int, index: int, router: nn.Module, _: Any, 
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """What a router gives as tensors, in order."""
+    """Return the tensors in the output of a router, in order."""
     return [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
 
 
 def _lead(tensor: Tensor, num_tokens: int) -> int | None:
-    """The last of the leading dimensions that run along the tokens, None if there are none."""
+    """Return the last of the leading dimensions that run along the tokens, None if there are none."""
     sizes = list(accumulate(tensor.shape[:-1], mul))
     return next((place for place, size in enumerate(sizes) if size == num_tokens), None)

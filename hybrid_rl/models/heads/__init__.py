@@ -1,1 +1,1 @@
-"""What stands on a backbone: logits and logprobs, values, classes."""
+"""Heads of a backbone: logits and logprobs, values, classes."""

@@ -1,6 +1,5 @@
-"""Reward models: sequence classification with one label, run packed. The score of a sequence is what the head makes of
-the hidden state of its last token; the padding token of the model's config never is that token, as in transformers'
-own forward pass.
+"""Reward models: sequence classification with one label, run packed. The score of a sequence is the output of the head
+for the hidden state of its last token that is not padding, as in transformers' own forward pass.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from hybrid_rl.batch import Jagged, lengths_to_offsets
+from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
-from hybrid_rl.models.load import elsewhere, first_line
+from hybrid_rl.models.load import loading
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.row import PackedRow
 from hybrid_rl.models.verify import (
@@ -38,17 +37,14 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
-    """The reward model of a folder or hub name; its head has one label (as TRL loads it), whatever its config says.
+    """Describe the reward model of a folder or hub name; its head has one label (as TRL loads it), whatever its config
+    says.
 
     Raises ModelError if its config cannot be loaded, or transformers has no such class for its family.
     """
     recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
-    try:
+    with loading("the config of reward model", path):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others here
-        raise ModelError(
-            f"cannot load the config of reward model {path!r}{elsewhere(path)}: {first_line(error)}"
-        ) from error
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"reward model {path!r}: transformers has no sequence classification for {config.model_type!r}; use a "
@@ -70,10 +66,11 @@ def check_classifier(module: PreTrainedModel, name: str) -> None:
 
 
 def last_token_row(sequences: Sequences, pad_token_id: int | None, device: torch.device) -> PackedRow:
-    """N sequences as one row, whose `sources` are the places of their last tokens. Equal prompts are computed once."""
+    """Lay N sequences out as one row, whose `sources` are the places of their last tokens. Equal prompts are computed
+    once."""
     stripped = [_without_padding(prompt, completion, pad_token_id) for prompt, completion in sequences]
     prompts = Jagged.from_rows([list(prompt) for prompt, _ in stripped], torch.int64)
-    # The place that would predict one token more is that of the last one.
+    # The place that predicts one more token is the place of the last one.
     completions = Jagged.from_rows([[*completion, 0] for _, completion in stripped], torch.int64)
     row = PackedRow.of(prompts, completions, device)
     (last,) = upload([completions.offsets[1:] - 1], device)
@@ -81,21 +78,21 @@ def last_token_row(sequences: Sequences, pad_token_id: int | None, device: torch
 
 
 def row_tokens(sequences: Sequences) -> list[int]:
-    """Tokens of each sequence in such a row, no prompt shared."""
+    """Return the tokens of each sequence in such a row, no prompt shared."""
     return [len(prompt) + len(completion) + 1 for prompt, completion in sequences]
 
 
 def sequence_scores(model: CausalLM, sequences: Sequences) -> Tensor:
-    """The score of each sequence, float32 (float64 of a float64 model) [N]; none may be longer than the model has
-    positions. Collective if the model is sharded."""
+    """Compute the score of each sequence, float32 (float64 of a float64 model) [N]; none may be longer than the model
+    has positions. Collective if the model is sharded."""
     row = last_token_row(sequences, pad_token_id(model.module), model.device)
-    if model.max_positions is not None:  # for the place after the last one there may be none
+    if model.max_positions is not None:  # the place after the last token may have none
         row = dataclasses.replace(row, positions=row.positions.clamp(max=model.max_positions - 1))
     return model.row_values(row)
 
 
 def pad_token_id(module: PreTrainedModel) -> int | None:
-    """The padding token that the module's own forward pass looks for."""
+    """Return the padding token that the module's own forward pass looks for."""
     return getattr(module.config.get_text_config(), "pad_token_id", None)
 
 
@@ -118,8 +115,7 @@ def verify_scores(model: CausalLM) -> float:
             expected.append(output.logits[0, 0])
             sizes.append(output.hidden_states[-1][0, -1].norm())
     row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device)
-    starts = lengths_to_offsets(list(map(len, sequences))).tolist()[:-1]
-    places, own = same_places(row, sequences, starts)
+    places, own = same_places(row, sequences)
     with named_failure(name, "with packed sequences"), routing.repeating(own):
         found = sequence_scores(model, VERIFY_SEQUENCES)
     head = next(child for child in plain.children() if isinstance(child, torch.nn.Linear))
@@ -138,7 +134,7 @@ def verify_scores(model: CausalLM) -> float:
 def _without_padding(
     prompt: Sequence[int], completion: Sequence[int], pad_id: int | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Up to the last token that is not padding; at least the first token is left."""
+    """Cut padding off the end; at least the first token is left."""
     while completion and completion[-1] == pad_id:
         completion = completion[:-1]
     while not completion and len(prompt) > 1 and prompt[-1] == pad_id:

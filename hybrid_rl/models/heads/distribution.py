@@ -1,4 +1,4 @@
-"""Whole next-token distributions, for objectives that need more of them than the sampled token.
+"""Whole next-token distributions, for losses that need more of them than the sampled token.
 
 All of this holds M x V numbers, M tokens times V entries of the vocabulary: 4096 tokens of a vocabulary of 151,936 take
 2.5 GB in float32 (`logprobs.py` is for everything that can do without).
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.heads.logprobs import HeadOptions, chunks, head_backward, head_logits, precise
+from hybrid_rl.models.heads.logprobs import chunks, head_backward, head_logits, precise
+from hybrid_rl.models.heads.options import HeadOptions
 
 
 def token_distribution(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, options: HeadOptions
 ) -> Tensor:
-    """ln of softmax(logits / temperature): float32 (float64 for float64 input) [M, V].
+    """Compute ln of softmax(logits / temperature): float32 (float64 for float64 input) [M, V].
 
     hidden: [M, H]; weight: [V, H]; bias: [V] or None. Differentiable in all three. Memory: the result, M x V, once; its
     gradient is as large again. Logits and products in between exist for one chunk of rows at a time.
@@ -33,7 +34,7 @@ def token_distribution(
 
 
 def chosen_and_entropy(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """ln p(label) and entropy (nats) of log_probs [M, V], [M] each; differentiable. labels: int64 [M].
+    """Compute ln p(label) and entropy (nats) of log_probs [M, V], [M] each; differentiable. labels: int64 [M].
 
     Memory: nothing of M x V in the forward pass; the gradient of log_probs in the backward pass.
     """
@@ -47,7 +48,8 @@ def chosen_and_entropy(log_probs: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def top_tokens(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens of each row, best first: their ids, int64 [M, k], and ln p, [M, k], differentiable.
+    """Find the k most probable tokens of each row, best first: their ids, int64 [M, k], and ln p, [M, k],
+    differentiable.
 
     log_probs: [M, V]. Which of equally probable tokens come first is left open.
     """
@@ -117,5 +119,5 @@ class _Entropy(torch.autograd.Function):
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    """The least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy."""
+    """Replace -inf by the least float: a token that a head excludes has 0 ln 0 = 0 in an entropy."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)

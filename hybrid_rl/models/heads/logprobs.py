@@ -10,12 +10,12 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product, wide_weight_gradient
 from hybrid_rl.models.linear import product, weight_gradient
 
@@ -23,21 +23,8 @@ CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
 _logger = logging.getLogger("hybrid_rl")
 
 
-@dataclass(frozen=True)
-class HeadOptions:
-    """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap).
-
-    in_float32: h W^T + b of a bfloat16 model is the float32 sum of its products, not rounded to bfloat16, and its
-    gradient reaches h and W in float32; both are rounded once, at the end, to the dtype of h and W.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-    in_float32: bool = False
-
-
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
-    """hidden: [M, H]; weight: [V, H]; bias: [V] or None. Returns logits, float32 (float64 for float64 input) [M, V]."""
+    """Compute logits, float32 (float64 for float64 input) [M, V]. hidden: [M, H]; weight: [V, H]; bias: [V] or None."""
     logits = wide_product(hidden, weight, bias) if _is_wide(weight, options) else product(hidden, weight, bias)
     logits = logits.to(precise(logits))
     if options.scale != 1.0:
@@ -55,7 +42,7 @@ def head_backward(
     temperature: float,
     options: HeadOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of hidden [M, H], weight [V, H] and bias [V] or None, in their dtypes, one chunk of rows at a time.
+    """Compute the gradients of hidden [M, H], weight [V, H] and bias [V] or None, in their dtypes, by chunks of rows.
 
     gradient_of: gives for some of the M rows the gradient of logits / temperature, float32 (float64 for float64 input)
     [rows, V], and those logits, which are needed if they are soft-capped.
@@ -83,7 +70,7 @@ def head_backward(
 
 
 def precise(tensor: Tensor) -> torch.dtype:
-    """What is summed up in: float64 for float64, float32 for anything else."""
+    """Return the dtype to sum in: float64 for float64, float32 for anything else."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -94,7 +81,7 @@ def _is_wide(weight: Tensor, options: HeadOptions) -> bool:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """ln p(label) and entropy (nats) of softmax(logits / temperature).
+    """Compute ln p(label) and entropy (nats) of softmax(logits / temperature).
 
     hidden: [M, H]; weight: [V, H]; labels: int64 [M]. Returns two float32 (float64 for float64 input) tensors [M]; both
     are differentiable in hidden, weight and bias.
@@ -104,19 +91,14 @@ def token_logprobs(
     if runs_in_triton(hidden.device, hidden.dtype):
         from hybrid_rl.models.heads.triton_logprobs import linear_logprobs  # imports Triton, which a CPU may lack
 
-        return linear_logprobs(
-            *(hidden, weight, bias, labels, temperature),
-            scale=options.scale,
-            softcap=options.softcap,
-            in_float32=_is_wide(weight, options),
-        )
+        return linear_logprobs(hidden, weight, bias, labels, temperature, options)
     return chunked_logprobs(hidden, weight, bias, labels, temperature, options)
 
 
 def chunked_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` by PyTorch's operators only, on any device."""
+    """Compute `token_logprobs` with PyTorch's operators only, on any device."""
     apply: Any = _TokenLogprobs.apply
     logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
@@ -192,7 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def finite_(log_p: Tensor) -> Tensor:
-    """ln p in place, the least float for -inf: a token that a head excludes has 0 ln 0 = 0 in an entropy, not NaN."""
+    """Replace -inf by the least float, in place: a token that a head excludes has 0 ln 0 = 0 in an entropy, not NaN."""
     return log_p.clamp_(min=torch.finfo(log_p.dtype).min)
 
 
@@ -204,6 +186,6 @@ def _log_softmax(
 
 
 def chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    """Slices of the rows of [num_rows, num_columns], each of at most CHUNK_ELEMENTS numbers and of at least one row."""
+    """Cut the rows of [num_rows, num_columns] into slices of at most CHUNK_ELEMENTS numbers, and at least one row."""
     size = max(1, CHUNK_ELEMENTS // max(num_columns, 1))
     return (slice(start, start + size) for start in range(0, num_rows, size))

@@ -14,7 +14,7 @@ Importing this file imports Triton, which only its callers on CUDA need.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,36 +35,22 @@ RANGE_ELEMENTS = 1 << 26
 MIN_RANGE = 4096
 
 
-class Options(NamedTuple):
-    """As `linear_logprobs` takes them."""
-
-    temperature: float = 1.0
-    scale: float = 1.0
-    softcap: float | None = None
-    in_float32: bool = False
-
-
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     temperature: float,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    in_float32: bool = False,
+    options: HeadOptions = HeadOptions(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
-    """ln p(label) and entropy (nats) of softmax(logits / temperature).
-
-    logits = softcap * tanh(scale * (hidden weight^T + bias) / softcap), without the tanh if softcap is None.
+    """Compute ln p(label) and entropy (nats) of softmax(logits / temperature).
 
     Args:
         hidden: float32, bfloat16 or float16 [M, H].
         weight: [V, H] of the same dtype.
         bias: [V] of the same dtype, or None.
         labels: int64 [M], each below V; NaN comes back for one that is not.
-        in_float32: neither logits nor their gradient are rounded to that dtype; the latter takes twice the memory.
+        options: how hidden states become logits; with in_float32 the gradient of the logits takes twice the memory.
 
     Returns:
         Two float32 tensors [M], differentiable in hidden, weight and bias.
@@ -71,21 +58,25 @@ def linear_logprobs(
     Raises:
         ValueError: shapes, dtypes or devices that do not go together, or an option out of its range.
     """
-    _check(hidden, weight, bias, labels, temperature, softcap)
+    _check(hidden, weight, bias, labels, temperature, options)
     apply: Any = _LinearLogprobs.apply
-    # As floats: an int would be compiled for again, and 1 as a constant.
-    options = Options(float(temperature), float(scale), softcap, in_float32)
-    logprobs, entropy = apply(hidden, weight, bias, labels, options)
+    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
     return logprobs, entropy
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = options
-        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, options)
+        ctx.settings = temperature, options
+        best, log_total, logprobs, entropy = _statistics(hidden, weight, bias, labels, temperature, options)
         ctx.save_for_backward(hidden, weight, bias, labels, best, log_total, entropy)
         # Entropy is saved too: what the caller gets must be another tensor, which it may change.
         return logprobs, entropy.clone()
@@ -104,26 +95,21 @@ class _LinearLogprobs(torch.autograd.Function):
         width = max(MIN_RANGE, RANGE_ELEMENTS // max(hidden.shape)) // tile * tile
         for start in range(0, num_columns if num_rows else 0, width):
             columns = slice(start, min(start + width, num_columns))
-            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, ctx.options)
+            grad = _logit_gradients(hidden, weight, bias, labels, rows, columns, *ctx.settings)
             if grad_hidden is not None:
                 grad_hidden += wide_product(grad, weight[columns].t())
             if grad_weight is not None:
                 grad_weight[columns] = wide_product(grad.t(), hidden.t())
             if grad_bias is not None:
                 grad_bias[columns] = grad.sum(0, dtype=torch.float32)
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            *(None,) * 2,
-        )
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: Options
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was subtracted,
-    ln p(label), entropy."""
+    """Compute for each row, float32 [M]: its largest logit / temperature, ln of the sum of exps after that was
+    subtracted, ln p(label), entropy."""
     num_rows, num_columns = hidden.shape[0], weight.shape[0]
     tiles = _tiles(hidden)
     num_tiles = triton.cdiv(num_columns, tiles["COLUMNS"])
@@ -135,7 +121,7 @@ def _statistics(
         _sum_up[(triton.cdiv(num_rows, tiles["ROWS"]) * num_parts,)](
             *_operands(hidden, weight, bias),
             *(labels, best, total, mean, chosen),
-            *(*_numbers(options), num_rows, num_columns, tiles_of_part, num_parts),
+            *(*_numbers(temperature, options), num_rows, num_columns, tiles_of_part, num_parts),
             **_constants(hidden, bias, options),
             **tiles,
         )
@@ -154,11 +140,12 @@ def _logit_gradients(
     labels: Tensor,
     rows: list[Tensor],
     columns: slice,
-    options: Options,
+    temperature: float,
+    options: HeadOptions,
 ) -> Tensor:
-    """The gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]: a view
-    into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread stores 16
-    bytes at once and the products that follow read aligned rows.
+    """Compute the gradient of some columns of hidden weight^T + bias, in the dtype of hidden (or float32) [M, columns]:
+    a view into rows of whole tiles. Each row starts at an aligned address, whatever the vocabulary, so that a thread
+    stores 16 bytes at once and the products that follow read aligned rows.
 
     rows: float32 [M] each: largest logit, ln of the sum, entropy, gradients of ln p and of the entropy.
     """
@@ -170,7 +157,7 @@ def _logit_gradients(
     _differentiate[(triton.cdiv(num_rows, tiles["ROWS"]) * num_tiles,)](
         *_operands(hidden, weight, bias),
         *(labels, *rows, grad, grad.stride(0)),
-        *(*_numbers(options), num_rows, columns.start, columns.stop, num_tiles),
+        *(*_numbers(temperature, options), num_rows, columns.start, columns.stop, num_tiles),
         **_constants(hidden, bias, options),
         **tiles,
     )
@@ -178,16 +165,17 @@ def _logit_gradients(
 
 
 def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    """What both kernels begin with. A bias that is not there is never read."""
+    """Return the first arguments of both kernels. If there is no bias, the weight in its place is never read."""
     return (hidden, weight, weight if bias is None else bias, *hidden.stride(), *weight.stride())
 
 
-def _numbers(options: Options) -> tuple[float, float, float]:
-    return options.scale, float(options.softcap or 0), options.temperature
+def _numbers(temperature: float, options: HeadOptions) -> tuple[float, float, float]:
+    # As floats: an int would be compiled for again, and 1 as a constant.
+    return float(options.scale), float(options.softcap or 0), float(temperature)
 
 
-def _constants(hidden: Tensor, bias: Tensor | None, options: Options) -> dict[str, Any]:
-    """What kernels are compiled for, tiles apart."""
+def _constants(hidden: Tensor, bias: Tensor | None, options: HeadOptions) -> dict[str, Any]:
+    """Return the constants that kernels are compiled for, except tiles."""
     return {
         "DEPTH": hidden.shape[1],
         "HAS_BIAS": bias is not None,
@@ -200,39 +188,39 @@ def _constants(hidden: Tensor, bias: Tensor | None, options: Options) -> dict[st
 
 
 def _tiles(hidden: Tensor) -> dict[str, Any]:
-    """Rows, columns and depth of a tile and how it is run. float32 runs outside of the tensor cores."""
+    """Return rows, columns and depth of a tile, and how it is run. float32 runs outside of the tensor cores."""
     if hidden.element_size() == 4:
         return {"ROWS": 64, "COLUMNS": 64, "STEP": 32, "num_warps": 4, "num_stages": 2}
     return {"ROWS": 128, "COLUMNS": 128, "STEP": 64, "num_warps": 8, "num_stages": 3}
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, softcap: float | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
 ) -> None:
     if hidden.dim() != 2 or hidden.dtype not in DTYPES:
         raise ValueError(f"hidden is {hidden.dtype} {list(hidden.shape)}; give float32, bfloat16 or float16 [M, H]")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype or not len(weight):
-        raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)}; give {hidden.dtype} [V, {hidden.shape[1]}], V at least 1"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != hidden.dtype or not bias.is_contiguous()):
-        raise ValueError(
-            f"bias is {bias.dtype} {list(bias.shape)}; give {hidden.dtype} [{len(weight)}], contiguous, or None"
-        )
-    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64 or not labels.is_contiguous():
-        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}; give int64 [{hidden.shape[0]}], contiguous")
-    for name, tensor in {"weight": weight, "bias": bias, "labels": labels}.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; give both on one device")
+    num_columns = max(weight.shape[0], 1)
+    wanted = {
+        "weight": (weight, hidden.dtype, [num_columns, hidden.shape[1]]),
+        "bias": (hidden.new_zeros(num_columns) if bias is None else bias, hidden.dtype, [num_columns]),
+        "labels": (labels, torch.int64, [hidden.shape[0]]),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        is_laid_out = name == "weight" or tensor.is_contiguous()
+        if list(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != hidden.device or not is_laid_out:
+            raise ValueError(
+                f"{name}: {tensor.dtype} {list(tensor.shape)} on {tensor.device} does not go with hidden, "
+                f"{hidden.dtype} {list(hidden.shape)} on {hidden.device}; give {dtype} {shape} there, contiguous"
+            )
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be above 0, or None")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"softcap={options.softcap} must be above 0, or None")
 
 
 @triton.jit
 def _place(num_rows, num_parts, ROWS: tl.constexpr, ROW_GROUP: tl.constexpr):
-    """Which row tile and which part of the columns a program has: those that run at once share both."""
+    """Return the row tile and the part of the columns of a program: those that run at once share both."""
     program = tl.program_id(0)
     num_tiles = tl.cdiv(num_rows, ROWS)
     group = program // (ROW_GROUP * num_parts)
@@ -248,7 +236,8 @@ def _logits(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile before the temperature, float32. Rows and columns past the end repeat the last one."""
+    """Compute the logits of a tile before the temperature, float32. Rows and columns past the end repeat the last
+    one."""
     row = tl.minimum(tl.arange(0, ROWS), num_rows - 1 - first_row)
     column = tl.minimum(tl.arange(0, COLUMNS), num_columns - 1 - first_column)
     step = tl.arange(0, STEP)
@@ -277,7 +266,7 @@ def _logits(
         sums = sums.to(hidden.dtype.element_ty).to(tl.float32)
     logits = sums * scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite where e^2x does not.
+        # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite if e^2x does not.
         logits = softcap * (1.0 - 2.0 / (tl.exp(2.0 * logits / softcap) + 1.0))
     return logits
 
@@ -294,7 +283,7 @@ def _sum_up(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows against one part of the vocabulary."""
+    """Sum up one tile of rows over one part of the vocabulary."""
     row_tile, part = _place(num_rows, num_parts, ROWS, ROW_GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -341,7 +330,7 @@ def _differentiate(
     DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED: tl.constexpr, WIDEN: tl.constexpr,
     ROW_GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
+    """Compute the gradient of one tile of hidden weight^T + bias, from those of ln p(label) and entropy.
 
     What follows the product is computed in the layout of the store. Rows of unknown alignment would be stored element
     by element: a thread would have one column of 64 rows, and keep the label and five numbers of each, more than there

@@ -35,7 +35,7 @@ from hybrid_rl.weights.sources import StateSource, WeightSource
 
 
 def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightSource]:
-    """The module on the meta device, and what fills it (`load_weights`).
+    """Build the module on the meta device; return it with the source of its weights, for `load_weights`.
 
     If the recipe's weights have a head of one number, those of a critic or of a reward model, it is taken with the
     backbone; a bias that such a head lacks is zero. Otherwise they are those of the language model, and the head is
@@ -51,14 +51,16 @@ def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTra
         found = lazy_weights(module, recipe.source, optional=biases)
     else:
         found = _backbone_weights(language_model, recipe.source, below)
-    zeros = {name: shape for name, shape in head.items() if name not in found}
-    return module, _Filled(recipe.source, found, zeros, dtype)
+    zeros = {
+        name: LazyTensor(head[name], dtype, functools.partial(_zeros, dtype)) for name in head if name not in found
+    }
+    return module, _Filled(recipe.source, found | zeros)
 
 
 @torch.no_grad()
 def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a live module's backbone, whatever was changed on it, with a head of zeros; of a critic or a reward
-    model with its head."""
+    """Return a copy of a live module's backbone, with all that was changed on it, and a head of zeros; of a critic or a
+    reward model with its head."""
     recipe = ModelRecipe.of_module(module, StateSource({}))
     found = _headed(module, recipe, module.dtype)
     setattr(found, found.base_model_prefix, copy.deepcopy(module.base_model))
@@ -75,7 +77,7 @@ def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of a model of this family with a number per token.
+    """Return the class of a model of this family with one number per token.
 
     Raises ModelError if there is none and none can be put together.
     """
@@ -84,7 +86,7 @@ def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:
         return cast(type[PreTrainedModel], MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(config)])
     families = [base for base in kind.__mro__[1:] if PreTrainedModel in base.__bases__]
     if not families or type(config) not in MODEL_MAPPING:
-        raise _no_value_head(language_model, "transformers has no backbone of its own for its config")
+        raise _no_value_head(language_model, "transformers has no backbone for its config")
     return _composed(families[0])
 
 
@@ -103,7 +105,7 @@ def _no_value_head(language_model: PreTrainedModel, why: str) -> ModelError:
 
 
 def _headed(language_model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
-    """The module on the meta device, with the language model's frozen parameters frozen."""
+    """Build the module on the meta device, with the language model's frozen parameters frozen."""
     config: PreTrainedConfig = copy.deepcopy(language_model.config)
     config.num_labels = 1
     kind = value_model_class(language_model)
@@ -123,7 +125,7 @@ def _headed(language_model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.d
 
 
 def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, prefix: str) -> dict[str, LazyTensor]:
-    """What a source of a language model has for its backbone, by the names of the headed module."""
+    """Return what a language model's source has for its backbone, by the names of the module with the value head."""
     state = language_model.state_dict(keep_vars=True)
     below = f"{language_model.base_model_prefix}."
     beside = frozenset(name for name in state if not name.startswith(below))
@@ -133,33 +135,25 @@ def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, pre
     return {prefix + name: found[tensor] for name, tensor in backbone.items() if tensor in found}
 
 
-class _Filled(WeightSource):
-    """Tensors found in another source, by the module's own names, and zeros for those that it lacks."""
+def _zeros(dtype: torch.dtype, box: Box) -> Tensor:
+    return torch.zeros([part.stop - part.start for part in box], dtype=dtype)
 
-    def __init__(
-        self,
-        source: WeightSource,
-        found: Mapping[str, LazyTensor],
-        zeros: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-    ) -> None:
+
+class _Filled(WeightSource):
+    """Tensors by the module's own names, most of them read from another source."""
+
+    def __init__(self, source: WeightSource, found: Mapping[str, LazyTensor]) -> None:
         self.label = source.label
         self._source = source
         self._found = found
-        self._zeros = zeros
-        self._dtype = dtype
 
     def names(self) -> Sequence[str]:
-        return [*self._found, *self._zeros]
+        return list(self._found)
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        if name in self._zeros:
-            return self._zeros[name], self._dtype
         return tuple(self._found[name].shape), self._found[name].dtype
 
     def _read(self, name: str, box: Box) -> Tensor:
-        if name in self._zeros:
-            return torch.zeros([part.stop - part.start for part in box], dtype=self._dtype)
         return self._found[name].read(box)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices whose sums stay float32, where a linear layer would round them to 16 bits.
+"""Products of 16-bit matrices whose sums stay float32; a linear layer would round them to 16 bits.
 
 Products of two such numbers are exact in float32, so only the order of summation is left open. No whole matrix is
 copied to float32: on CUDA the tensor cores sum in float32 anyway (`mm` with an out_dtype, which PyTorch has there and
@@ -16,7 +16,7 @@ BLOCK_ELEMENTS = 1 << 20  # elements of a matrix that are float32 at once on a C
 
 
 def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right.T + bias in float32, for code that needs no autograd.
+    """Compute left @ right.T + bias in float32, for code that needs no autograd.
 
     left: [M, K], of the dtype of right or float32; right: bfloat16, float16 or float32 [N, K], any strides; bias: [N]
     of any dtype. Returns float32 [M, N]. A float32 left beside a bfloat16 right is taken as the sum of two bfloat16
@@ -38,8 +38,8 @@ def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def wide_weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
-    """grad.T @ rows in float32, without autograd. grad: [M, N], of the dtype of rows or float32; rows: [M, K] as the
-    right side of `wide_product`. Returns float32 [N, K]."""
+    """Compute grad.T @ rows in float32, without autograd. grad: [M, N], of the dtype of rows or float32; rows: [M, K]
+    as the right side of `wide_product`. Returns float32 [N, K]."""
     if rows.is_cuda and rows.dtype != torch.float32:
         return wide_product(grad.t(), rows.t())
     return weight_gradient(grad.float(), rows.float())  # rows are few, a head is large
@@ -56,13 +56,13 @@ def _on_tensor_cores(left: Tensor, right: Tensor) -> Tensor:
 
 
 def halves(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two tensors of a narrow dtype whose sum is float32 `values`, but for a rounding of the second."""
+    """Return two tensors of a narrow dtype whose sum is float32 `values`, but for a rounding of the second."""
     high = values.to(dtype)
     return high, (values - high).to(dtype)
 
 
 def _in_blocks(left: Tensor, right: Tensor) -> Tensor:
-    """Blocks of whole rows of memory: rows of right, or its columns if it is a transposed matrix."""
+    """Multiply by blocks of whole rows of memory: rows of right, or its columns if it is a transposed matrix."""
     num_rows, depth = right.shape
     out = left.new_zeros(left.shape[0], num_rows)
     if right.stride(1) == 1 or depth == 1:

@@ -277,7 +277,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "position in the mask": Refused("BLOOM", "BloomConfig", "BloomAttention does not call", {"n_head": 4}),
     "twice in a layer": Refused("DiffLlama", "DiffLlamaConfig", "DiffLlamaAttention attends 2 times in layer 0"),
-    "a mask of its own": Refused("Doge", "DogeConfig", "DogeAttention makes an attention mask of its own"),
+    "a mask of its own": Refused("Doge", "DogeConfig", "DogeAttention makes its own attention mask"),
     "sparse attention": Refused(
         "MiniMax-M3",
         "MiniMaxM3VLTextConfig",

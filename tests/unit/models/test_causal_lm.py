@@ -10,6 +10,7 @@ from torch import nn
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PaddedAttention
 from hybrid_rl.models.row import Layout
+from hybrid_rl.models.verify import verify_row
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 
 LENGTHS = [9, 1, 5]
@@ -81,7 +82,7 @@ def test_logprobs_entropy_and_gradients_equal_the_models_own(name, token_ids):
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "cohere", "phi"])  # soft-capping, a scale, a bias
 def test_the_whole_distribution_is_the_one_that_logprobs_and_entropy_are_of(name):
     model = CausalLM(build(name, dtype=torch.float64))
-    row = model.verify_row()
+    row = verify_row(model)
     log_probs = model.row_distribution(row, 0.7)
     logprobs, entropy = model.row_logprobs(row, 0.7)
     torch.testing.assert_close(log_probs.gather(1, row.labels[:, None])[:, 0], logprobs, rtol=1e-10, atol=1e-10)

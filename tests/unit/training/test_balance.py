@@ -244,7 +244,7 @@ def test_what_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match="prompts_per_mini_batch=0"):
         assign_mini_batches(batch["group"], 0, 0)
     torn = batch.with_columns(mini_batch=torch.tensor([0, 1, 0]))
-    with pytest.raises(DataError, match="group 100 lies in mini-batches"):
+    with pytest.raises(DataError, match="group 100 is in mini-batches"):
         split_over_ranks(torn, 2, PAIR_COST)
 
 

@@ -16,7 +16,8 @@ from hybrid_rl.models.attention.backends import Backend
 from hybrid_rl.models.attention.varlen import TorchKernel
 from hybrid_rl.models.heads.classifier import sequence_scores
 from hybrid_rl.models.heads.distribution import token_distribution
-from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
+from hybrid_rl.models.heads.logprobs import token_logprobs
+from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.learned import LearnedNumbers

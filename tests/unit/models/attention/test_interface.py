@@ -27,7 +27,7 @@ def layer(**attributes):
         (layer(), {"position_bias": torch.zeros(4)}, "position bias"),
         (layer(is_causal=False), {}, "not causal"),
         (SimpleNamespace(), {}, "no layer_idx"),
-        (layer(), {"attention_mask": torch.ones(1, 1, 3, 3)}, "mask of its own"),
+        (layer(), {"attention_mask": torch.ones(1, 1, 3, 3)}, "makes its own attention mask"),
     ],
 )
 def test_what_packed_attention_cannot_do_is_refused(module, arguments, message):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hybrid_rl.models.heads import logprobs
-from hybrid_rl.models.heads.logprobs import HeadOptions, token_logprobs
+from hybrid_rl.models.heads.logprobs import token_logprobs
+from hybrid_rl.models.heads.options import HeadOptions
 from tests.forked import Forked
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
 from tests.interpreted_triton import importable, needs_triton, run_cases
@@ -97,15 +98,16 @@ def test_no_rows_give_no_values_and_zero_gradients(path: None) -> None:
 BAD = {
     "hidden is torch.float64": {"hidden": torch.zeros(4, 8, dtype=torch.float64)},
     "hidden is torch.float32 [4]": {"hidden": torch.zeros(4)},
-    "give torch.float32 [V, 8], V at least 1": {"weight": torch.zeros(9, 7)},
-    "weight is torch.float16": {"weight": torch.zeros(9, 8, dtype=torch.float16)},
-    "weight is torch.float32 [0, 8]": {"weight": torch.zeros(0, 8)},
-    "bias is torch.float32 [8]; give torch.float32 [9]": {"bias": torch.zeros(8)},
-    "labels are torch.int32 [4]; give int64 [4]": {"labels": torch.zeros(4, dtype=torch.int32)},
-    "labels are torch.int64 [3]": {"labels": torch.zeros(3, dtype=torch.int64)},
-    "weight is on meta, hidden on cpu": {"weight": torch.zeros(9, 8, device="meta")},
+    "hidden, torch.float32 [4, 8] on cpu; give torch.float32 [9, 8] there": {"weight": torch.zeros(9, 7)},
+    "weight: torch.float16": {"weight": torch.zeros(9, 8, dtype=torch.float16)},
+    "weight: torch.float32 [0, 8] on cpu does not go with hidden": {"weight": torch.zeros(0, 8)},
+    "give torch.float32 [9] there, contiguous": {"bias": torch.zeros(8)},
+    "bias: torch.float32 [9]": {"bias": torch.zeros(18)[::2]},
+    "labels: torch.int32 [4]": {"labels": torch.zeros(4, dtype=torch.int32)},
+    "labels: torch.int64 [3]": {"labels": torch.zeros(3, dtype=torch.int64)},
+    "weight: torch.float32 [9, 8] on meta": {"weight": torch.zeros(9, 8, device="meta")},
     "temperature=0.0 must be above 0": {"temperature": 0.0},
-    "softcap=-1.0 must be above 0": {"softcap": -1.0},
+    "softcap=-1.0 must be above 0": {"options": HeadOptions(softcap=-1.0)},
 }
 
 
@@ -124,22 +126,18 @@ def test_arguments_that_do_not_go_together_are_refused(path: None, message: str)
 def test_the_head_is_handed_over_where_the_kernels_run(monkeypatch: Any) -> None:
     calls = []
 
-    def linear_logprobs(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append((arguments, options))
+    def linear_logprobs(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(arguments)
         return torch.full((4,), 1.0), torch.full((4,), 2.0)
 
     stand_in = SimpleNamespace(linear_logprobs=linear_logprobs)
     monkeypatch.setitem(sys.modules, "hybrid_rl.models.heads.triton_logprobs", stand_in)
     monkeypatch.setattr(logprobs, "runs_in_triton", lambda device, dtype: True)
     arguments = (torch.zeros(4, 8), torch.zeros(9, 8), None, torch.zeros(4, dtype=torch.int64), 0.7)
-    outputs = token_logprobs(*arguments, HeadOptions(scale=0.5, softcap=3.0))
+    options = HeadOptions(scale=0.5, softcap=3.0, in_float32=True)
+    outputs = token_logprobs(*arguments, options)
     assert [output[0].item() for output in outputs] == [1.0, 2.0]
-    options = {"scale": 0.5, "softcap": 3.0, "in_float32": False}
-    assert calls == [(arguments, options)]
-    token_logprobs(*arguments, HeadOptions(in_float32=True))  # of a float32 head, which nobody rounds
-    narrow = (*(tensor.bfloat16() for tensor in arguments[:2]), *arguments[2:])
-    token_logprobs(*narrow, HeadOptions(in_float32=True))
-    assert [used["in_float32"] for _, used in calls] == [False, False, True]
+    assert calls == [(*arguments, options)]
 
 
 @pytest.mark.parametrize(
