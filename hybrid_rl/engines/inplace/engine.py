@@ -1,7 +1,7 @@
 """The embedded engine: decodes from the actor's own modules, so that a handoff writes no byte.
 
-Continuous batching over a paged cache. One step is schedule -> run -> postprocess; a pass of the model takes sequences
-that decode and chunks of prompts together.
+Continuous batching over a paged cache. One step is schedule -> prepare -> layers -> sample; a pass of the model takes
+sequences that decode and chunks of prompts together.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class InPlaceEngine(EmbeddedEngine):
         sampled = None
         if chunks:
             try:
-                sampled = self._runner.run(chunks)
+                with self._runner.fewer_threads(chunks):
+                    batch = self._runner.prepare(chunks)
+                    hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
+                    sampled = self._runner.sample(batch, hidden)
             except BaseException:
                 self._undo_pass(leaving)
                 raise
