@@ -105,6 +105,8 @@ def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
 
 # Errors that are no fault of vLLM's code for a model: ours, too little memory, another rank.
 TOLD_ALREADY = (HybridRLError, torch.OutOfMemoryError, dist.DistError)
+# Errors that vLLM's code raises for a model, or for arguments, that it does not take.
+OF_CODE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def build(
@@ -121,16 +123,7 @@ def build(
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
     except TOLD_ALREADY:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-        LookupError,
-        AssertionError,
-        AttributeError,
-        TypeError,
-        ImportError,
-    ) as error:
+    except (*OF_CODE, ImportError) as error:
         raise refusal(error) from error
 
 
@@ -166,8 +159,7 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
             "max_num_batched_tokens above the tokens of all prompts of a pass "
             "(max_num_seqs times the longest)"
         ) from error
-    is_of_code = isinstance(error, (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError))
-    if is_first and is_of_code and not isinstance(error, TOLD_ALREADY):
+    if is_first and isinstance(error, OF_CODE) and not isinstance(error, TOLD_ALREADY):
         raise ModelError(
             f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
             "another version of vLLM"

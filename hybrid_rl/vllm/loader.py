@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from hybrid_rl.compat.torch import plain_attributes, storage_id
+from hybrid_rl.engines.colocated import TracedWeights
 from hybrid_rl.errors import ConfigError, HandoffError, HybridRLError, ModelError
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
@@ -61,17 +62,15 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class LoadedWeights:
+class LoadedWeights(TracedWeights):
     """An engine's model and where its weights come from.
 
-    trace: with what is derived as untraced. destinations: the live tensors, in the order of the trace; a handoff writes
-    those that are traced, and no others. constants: tensors that layers made for themselves, beside parameters and
-    buffers (slopes of attention biases, say): nobody writes them again.
+    trace: with what is derived as untraced; a handoff writes the destinations that are traced, and no others.
+    constants: tensors that layers made for themselves, beside parameters and buffers (slopes of attention biases, say):
+    nothing writes them again.
     """
 
     model: nn.Module
-    trace: Trace
-    destinations: list[Tensor]
     derived: Derived
     constants: list[Tensor] = field(default_factory=list)
 
@@ -87,29 +86,15 @@ class LoadedWeights:
 
 
 class Loading:
-    """What goes into the loader (views: the trainer's checkpoint) and comes out of it (weights)."""
+    """What goes into the loader (views: the trainer's checkpoint) and comes out of it (weights, None before vLLM has
+    built the model)."""
 
     def __init__(self, views: CheckpointViews) -> None:
         self.views = views
-        self._weights: LoadedWeights | None = None
+        self.weights: LoadedWeights | None = None
 
     def __deepcopy__(self, memo: Any) -> Loading:
         return self  # vLLM copies its configs; there is one result
-
-    @property
-    def weights(self) -> LoadedWeights:
-        """What was loaded. Raises HandoffError before vLLM has built the model."""
-        if self._weights is None:
-            raise HandoffError("vLLM has not built its model with this loader yet")
-        return self._weights
-
-    @weights.setter
-    def weights(self, found: LoadedWeights) -> None:
-        self._weights = found
-
-    def forget(self) -> None:
-        """Let go of what was loaded: vLLM's config holds this object for as long as the engine is there."""
-        self._weights = None
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -180,9 +165,9 @@ class TracingLoader(BaseModelLoader):
             if _layer(spec.name) in layers
         }
         return LoadedWeights(
-            model,
             trace.without({name: reason for name, reason in derived.items() if name not in trace.untraced}),
             [after.get(spec.name, torch.empty(0)) for spec in trace.destinations],
+            model,
             Derived(
                 derived,
                 _checkpoint_names(self._loading.views, trace, derived),
