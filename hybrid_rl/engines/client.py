@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
+from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
-from hybrid_rl.engines.guards import known_pause
+from hybrid_rl.engines.guards import RolloutEngine, known_pause
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.heartbeat import mark_progress
