@@ -57,7 +57,7 @@ DIFFERENCES: dict[str, Difference] = {
         frozenset({"set_reduce_scatter_unused_params"}),
     ),
     "resets": Difference(
-        "a root forgets what a forward or backward pass left behind that was broken off",
+        "a root forgets what an interrupted forward or backward pass left",
         lambda unit: hasattr(unit, "reset_iter_state"),
         "the same is done here, unit by unit: see _reset",
         frozenset({"reset_iter_state"}),
@@ -180,7 +180,7 @@ def padded_shard(parameter: Any) -> Tensor:
 
 
 def move_shard(parameter: Any, memory: Tensor) -> None:
-    """Let the shard of an FSDPParam lie in `memory` from now on, which holds what `padded_shard` gives."""
+    """Move the shard of an FSDPParam to `memory`, which holds what `padded_shard` gives."""
     sharded, dim = parameter.sharded_param, parameter.fsdp_placement.dim
     sharded._local_tensor = memory.narrow(dim, 0, sharded._local_tensor.shape[dim])
     parameter._sharded_param_data = memory.view(-1)

@@ -72,7 +72,7 @@ class EmbeddedEngine(RolloutEngine):
         """Let everything that runs wait again, in order, to be computed again; its cache is lost."""
 
     def _expect_moves(self) -> None:
-        """Look where weights and cache are before the next pass; only needed by who remembers addresses."""
+        """Look where weights and cache are before the next pass; only needed by engines that remember addresses."""
         return
 
     def sleep(self, tags: Iterable[str]) -> None:

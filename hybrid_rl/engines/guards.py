@@ -156,7 +156,7 @@ class Generator(ABC):
             self._stopping[strings] = StopStrings(self._decode, strings)
 
     def _extend(self, generation: Generation, token: int, logprob: float) -> FinishReason | None:
-        """Append a token; why it ends the completion, if it does: a stop token, a stop string, or the length."""
+        """Append a token. Return why it ends the completion, if it does: a stop token, a stop string, or the length."""
         generation.tokens.append(token)
         generation.logprobs.append(logprob)
         generation.versions.append(self.policy_version)
@@ -169,7 +169,7 @@ class Generator(ABC):
         return "length" if len(generation.tokens) >= params.max_tokens else None
 
     def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
-        """The event of a finished request."""
+        """Return the event of a finished request."""
         self._ids.discard(generation.request.id)
         self._counters.num_finished += 1
         return FinishedSample(
@@ -259,14 +259,14 @@ class RolloutEngine(Generator, WeightHolder):
             )
 
     def require_sleep(self, tags: Iterable[str]) -> frozenset[str]:
-        """The tags. Raises ValueError for unknown ones, EngineStateError while requests run that nobody holds."""
+        """Return the tags. Raises ValueError for unknown ones, EngineStateError while requests run unheld."""
         known = known_tags(tags)
         if self.num_running and self._paused != "keep":
             raise EngineStateError(f"{self.num_running} requests are running; finish or pause them before sleeping")
         return known
 
     def require_wake(self, tags: Iterable[str]) -> frozenset[str]:
-        """The tags. Raises ValueError for unknown ones, EngineStateError if the cache would wake before the weights."""
+        """Return the tags. Raises ValueError for unknown ones, EngineStateError if the cache would wake first."""
         known = known_tags(tags)
         if self.state is EngineState.ASLEEP and WEIGHTS not in known:
             raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
@@ -274,22 +274,22 @@ class RolloutEngine(Generator, WeightHolder):
 
 
 def free_cache_bytes(device: torch.device, memory_share: float) -> int:
-    """Bytes that a cache may take if its size is not set: FREE_MEMORY_SHARE of what the device, or on a CPU the host,
-    has free now. memory_share: of the free memory that is this engine's to use."""
+    """Return the bytes that a cache may take if its size is not set: FREE_MEMORY_SHARE of what the device, or on a CPU
+    the host, has free now. memory_share: of the free memory that is this engine's to use."""
     is_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
     return int(FREE_MEMORY_SHARE * memory_share * free)
 
 
 def known_pause(mode: PauseMode) -> PauseMode:
-    """The mode. Raises ValueError for an unknown one."""
+    """Return the mode. Raises ValueError for an unknown one."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"pause mode {mode!r} is unknown; use {', '.join(get_args(PauseMode))}")
     return mode
 
 
 def known_tags(tags: Iterable[str]) -> frozenset[str]:
-    """The tags as a set. Raises ValueError for none, or for unknown ones."""
+    """Return the tags as a set. Raises ValueError for none, or for unknown ones."""
     tags = frozenset(tags)
     if not tags or tags - TAGS:
         raise ValueError(f"tags {sorted(tags)} must be some of {sorted(TAGS)}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from vllm.inputs import tokens_input
 
 from hybrid_rl.config.schema import VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.engines.base import (
@@ -52,7 +53,7 @@ from hybrid_rl.vllm.derived import log_derived
 from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on
-from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params, vllm_prompt
+from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.weights.views import checkpoint_views
 
@@ -231,7 +232,7 @@ class VLLMEngine(ColocatedEngine):
             request = generation.request
             params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
             self._running[request.id] = generation
-            self._llm.add_request(str(request.id), vllm_prompt(request), params)
+            self._llm.add_request(str(request.id), tokens_input(list(request.prompt_ids)), params)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -328,7 +329,7 @@ class VLLMEngine(ColocatedEngine):
         if self._is_closed:
             return
         self._is_closed = True
-        # vLLM gives its pools of memory back, in which no tensor of ours may lie any more.
+        # vLLM gives its pools of memory back, in which no tensor of ours may be any more.
         self._writer.close()
         del self._writer, self._memory
         gc.collect()

@@ -34,7 +34,7 @@ LOADING = "loading"  # the key in model_loader_extra_config
 
 
 class _Place:
-    """Where a tensor lies, without keeping its memory: what post-processing replaces has to be freed, and its address
+    """The place of a tensor, without keeping its memory: what post-processing replaces has to be freed, and its address
     must not be taken for the same place when it is used again."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -42,7 +42,7 @@ class _Place:
         self._view = _view(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here."""
+        """Return whether a tensor is at this place."""
         return self._storage.cdata == storage_id(tensor) and self._view == _view(tensor)
 
 
@@ -190,7 +190,7 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
 
     with_tied: offer tied tensors under all of their names. Raises HandoffError if vLLM has a parameter for which the
-    trainer has no weight, ConfigError where it makes one only as it loads (a bias of the head, in models that it runs
+    trainer has no weight, ConfigError if it makes one only as it loads (a bias of the head, in models that it runs
     through transformers): there is nothing yet that a handoff could write.
     """
     offered = views.views + (views.tied if with_tied else [])
@@ -244,7 +244,7 @@ def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _constants(model: nn.Module) -> list[Tensor]:
-    """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are no
+    """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are not
     part of a parameter or buffer."""
     known = {storage_id(tensor) for tensor in _engine_tensors(model).values()}
     found: dict[int, Tensor] = {}

@@ -42,8 +42,8 @@ def require_vllm(version: str | None) -> str:
         raise ConfigError(f"rollout.engine=vllm needs vLLM, which is not installed here ({INSTALL})")
     if numbers(version) < OLDEST or numbers(version)[:2] > NEWEST:
         raise ConfigError(
-            f"vLLM {version} is none of the versions that this library knows, 0.25.1 to 0.32, and its interfaces move "
-            f"with every release; install one of these ({INSTALL})"
+            f"vLLM {version} is not among the versions that this library knows, 0.25.1 to 0.32, and its interfaces "
+            f"move with every release; install one of these ({INSTALL})"
         )
     return version
 
@@ -60,7 +60,7 @@ DIFFERENCES: dict[str, Difference] = {
         "nothing to prevent",
     ),
     "seeds_hold_in_any_batch": Difference(
-        "on CPUs a request draws from its own seed also where others of its batch have none, as greedy ones do",
+        "on CPUs a request draws from its own seed even if others of its batch have none, as greedy ones do",
         lambda sampler: "compiled_random_sample" not in sampler.forward_cpu.__code__.co_names,
         "such a batch is sampled as on other platforms: see `keep_seeds` in cpu_worker.py",
     ),

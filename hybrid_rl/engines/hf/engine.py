@@ -1,7 +1,7 @@
 """An engine for every architecture that transformers can generate with: the model's own forward, its own cache, our
 sampler.
 
-Sequences decode together where they are equally long, which asks nothing of an architecture: the samples of a group
+Sequences decode together if they are equally long, which asks nothing of an architecture: the samples of a group
 always are, and their prompt is computed once. A running sequence keeps its memory until it is done; memory is counted
 before it is admitted, so nothing is ever pushed out.
 """

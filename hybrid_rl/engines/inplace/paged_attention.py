@@ -2,7 +2,7 @@
 
 On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
 varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
-gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in if none of them runs.
+gathered from their blocks. The form in PyTorch is the oracle of all of them, and is used if none of them runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybrid_rl.models.attention.varlen import Kernel, Segments
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Which tokens of a pass belong to which sequence, and where their caches lie.
+    """Which tokens of a pass belong to which sequence, and where their caches are.
 
     block_table: int32 [B, M] on the host, blocks of each sequence in order; num_queries: new tokens of each sequence,
     at least 1, one sequence after the other in the pass; context_lengths: tokens of each, the new ones included.
@@ -50,32 +50,26 @@ class PagedBatch:
 def paged_attention(
     cache: PagedCache,
     batch: PagedBatch,
+    tables: Tables,
     kernel: Kernel | None = None,
     *,
     pages: PagedKernel | None = None,
-    tables: Tables | None = None,
 ) -> AttentionContext:
-    """The attention context of one pass, in the fastest form that runs here.
+    """Return the attention context of one pass, in the fastest form that runs here.
 
-    kernel: varlen attention, if the model has it; pages: varlen attention that reads the cache where it lies. tables:
-    where the form adds what it needs on the device, to be sent before the pass; None = it is sent here.
+    tables: to which the form adds what it needs on the device; to be sent before the pass. kernel: varlen attention, if
+    the model has it; pages: varlen attention that reads the blocks of the cache.
     """
     operator = _operator(cache)
     if operator is not None:
         return _CompiledForm(cache, batch, operator)
-    sent = tables if tables is not None else Tables(cache.device)
-    form: AttentionContext
     if pages is not None:
-        form = _PagedForm(cache, batch, pages, sent)
-    elif batch.is_decode and decodes_in_triton(cache):
-        sent.add("block_table", batch.block_table.numpy(), np.int32)
-        sent.add("context_length", batch.context_lengths, np.int32)
-        form = TritonDecode(cache, sent)
-    else:
-        form = _TorchForm(cache, batch, sent) if kernel is None else _VarlenForm(cache, batch, kernel, sent)
-    if tables is None:
-        sent.send()
-    return form
+        return _PagedForm(cache, batch, pages, tables)
+    if batch.is_decode and decodes_in_triton(cache):
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
+        tables.add("context_length", batch.context_lengths, np.int32)
+        return TritonDecode(cache, tables)
+    return _TorchForm(cache, batch, tables) if kernel is None else _VarlenForm(cache, batch, kernel, tables)
 
 
 def decodes_in_triton(cache: PagedCache) -> bool:
@@ -172,7 +166,7 @@ class _Writer:
 
 
 class _PagedForm:
-    """Sequences of any number of new tokens through a varlen kernel that reads the cache where it lies."""
+    """Sequences of any number of new tokens through a varlen kernel that reads the blocks of the cache."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: PagedKernel, tables: Tables) -> None:
         self._kernel = kernel

@@ -1,4 +1,4 @@
-"""Varlen attention that reads keys and values in the blocks where they lie, from a library if one is installed.
+"""Varlen attention that reads keys and values in their blocks, from a library if one is installed.
 
 | library | what is called | needs |
 |---|---|---|

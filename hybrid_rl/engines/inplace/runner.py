@@ -80,7 +80,7 @@ class Runner:
             self._graphs.drop(reason)
 
     def expect_moves(self) -> None:
-        """Weights or cache may lie elsewhere from now on, or sequences may be longer: look before the next pass."""
+        """Look before the next pass whether weights or cache have moved, or sequences may be longer."""
         self._is_prepared = False
 
     def prepare(self, chunks: list[Chunk]) -> Pass:
@@ -183,8 +183,7 @@ class Runner:
         tables.add("positions", positions)
         table = np.ascontiguousarray(self._table(slots, max(lengths)))
         batch = PagedBatch(torch.from_numpy(table), counts, lengths)
-        kernel = self._model.attention.kernel
-        return paged_attention(self._cache, batch, kernel, pages=self._pages, tables=tables)
+        return paged_attention(self._cache, batch, tables, self._model.attention.kernel, pages=self._pages)
 
     def _table(self, slots: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
         return self._slots.blocks[slots, : -(-longest // self._cache.block_size)]

@@ -17,6 +17,7 @@ from hybrid_rl.engines.inplace import paged_kernel
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache
 from hybrid_rl.engines.inplace.paged_attention import paged_attention
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel
+from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionOptions
 from tests.unit.engines.inplace.test_paged_attention import DECODE, OPTIONS, RAGGED, case, close, written_out
 
@@ -76,7 +77,7 @@ KERNELS = {
 def test_a_pass_over_pages_is_attention_written_out(kernel, lengths, options, monkeypatch):
     monkeypatch.setattr("hybrid_rl.engines.inplace.paged_attention._operator", lambda cache: None)
     made = case(lengths, fill=0.0)
-    form = paged_attention(made.cache, made.batch, pages=kernel)
+    form = paged_attention(made.cache, made.batch, Tables(torch.device("cpu")), pages=kernel)
     assert type(form).__name__ == "_PagedForm"
     close(made.attend(form, options), made.expected(options), torch.float32)
 
@@ -104,7 +105,7 @@ def test_vllm_takes_the_arguments_that_it_is_given(monkeypatch):
     monkeypatch.setattr("hybrid_rl.engines.inplace.paged_attention._operator", lambda cache: None)
     made = case(RAGGED, fill=0.0)
     pages = PagedKernel(SimpleNamespace(flash_attn_varlen_func=function), 2)
-    made.attend(paged_attention(made.cache, made.batch, pages=pages), AttentionOptions())
+    made.attend(paged_attention(made.cache, made.batch, Tables(torch.device("cpu")), pages=pages), AttentionOptions())
     assert seen and seen <= signature(path, "flash_attn_varlen_func")
     assert signature(path, "is_fa_version_supported") == {"fa_version"}
 
