@@ -207,7 +207,8 @@ def inplace_side(given: Namespace) -> Rollout:
 
 def ours(engine: Any, module: Any) -> Rollout:
     """A rollout of an engine of ours, from prompts, lengths and a seed to the number of tokens."""
-    from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams, generate
+    from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams
+    from hybrid_rl.engines.client import EngineClient
     from hybrid_rl.resharding.handoff.tensor import TensorSource
 
     engine.wake({WEIGHTS})
@@ -224,7 +225,7 @@ def ours(engine: Any, module: Any) -> Rollout:
             )
             for index, count in enumerate(tokens)
         ]
-        return sum(len(sample.completion_ids) for sample in generate(engine, requests, 1))
+        return sum(len(sample.completion_ids) for sample in EngineClient(engine).generate(requests, 1))
 
     return rollout
 

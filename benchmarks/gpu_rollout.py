@@ -26,8 +26,8 @@ from hybrid_rl.engines.base import (  # noqa: E402
     TAGS,  # noqa: E402
     RolloutRequest,
     SamplingParams,
-    generate,
 )
+from hybrid_rl.engines.client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
@@ -137,7 +137,7 @@ def our_rollout(given: Namespace, engine: InPlaceEngine, prompts: torch.Tensor, 
             )
             for index in range(len(rows) * given.num_generations)
         ]
-        return sum(len(sample.completion_ids) for sample in generate(engine, requests, 1))
+        return sum(len(sample.completion_ids) for sample in EngineClient(engine).generate(requests, 1))
 
     return rollout
 

@@ -39,6 +39,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source  # noqa: E40
 from hybrid_rl.resharding.handoff.distributed import DistributedSource  # noqa: E402
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource  # noqa: E402
 from hybrid_rl.resharding.layout import SourceLayout, named_weights  # noqa: E402
+from hybrid_rl.resharding.plan import BUCKET_BYTES  # noqa: E402
 from hybrid_rl.resharding.verify import Verifier  # noqa: E402
 from hybrid_rl.sharding.fsdp import (  # noqa: E402
     ShardOptions,
@@ -216,7 +217,7 @@ class Bench:
             **times,
             "plan": plan,
             "model_bytes": 2 * num_elements,
-            "bucket_bytes": self.engine.bucket_bytes,
+            "bucket_bytes": BUCKET_BYTES,
             "vllm": vllm_version(),
         }
 

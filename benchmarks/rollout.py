@@ -33,8 +33,8 @@ from hybrid_rl.engines.base import (  # noqa: E402
     TAGS,  # noqa: E402
     RolloutRequest,
     SamplingParams,
-    generate,
 )
+from hybrid_rl.engines.client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
@@ -159,7 +159,7 @@ def our_engine(model: Qwen2ForCausalLM, work: Work) -> Generator:
             )
             for place in range(work.num_samples)
         ]
-        return [len(sample.completion_ids) for sample in generate(engine, requests, number)]
+        return [len(sample.completion_ids) for sample in EngineClient(engine).generate(requests, number)]
 
     return run
 

@@ -24,7 +24,7 @@ from hybrid_rl.engines.base import (
     FinishedSample,
     RolloutRequest,
 )
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
@@ -63,7 +63,7 @@ class ContractModel(nn.Module):
         return SimpleNamespace(logits=hidden @ self.head.T)
 
 
-class ContractEngine(GuardedEngine):
+class ContractEngine(RolloutEngine):
     """A RolloutEngine with the weights of a `ContractModel` of the same sizes; on the CPU, in fp32.
 
     config: as for the in-place engine, without CUDA graphs. max_positions: longest prompt and completion together.
@@ -107,6 +107,7 @@ class ContractEngine(GuardedEngine):
         if config.kv_cache_memory_bytes is not None:
             num_blocks = max(1, config.kv_cache_memory_bytes // (size * hidden_size * torch.float32.itemsize))
         self._kv = self.kv_region.allocate((num_blocks * size, hidden_size), torch.float32)
+        self.kv_cache_tokens, self.kv_cache_bytes = len(self._kv), self.kv_region.num_bytes
         self.weights_region.sleep("discard")
         self.kv_region.sleep("discard")
 
@@ -242,10 +243,6 @@ class ContractEngine(GuardedEngine):
             num_bytes += end
         return num_bytes
 
-    def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes of the weights."""
-        return self._layout
-
     @torch.inference_mode()
     def sleep(self, tags: Iterable[str]) -> None:
         """Release regions. Without weights nothing can be cached: the cache goes to sleep with them."""
@@ -286,16 +283,6 @@ class ContractEngine(GuardedEngine):
             self.state = EngineState.ASLEEP
         else:
             self.state = EngineState.WEIGHTS if self.kv_region.is_asleep else EngineState.READY
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Rows of the cache."""
-        return len(self._kv)
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the cache."""
-        return self.kv_region.num_bytes
 
     def _cache_usage(self) -> tuple[int, float]:
         pool = self._scheduler.pool

@@ -6,8 +6,6 @@ Everything that reads or writes FSDP's own state goes through this file. Read an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from hybrid_rl.compat import Difference
 
 _ROOM = "torch.distributed.fsdp._fully_shard"
 # Each private name that this file uses, and why there is no public way.
@@ -43,42 +43,22 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Something that only newer versions have. is_there: found out from a sharded unit, not from the version, so that
-    versions between the tested ones are taken for what they are. bridge: what is done without it. names: attributes
-    that come with it, and that this library uses only if it is there."""
-
-    what: str
-    is_there: Callable[[Any], bool]
-    in_2_11: bool
-    in_2_13: bool
-    bridge: str
-    names: frozenset[str]
-
-
 DIFFERENCES: dict[str, Difference] = {
     "has_several_groups": Difference(
         "a unit has a list of parameter groups",
         lambda unit: hasattr(unit._get_fsdp_state(), "_fsdp_param_groups"),
-        False,
-        True,
         "one group, or None if the unit has no parameters of its own",
         frozenset({"_fsdp_param_groups"}),
     ),
     "reduces_unused": Difference(
         "parameters without a gradient take part in the reduce-scatter with zeros",
         lambda unit: hasattr(unit, "set_reduce_scatter_unused_params"),
-        False,
-        True,
         "the group fills in zero gradients before it reduces: see _ReducesUnused",
         frozenset({"set_reduce_scatter_unused_params"}),
     ),
     "resets": Difference(
-        "a root forgets what a forward or backward pass left behind that was broken off",
+        "a root forgets what an interrupted forward or backward pass left",
         lambda unit: hasattr(unit, "reset_iter_state"),
-        False,
-        True,
         "the same is done here, unit by unit: see _reset",
         frozenset({"reset_iter_state"}),
     ),
@@ -200,7 +180,7 @@ def padded_shard(parameter: Any) -> Tensor:
 
 
 def move_shard(parameter: Any, memory: Tensor) -> None:
-    """Let the shard of an FSDPParam lie in `memory` from now on, which holds what `padded_shard` gives."""
+    """Move the shard of an FSDPParam to `memory`, which holds what `padded_shard` gives."""
     sharded, dim = parameter.sharded_param, parameter.fsdp_placement.dim
     sharded._local_tensor = memory.narrow(dim, 0, sharded._local_tensor.shape[dim])
     parameter._sharded_param_data = memory.view(-1)

@@ -17,12 +17,12 @@ __all__ = ["StridedShard", "TorchDispatchMode", "local_shape_and_offset", "tree_
 
 # Each private name that this file uses, and why there is no public way.
 NAMES = {
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "DTensor tells its shape, not its offset",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "DTensor shows no offset of its shard",
     "torch.distributed.tensor.placement_types._StridedShard": "what FSDP2 over tensor parallelism leaves in placements",
     "torch.distributed.tensor.placement_types.Shard._split_tensor": "which rank holds which rows, without a mesh",
     "torch.utils._python_dispatch.TorchDispatchMode": "the only way to see the operators of foreign code",
     "torch.utils._pytree.tree_leaves": "arguments of an operator may be lists of tensors",
-    "torch.UntypedStorage._cdata": "meta tensors have no address: this alone tells whether two share memory",
+    "torch.UntypedStorage._cdata": "meta tensors have no address: only this shows whether two share memory",
     "torch.Tensor._base": "whether autograd saved a view of a parameter",
     "torch.Tensor._version": "whether a tensor that was saved twice was changed in between",
     "torch._ops.OpOverload._schema": "which arguments an operator writes, and which results are views",
@@ -65,7 +65,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of; None for a tensor of its own."""
+    """The tensor that this one is a view of; None if it is not a view."""
     return tensor._base
 
 

@@ -151,8 +151,8 @@ def attention_name(config: PreTrainedConfig) -> str | None:
 
 
 def cached_file_or_none(path: str, name: str) -> str | None:
-    """Where a file of a model on the hub lies on this machine, None if the model has no such file. Public arguments
-    make no difference between that and a hub that cannot be reached."""
+    """Return the path here of a file of a model on the hub, None if the model has no such file. Public arguments make
+    no difference between that and a hub that cannot be reached."""
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
 

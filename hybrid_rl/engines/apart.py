@@ -1,4 +1,4 @@
-"""Imports that leave nothing of their caller behind."""
+"""Imports that keep no reference to their caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_rl.controller import enter_device
 
 
 def import_apart(name: str) -> ModuleType:
-    """Import a module in a thread of its own. Modules of vLLM keep errors of imports that they can do without, and an
+    """Import a module in a separate thread. Modules of vLLM keep errors of imports that they can do without, and an
     error keeps the frames below it: were a Trainer among them, it would never be collected, nor its engine closed."""
     if name in sys.modules:
         return sys.modules[name]

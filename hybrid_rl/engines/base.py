@@ -1,8 +1,6 @@
-"""The contract of engines: what generates completions, and what holds weights.
+"""The words of engines: what they are asked, what they answer, and the half of their contract about weights.
 
-`submit` queues requests, and each `step` advances all of them and returns those that finished. Weights and cache come
-and go by tag, and every call is guarded by state and policy version: an engine generates only when READY, and only with
-the weights that its caller believes it has.
+Weights and cache come and go by tag. The other half, which generates, is `Generator` in guards.py.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ import enum
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -111,14 +108,29 @@ class Generation:
     versions: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since the engine was made and its state now.
+@dataclass
+class Counters:
+    """Counts since the engine was made.
 
-    num_waiting, num_queueable, num_running: requests that wait, that may still be submitted, and that run, now.
     num_prompt_tokens: computed tokens that were not decoded, those computed again included. num_shared_prompt_tokens,
     num_prefix_tokens: tokens that were not computed because a request of the same group computed them, or because the
     cache held them. num_preemptions: how often a running request gave its memory back to be computed again later.
+    """
+
+    num_finished: int = 0
+    num_prompt_tokens: int = 0
+    num_shared_prompt_tokens: int = 0
+    num_prefix_tokens: int = 0
+    num_preemptions: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+
+
+@dataclass(kw_only=True)
+class EngineStats(Counters):
+    """Counters, and the state of an engine now.
+
+    num_waiting, num_queueable, num_running: requests that wait, that may still be submitted, and that run.
     """
 
     state: EngineState
@@ -126,87 +138,20 @@ class EngineStats:
     num_waiting: int
     num_queueable: int
     num_running: int
-    num_finished: int
-    num_prompt_tokens: int
-    num_shared_prompt_tokens: int
-    num_prefix_tokens: int
-    num_preemptions: int
-    num_generated_tokens: int
-    num_steps: int
     kv_cache_bytes: int
     kv_cache_used_share: float
-
-
-class Generator(ABC):
-    """The half of an engine that generates. Not thread-safe: one caller at a time (see EngineClient)."""
-
-    @abstractmethod
-    def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
-        """Raise EngineStateError unless READY at this version, DataError for a request that can never run."""
-
-    @abstractmethod
-    def begin_rollout(self) -> None:
-        """Forget what earlier requests left behind (cached prefixes, the state of a random generator): a rollout must
-        not depend on what was generated before it. Does nothing while requests are unfinished."""
-
-    @abstractmethod
-    def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
-        """Queue requests, to be answered by weights of this version; returns their ids.
-
-        Raises what `check` raises, DataError for an id that is in use, QueueFullError for more than `num_queueable`
-        requests. Nothing is queued if one request is refused.
-        """
-
-    @abstractmethod
-    def step(self) -> list[FinishedSample]:
-        """Advance every running request by one token (or prefill some); returns what finished. No requests: no
-        events."""
-
-    @abstractmethod
-    def abort(self, ids: Iterable[int]) -> None:
-        """End these requests; they finish with reason "abort" at the next step. Unknown ids are ignored."""
-
-    @abstractmethod
-    def abort_all(self) -> None:
-        """End every request at once and leave the engine empty; the events are lost."""
-
-    @abstractmethod
-    def pause(self, mode: PauseMode) -> None:
-        """Stop generating. abort: end all requests; wait: finish them, admit no new ones; keep: hold them as they
-        are."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Go on after `pause`."""
-
-    @abstractmethod
-    def stats(self) -> EngineStats:
-        """Counters and state."""
-
-    @property
-    @abstractmethod
-    def num_unfinished(self) -> int:
-        """Requests that have not been returned by `step` yet."""
-
-    @property
-    @abstractmethod
-    def num_queueable(self) -> int:
-        """Requests that may still be submitted."""
-
-    @property
-    @abstractmethod
-    def kv_cache_tokens(self) -> int:
-        """Tokens that the cache holds: no sequence can be longer."""
 
 
 class WeightHolder(ABC):
     """The half of an engine that holds weights and memory.
 
-    state, policy_version: what is in memory, and which version the weights are (-1: none).
+    state, policy_version: what is in memory, and which version the weights are (-1: none). kv_cache_bytes: of the cache
+    while it is awake.
     """
 
     state: EngineState
     policy_version: int
+    kv_cache_bytes: int
 
     @abstractmethod
     def update_weights(self, source: Source, version: int) -> HandoffReport:
@@ -217,10 +162,6 @@ class WeightHolder(ABC):
         HandoffError if the weights cannot be taken or are wrong: an engine that has written some of them by then holds
         no version, and generates nothing until it is given weights.
         """
-
-    @abstractmethod
-    def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes of the weights that the engine holds."""
 
     @abstractmethod
     def sleep(self, tags: Iterable[str]) -> None:
@@ -235,28 +176,9 @@ class WeightHolder(ABC):
         """Generate nothing more with the current weights: they turned out to be wrong."""
         self.policy_version = -1
 
-    @property
-    @abstractmethod
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the cache while it is awake."""
-
     def close(self) -> None:
         """Release everything. The engine cannot be used afterwards."""
         return
-
-
-class RolloutEngine(Generator, WeightHolder):
-    """A generator of completions that holds the weights of a policy version."""
-
-
-def generate(engine: Generator, requests: Sequence[RolloutRequest], version: int) -> list[FinishedSample]:
-    """Run requests to their end, as a rollout of their own; results in the order of the requests."""
-    engine.begin_rollout()
-    engine.submit(requests, version)
-    finished: dict[int, FinishedSample] = {}
-    while engine.num_unfinished:
-        finished.update((sample.id, sample) for sample in engine.step())
-    return [finished[request.id] for request in requests]
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -1,4 +1,4 @@
-"""The one way to an engine of this process, however it is stepped: submit requests, await them, cancel them."""
+"""The client of a rank's engine: requests are submitted, awaited and cancelled through it, however it is stepped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutEngine, RolloutRequest
+from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
-from hybrid_rl.engines.guards import known_pause
+from hybrid_rl.engines.guards import RolloutEngine, known_pause
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.heartbeat import mark_progress
@@ -46,7 +46,7 @@ class EngineClient:
     """A rank's client of its engine. Requests may be submitted and cancelled at any time, from any thread, also while a
     step runs; they reach the engine at the next step boundary, as many as it lets wait.
 
-    in_thread: step the engine in a thread of its own, so that an interrupt or a heartbeat gets through meanwhile.
+    in_thread: step the engine in a separate thread, so that an interrupt or a heartbeat gets through meanwhile.
     coordinator: of the ranks that share the engine, if several do. Then all of them open each session together, and
     `stream`, `wait` and the end of a session are collective: ranks step together until no rank needs the engine.
 
@@ -75,7 +75,7 @@ class EngineClient:
     @contextmanager
     def session(self, *, is_exclusive: bool = False) -> Iterator[None]:
         """One rollout call: prompts that begin alike share cached prefixes from its first request to its last, and
-        nothing is found of what was generated before. is_exclusive: only whoever opened it may submit.
+        nothing is found of what was generated before. is_exclusive: only the caller that opened it may submit.
 
         Whatever is unfinished at its end is cancelled; after an error, that of all ranks that share the engine. Raises
         EngineStateError inside another session.
@@ -96,7 +96,7 @@ class EngineClient:
                 with self._driver:
                     self._advance()
         except BaseException:
-            # An engine of its own has only what this client sent; one that is shared must not be left quietly.
+            # An engine that is not shared holds only this client's requests; the others of a shared one must be told.
             if self._handles or self._num_open:
                 self.abort_all()
             raise
@@ -116,7 +116,7 @@ class EngineClient:
         with nullcontext() if joins else self.session(is_exclusive=True):
             handle = self.submit(requests, version)
             try:
-                # A rank that shares the engine stays until nobody's requests are unfinished.
+                # A rank that shares the engine stays until no rank has unfinished requests.
                 self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
                 while not handle.is_done or self._num_unfinished:
                     if can_interrupt and interrupt_requested():
@@ -290,7 +290,7 @@ class EngineClient:
             self.engine.abort_all()
 
     def _forget(self) -> None:
-        """Expect nothing more: whoever has failed must not wait for the others at another step boundary."""
+        """Expect nothing more: a rank that has failed must not wait for the others at another step boundary."""
         with self._lock:
             for handle in self._handles.values():
                 handle.num_unfinished = 0

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.resharding.trace import Trace
 
 
-class TracedWeights(Protocol):
-    """An engine's live tensors, in the order of the trace that says where each of their elements comes from."""
+@dataclass(frozen=True)
+class TracedWeights:
+    """An engine's live tensors (destinations), in the order of the trace that says where each of their elements comes
+    from."""
 
-    @property
-    def trace(self) -> Trace:
-        """Where each element comes from."""
-
-    @property
-    def destinations(self) -> list[Tensor]:
-        """The live tensors."""
+    trace: Trace
+    destinations: list[Tensor]
 
 
-class ColocatedEngine(GuardedEngine):
+class ColocatedEngine(RolloutEngine):
     """A RolloutEngine whose own weights are written by plan from the trainer's shards.
 
     can_sleep: whether memory is given back. fingerprint: of all tokens so far, equal on the ranks that share an engine

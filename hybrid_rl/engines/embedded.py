@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState, FinishedSample, Generation
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.layout import named_weights
 
 Some = TypeVar("Some", bound=Generation)
 
 
-class EmbeddedEngine(GuardedEngine):
-    """A RolloutEngine over a `CausalLM` of this process. max_num_waiting, decode: same as GuardedEngine.
+class EmbeddedEngine(RolloutEngine):
+    """A RolloutEngine over a `CausalLM` of this process. max_num_waiting, decode: same as RolloutEngine.
 
     The weights are the actor's: another resident decides about their memory, and `sleep` and `wake` move the cache
     only.
@@ -72,12 +72,8 @@ class EmbeddedEngine(GuardedEngine):
         """Let everything that runs wait again, in order, to be computed again; its cache is lost."""
 
     def _expect_moves(self) -> None:
-        """Look where weights and cache are before the next pass; only needed by who remembers addresses."""
+        """Look where weights and cache are before the next pass; only needed by engines that remember addresses."""
         return
-
-    def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes of the weights."""
-        return WeightLayout.of(self._weights.items())
 
     def sleep(self, tags: Iterable[str]) -> None:
         """Release the memory of the cache; what it held is lost."""

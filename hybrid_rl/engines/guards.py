@@ -1,10 +1,10 @@
-"""What all engines share: refusals of impossible requests and badly timed calls, counters, and the end of a sample."""
+"""The contract of engines, and what all engines do alike: refusals of impossible requests and badly timed calls,
+counters, and the end of a sample."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import psutil
@@ -13,14 +13,15 @@ import torch
 from hybrid_rl.engines.base import (
     TAGS,
     WEIGHTS,
+    Counters,
     EngineState,
     EngineStats,
     FinishedSample,
     FinishReason,
     Generation,
     PauseMode,
-    RolloutEngine,
     RolloutRequest,
+    WeightHolder,
 )
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
@@ -28,26 +29,19 @@ from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
 
-@dataclass
-class Counters:
-    """Counts since the engine was made, as EngineStats names and describes them."""
+class Generator(ABC):
+    """The half of an engine that generates. Not thread-safe: one caller at a time (see EngineClient).
 
-    num_finished: int = 0
-    num_prompt_tokens: int = 0
-    num_shared_prompt_tokens: int = 0
-    num_prefix_tokens: int = 0
-    num_preemptions: int = 0
-    num_generated_tokens: int = 0
-    num_steps: int = 0
-
-
-class GuardedEngine(RolloutEngine):
-    """The part of a RolloutEngine that is the same in all: who may submit, pause, update, sleep and wake, and when.
+    `submit` queues requests, and each `step` advances all of them and returns those that finished. State and policy
+    version guard every call: an engine generates only when READY, and only with the weights that its caller believes it
+    has.
 
     vocab_size: token ids are below it. max_length: longest prompt and completion together, None = no limit, for the
     reason in `why`. max_num_waiting: requests that may wait. decode: token ids to text; only requests with stop strings
-    need it.
+    need it. kv_cache_tokens: that the cache holds; no sequence can be longer.
     """
+
+    kv_cache_tokens: int
 
     def __init__(
         self,
@@ -98,7 +92,11 @@ class GuardedEngine(RolloutEngine):
             self._check(request)
 
     def submit(self, requests: Sequence[RolloutRequest], version: int) -> list[int]:
-        """Queue requests; all of them, or none if one is refused."""
+        """Queue requests, to be answered by weights of this version; returns their ids.
+
+        Raises what `check` raises, DataError for an id that is in use, QueueFullError for more than `num_queueable`
+        requests. Nothing is queued if one request is refused.
+        """
         self.check(requests, version)
         if len(requests) > self.num_queueable:
             raise QueueFullError(
@@ -120,7 +118,8 @@ class GuardedEngine(RolloutEngine):
         """Let checked requests wait."""
 
     def begin_rollout(self) -> None:
-        """Forget what earlier requests left behind, unless requests are unfinished."""
+        """Forget what earlier requests left behind (cached prefixes, the state of a random generator): a rollout must
+        not depend on what was generated before it. Does nothing while requests are unfinished."""
         if not self._ids:
             self._begin_rollout()
 
@@ -157,7 +156,7 @@ class GuardedEngine(RolloutEngine):
             self._stopping[strings] = StopStrings(self._decode, strings)
 
     def _extend(self, generation: Generation, token: int, logprob: float) -> FinishReason | None:
-        """Append a token; why it ends the completion, if it does: a stop token, a stop string, or the length."""
+        """Append a token. Return why it ends the completion, if it does: a stop token, a stop string, or the length."""
         generation.tokens.append(token)
         generation.logprobs.append(logprob)
         generation.versions.append(self.policy_version)
@@ -170,19 +169,24 @@ class GuardedEngine(RolloutEngine):
         return "length" if len(generation.tokens) >= params.max_tokens else None
 
     def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
-        """The event of a finished request."""
+        """Return the event of a finished request."""
         self._ids.discard(generation.request.id)
         self._counters.num_finished += 1
         return FinishedSample(
             generation.request.id, generation.tokens, generation.logprobs, generation.versions, reason
         )
 
+    @abstractmethod
+    def step(self) -> list[FinishedSample]:
+        """Advance every running request by one token (or prefill some); returns what finished. No requests: no
+        events."""
+
     def abort(self, ids: Iterable[int]) -> None:
-        """End these requests at the next step."""
+        """End these requests; they finish with reason "abort" at the next step. Unknown ids are ignored."""
         self._aborted |= self._ids & set(ids)
 
     def abort_all(self) -> None:
-        """End every request at once; the events are lost."""
+        """End every request at once and leave the engine empty; the events are lost."""
         self.pause("abort")
         try:
             self.step()
@@ -190,7 +194,8 @@ class GuardedEngine(RolloutEngine):
             self.resume()
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop generating: end (abort), finish (wait) or hold (keep) what runs."""
+        """Stop generating. abort: end all requests; wait: finish them, admit no new ones; keep: hold them as they
+        are."""
         if known_pause(mode) == "abort":
             self.abort(self._ids)
         self._paused = mode
@@ -217,8 +222,6 @@ class GuardedEngine(RolloutEngine):
     def _cache_usage(self) -> tuple[int, float]:
         """Bytes of the cache in memory now, and the share of it that is in use."""
 
-    # --------------------------------------------------------------------------------------- weights and memory
-
     def require_ready(self, version: int) -> None:
         """Raise EngineStateError unless the engine may generate with weights of this version."""
         if self.state is not EngineState.READY:
@@ -236,6 +239,11 @@ class GuardedEngine(RolloutEngine):
                 f"weights first"
             )
 
+
+class RolloutEngine(Generator, WeightHolder):
+    """A generator of completions that holds the weights of a policy version: who may update, sleep and wake, and when.
+    The arguments are those of Generator."""
+
     def require_update(self, version: int) -> None:
         """Raise EngineStateError unless weights of this version may be written now."""
         if self.state is EngineState.ASLEEP:
@@ -251,14 +259,14 @@ class GuardedEngine(RolloutEngine):
             )
 
     def require_sleep(self, tags: Iterable[str]) -> frozenset[str]:
-        """The tags. Raises ValueError for unknown ones, EngineStateError while requests run that nobody holds."""
+        """Return the tags. Raises ValueError for unknown ones, EngineStateError while requests run unheld."""
         known = known_tags(tags)
         if self.num_running and self._paused != "keep":
             raise EngineStateError(f"{self.num_running} requests are running; finish or pause them before sleeping")
         return known
 
     def require_wake(self, tags: Iterable[str]) -> frozenset[str]:
-        """The tags. Raises ValueError for unknown ones, EngineStateError if the cache would wake before the weights."""
+        """Return the tags. Raises ValueError for unknown ones, EngineStateError if the cache would wake first."""
         known = known_tags(tags)
         if self.state is EngineState.ASLEEP and WEIGHTS not in known:
             raise EngineStateError("the engine's weights are asleep; wake them before, or together with, its cache")
@@ -266,22 +274,22 @@ class GuardedEngine(RolloutEngine):
 
 
 def free_cache_bytes(device: torch.device, memory_share: float) -> int:
-    """Bytes that a cache may take if its size is not set: FREE_MEMORY_SHARE of what the device, or on a CPU the host,
-    has free now. memory_share: of the free memory that is this engine's to use."""
+    """Return the bytes that a cache may take if its size is not set: FREE_MEMORY_SHARE of what the device, or on a CPU
+    the host, has free now. memory_share: of the free memory that is this engine's to use."""
     is_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
     return int(FREE_MEMORY_SHARE * memory_share * free)
 
 
 def known_pause(mode: PauseMode) -> PauseMode:
-    """The mode. Raises ValueError for an unknown one."""
+    """Return the mode. Raises ValueError for an unknown one."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"pause mode {mode!r} is unknown; use {', '.join(get_args(PauseMode))}")
     return mode
 
 
 def known_tags(tags: Iterable[str]) -> frozenset[str]:
-    """The tags as a set. Raises ValueError for none, or for unknown ones."""
+    """Return the tags as a set. Raises ValueError for none, or for unknown ones."""
     tags = frozenset(tags)
     if not tags or tags - TAGS:
         raise ValueError(f"tags {sorted(tags)} must be some of {sorted(TAGS)}")

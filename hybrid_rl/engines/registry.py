@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.config.schema import RolloutConfig
 from hybrid_rl.engines.apart import import_apart
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
 
@@ -42,10 +42,10 @@ class EngineSetup:
     trust_remote_code: bool = False
 
 
-def make_engine(setup: EngineSetup) -> GuardedEngine:
+def make_engine(setup: EngineSetup) -> RolloutEngine:
     """The engine that the configuration names. Raises ConfigError or ModelError if it cannot run here."""
     name = setup.config.engine
     if name not in MODULES:
         raise ConfigError(f"rollout.engine={name} is not in engines/registry.py; use {', '.join(MODULES)}, or add it")
-    engine: GuardedEngine = import_apart(MODULES[name]).make_engine(setup)
+    engine: RolloutEngine = import_apart(MODULES[name]).make_engine(setup)
     return engine

@@ -7,8 +7,9 @@ distribution. A sample therefore does not depend on what else is in the batch, u
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,21 +42,30 @@ class SamplingTensors:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
         """Collect the parameters of B requests."""
+        columns = {n: np.array([getattr(p, n) for p in params], dtype) for n, dtype in COLUMNS.items()}
+        tensors: dict[str, Any] = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        return cls(**tensors, **needs_of(columns))
 
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
 
-        return cls(
-            temperature=column("temperature", torch.float32),
-            top_k=column("top_k", torch.int64),
-            top_p=column("top_p", torch.float32),
-            min_p=column("min_p", torch.float32),
-            repetition_penalty=column("repetition_penalty", torch.float32),
-            seed=column("seed", torch.int64),
-            truncates=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
-            greedy=any(p.temperature == 0 for p in params),
-            penalises=any(p.repetition_penalty != 1 for p in params),
-        )
+# The parameters that become columns of numbers.
+COLUMNS = {
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "seed": np.int64,
+}
+
+
+def needs_of(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """What a row of these COLUMNS needs: see SamplingTensors."""
+    cuts = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
+    return {
+        "truncates": bool(cuts.any()),
+        "greedy": bool((columns["temperature"] == 0).any()),
+        "penalises": bool((columns["repetition_penalty"] != 1).any()),
+    }
 
 
 def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +102,7 @@ def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, params: SamplingTensors, uniform: Tensor) -> Tensor:
-    """`sample` with given uniform numbers, float64 [B], for devices that are no CPU.
+    """`sample` with given uniform numbers, float64 [B], for devices other than a CPU.
 
     Returns int32 [B, 2], to be read by `chosen_on_host` in one transfer: the token and the bits of its float32 logprob.
     """

@@ -15,7 +15,7 @@ Call = Callable[[], None]
 
 
 class StepThread:
-    """Runs one call at a time in a thread of its own.
+    """Runs one call at a time in a separate thread.
 
     The caller of `run` waits without holding anything: a Ctrl-C or a heartbeat gets through while a pass is computed. A
     call that its caller broke out of is finished, and the next `run` waits for that one instead of running another.
@@ -55,7 +55,7 @@ class StepThread:
                 self._under_way = None
 
     def close(self) -> bool:
-        """End the thread; whether it was alive."""
+        """End the thread; return whether it was alive."""
         if not self._thread.is_alive():
             return False
         self.settle()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hybrid_rl.errors import ConfigError
-
 Decode = Callable[[Sequence[int]], str]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are not, or not yet, a character
@@ -28,9 +26,7 @@ class StopStrings:
     """
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
-        """decode: token ids to text, as rewards see it. Raises ConfigError without strings or for an empty one."""
-        if not strings or not all(strings):
-            raise ConfigError(f"stop_strings={list(strings)!r}: give at least one, and none that is empty")
+        """decode: token ids to text, as rewards see it. strings: at least one, none of them empty."""
         self._decode = decode
         self._strings = tuple(strings)
         # A text-adding token holds one byte at least, so this many reach over any of the strings.

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM inside the trainer's process, behind the RolloutEngine contract.
+"""The vLLM engine: vLLM inside the trainer's process, as a RolloutEngine.
 
 Importing vLLM exports environment variables and configures logging: that happens here, once, with all of it that this
 folder uses, and is put back, so that every module of this folder may import from it as usual. Raises ConfigError if
@@ -14,6 +14,6 @@ from hybrid_rl.vllm.versions import installed_version, require_vllm
 require_vllm(installed_version())
 _logger = logging.getLogger("vllm")
 if _logger.level == logging.NOTSET:
-    _logger.setLevel(logging.ERROR)  # a page per engine else; whoever needs it sets the level before
+    _logger.setLevel(logging.ERROR)  # a page per engine else; who needs it sets the level before
 with process_kept():
     importlib.import_module("hybrid_rl.vllm.engine")

@@ -33,7 +33,7 @@ RESERVED: Mapping[str, str] = {
     "data_parallel_size": "it is num_ranks / tensor_parallel_size",
     "load_format": "the trainer hands its weights over",
     "model_loader_extra_config": "the trainer hands its weights over",
-    "enable_sleep_mode": "the engine sleeps where its platform can",
+    "enable_sleep_mode": "the engine sleeps if its platform can",
     "worker_cls": "it follows from the platform",
     "logprobs_mode": "logprobs are those of the distribution that was sampled from",
     "disable_log_stats": "the engine counts for itself",
@@ -56,7 +56,7 @@ def engine_arguments(
     can_sleep: bool,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Keyword arguments of EngineArgs, without the size of the cache. folder: where config.json lies.
+    """Return the keyword arguments of EngineArgs, without the size of the cache. folder: the one with config.json.
 
     Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
     """
@@ -100,8 +100,8 @@ def engine_arguments(
 def kv_cache_bytes(
     config: VLLMConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
 ) -> int:
-    """What the cache is given: as configured, or room for max_num_seqs full sequences, at most a share of what is free
-    now, and for one sequence in any case. Raises ConfigError if what is configured does not hold one."""
+    """Return the bytes that the cache is given: as configured, or room for max_num_seqs full sequences, at most a share
+    of what is free now, and for one sequence in any case. Raises ConfigError if a configured size does not hold one."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     parts = 1 if model.use_mla else 2  # one latent, or keys and values
     heads = model.get_num_kv_heads(parallel)

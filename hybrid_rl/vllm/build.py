@@ -1,4 +1,4 @@
-"""An LLMEngine of this process: how it is built, and how it goes."""
+"""Building an LLMEngine in this process, and taking it down."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def require_none_live() -> None:
 
 
 def check_platform(device: torch.device) -> None:
-    """Raise ConfigError unless this vLLM computes where the model lies: one build of vLLM is for one kind of device."""
+    """Raise ConfigError unless this vLLM computes on the model's device: each build is for one kind of device."""
     if current_platform.device_type != device.type:
         raise ConfigError(
             f"rollout.engine=vllm: this vLLM computes on {current_platform.device_type}, and the model is on "
@@ -66,21 +66,21 @@ def own_group(device: torch.device) -> None:
 
 
 def run_name() -> str:
-    """A name that all ranks know and no other run has."""
+    """Return a name that all ranks know and no other run has."""
     names = [f"hybrid_rl-{os.getpid()}-{time.time_ns()}"]
     dist.broadcast_object_list(names, src=0)
     return names[0]
 
 
 def own_sockets() -> dict[str, str]:
-    """Where vLLM puts the sockets by which ranks of a replica tell each other, which it leaves behind: into a folder
-    that goes with the engine, or, of a process that was killed, with the next one."""
+    """Return the variable that says where vLLM puts the sockets between ranks of a replica, which it does not remove:
+    in a folder that is removed with the engine, or, if the process was killed, by the next one."""
     return {"VLLM_RPC_BASE_PATH": str(_folders.enter_context(temporary_folder("hrl-vllm-")))}
 
 
 def variables(device: torch.device, run: str) -> dict[str, str]:
-    """The environment in which vLLM is built: in this process, as this rank, binding no threads to cores. run: see
-    `run_name`; it must be no part of vLLM's configuration, by which what has been compiled is found again."""
+    """Return the environment in which vLLM is built: in this process, as this rank, binding no threads to cores. run:
+    see `run_name`; it must not be part of vLLM's configuration, by which what has been compiled is found again."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -103,15 +103,17 @@ def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
     return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 
 
-# Errors that are no fault of vLLM's code for a model: ours, too little memory, another rank.
+# Errors that are not the fault of vLLM's code for a model: ours, too little memory, another rank.
 TOLD_ALREADY = (HybridRLError, torch.OutOfMemoryError, dist.DistError)
+# Errors that vLLM's code raises for a model, or for arguments, that it does not take.
+OF_CODE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 def build(
     arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
-    """The engine, and the bytes of its cache. Raises ConfigError or ModelError with vLLM's own words for what it
-    refuses."""
+    """Build the engine; return it and the bytes of its cache. Raises ConfigError or ModelError, with vLLM's own words,
+    for what it refuses."""
     check_platform(device)
     compile_alone()
     try:
@@ -121,21 +123,12 @@ def build(
         return LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True), num_bytes
     except TOLD_ALREADY:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-        LookupError,
-        AssertionError,
-        AttributeError,
-        TypeError,
-        ImportError,
-    ) as error:
+    except (*OF_CODE, ImportError) as error:
         raise refusal(error) from error
 
 
 def refusal(error: Exception) -> ConfigError | ModelError:
-    """What to raise for an error of vLLM while it builds an engine: its own words, and what to do."""
+    """Return what to raise for an error of vLLM while it builds an engine: its own words, and what to do."""
     others = "or set rollout.engine=inplace (or hf)"
     if isinstance(error, ImportError):
         package = f"pip install {error.name}, " if error.name else ""
@@ -166,8 +159,7 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
             "max_num_batched_tokens above the tokens of all prompts of a pass "
             "(max_num_seqs times the longest)"
         ) from error
-    is_of_code = isinstance(error, (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError))
-    if is_first and is_of_code and not isinstance(error, TOLD_ALREADY):
+    if is_first and isinstance(error, OF_CODE) and not isinstance(error, TOLD_ALREADY):
         raise ModelError(
             f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
             "another version of vLLM"
@@ -195,7 +187,7 @@ def give_cache(config: CacheConfig, num_bytes: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
+    """Return what vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
@@ -203,7 +195,7 @@ def reason(error: Exception) -> str:
 
 
 def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:
-    """What vLLM's own shutdown does, less what belongs to the trainer: that would take torch.distributed down."""
+    """Shut vLLM down, but not torch.distributed, which is the trainer's and which vLLM's own shutdown would end."""
     core = llm.engine_core.engine_core
     if has("shuts_down_when_collected", llm):
         detach_finalizer(llm.engine_core)

@@ -1,7 +1,7 @@
 """The folder with the config.json from which vLLM builds its model: the same one for the same model at every start.
 
 vLLM finds what it has compiled by a hash of its configuration, and the folder's path is a part of that: a new folder
-would mean half a minute or more of compiling at every start of every rank. It lies in the user's own cache, and only as
+would mean half a minute or more of compiling at every start of every rank. It is in the user's own cache, and only as
 many are kept as are of use.
 """
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from vllm.inputs import tokens_input
 
 from hybrid_rl.config.schema import VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.engines.base import (
@@ -52,7 +53,7 @@ from hybrid_rl.vllm.derived import log_derived
 from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on
-from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params, vllm_prompt
+from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.weights.views import checkpoint_views
 
@@ -119,7 +120,7 @@ class VLLMEngine(ColocatedEngine):
                     device=device,
                 )
                 arguments |= self._writer.arguments()
-                self._llm, self._kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
+                self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 models.append(self._writer.weights.model)
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
                 self._memory = EngineMemory(self._llm, can_sleep=can_sleep, constants=self._writer.weights.constants)
@@ -131,7 +132,7 @@ class VLLMEngine(ColocatedEngine):
         # There a request without a seed has NumPy draw one; to bring its own costs nothing.
         self._draws_seeds = device.type == "cuda" and self._llm.vllm_config.use_v2_model_runner
         cache = self._llm.vllm_config.cache_config
-        self._kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
+        self.kv_cache_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # one block is vLLM's own
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
         self._restarts_noise = True
@@ -231,7 +232,7 @@ class VLLMEngine(ColocatedEngine):
             request = generation.request
             params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
             self._running[request.id] = generation
-            self._llm.add_request(str(request.id), vllm_prompt(request), params)
+            self._llm.add_request(str(request.id), tokens_input(list(request.prompt_ids)), params)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -284,10 +285,6 @@ class VLLMEngine(ColocatedEngine):
         seconds = time.perf_counter() - start
         return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._layout.tensors), seconds=seconds)
 
-    def weight_layout(self) -> WeightLayout:
-        """Names, shapes and dtypes of the weights; the names are the trainer's."""
-        return self._layout
-
     def sleep(self, tags: Iterable[str]) -> None:
         """Release memory. Without weights nothing can be cached: the cache goes to sleep with them. Weights that sleep
         are lost: there is no version until they are updated again. An engine that failed drops its requests."""
@@ -321,25 +318,10 @@ class VLLMEngine(ColocatedEngine):
         """vLLM's own tensors, and where each of their elements comes from."""
         return self._writer.weights
 
-    @property
-    def bucket_bytes(self) -> int:
-        """The most that one launch of a handoff writes."""
-        return self._writer.bucket_bytes
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Tokens that vLLM's blocks hold."""
-        return self._kv_cache_tokens
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of vLLM's cache."""
-        return self._kv_cache_bytes
-
     def _cache_usage(self) -> tuple[int, float]:
         """Of the counters, what vLLM does not report stays 0: tokens shared within a group (they count as found in the
         cache) and preemptions."""
-        num_bytes = 0 if KV_CACHE in self._memory.asleep else self._kv_cache_bytes
+        num_bytes = 0 if KV_CACHE in self._memory.asleep else self.kv_cache_bytes
         return num_bytes, self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
     def close(self) -> None:
@@ -347,7 +329,7 @@ class VLLMEngine(ColocatedEngine):
         if self._is_closed:
             return
         self._is_closed = True
-        # vLLM gives its pools of memory back, in which no tensor of ours may lie any more.
+        # vLLM gives its pools of memory back, in which no tensor of ours may be any more.
         self._writer.close()
         del self._writer, self._memory
         gc.collect()

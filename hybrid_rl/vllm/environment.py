@@ -2,7 +2,7 @@
 
 It draws from and seeds the global random generators, exports environment variables (LD_PRELOAD among them), configures
 logging, replaces functions of PyTorch, changes switches of PyTorch and Triton and classes of transformers, and moves
-the calling thread to a CUDA stream of its own. Whoever trains in the same process must not notice.
+the calling thread to a CUDA stream of its own. The trainer in the same process must not notice.
 """
 
 from __future__ import annotations
@@ -91,22 +91,19 @@ class EngineRandom:
         """As `active`, for a step: PyTorch's generators only, and of the GPUs that of this thread. A step of vLLM draws
         from no others, as long as requests bring their seeds to a runner that else has NumPy draw them; to save and set
         the states of all takes a hundred times as long."""
-        is_cuda = torch.cuda.is_initialized()
-        before = torch.get_rng_state(), torch.cuda.get_rng_state() if is_cuda else None
-        index = torch.cuda.current_device() if is_cuda else 0
-        cuda = [*self._state.cuda]
-        torch.set_rng_state(self._state.cpu)
-        if index < len(cuda):
-            torch.cuda.set_rng_state(cuda[index])
-        try:
-            yield
-        finally:
-            if index < len(cuda):
-                cuda[index] = torch.cuda.get_rng_state()
-            self._state = replace(self._state, cpu=torch.get_rng_state(), cuda=cuda)
-            torch.set_rng_state(before[0])
-            if before[1] is not None:
-                torch.cuda.set_rng_state(before[1])
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            cuda = [*self._state.cuda]
+            known = [device for device in devices if device < len(cuda)]
+            torch.set_rng_state(self._state.cpu)
+            for device in known:
+                torch.cuda.set_rng_state(cuda[device], device)
+            try:
+                yield
+            finally:
+                for device in known:
+                    cuda[device] = torch.cuda.get_rng_state(device)
+                self._state = replace(self._state, cpu=torch.get_rng_state(), cuda=cuda)
 
 
 @contextmanager

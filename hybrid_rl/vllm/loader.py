@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from hybrid_rl.compat.torch import plain_attributes, storage_id
+from hybrid_rl.engines.colocated import TracedWeights
 from hybrid_rl.errors import ConfigError, HandoffError, HybridRLError, ModelError
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import UNWRITTEN, trace_loader
@@ -33,7 +34,7 @@ LOADING = "loading"  # the key in model_loader_extra_config
 
 
 class _Place:
-    """Where a tensor lies, without keeping its memory: what post-processing replaces has to be freed, and its address
+    """The place of a tensor, without keeping its memory: what post-processing replaces has to be freed, and its address
     must not be taken for the same place when it is used again."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -41,7 +42,7 @@ class _Place:
         self._view = _view(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here."""
+        """Return whether a tensor is at this place."""
         return self._storage.cdata == storage_id(tensor) and self._view == _view(tensor)
 
 
@@ -61,17 +62,15 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class LoadedWeights:
+class LoadedWeights(TracedWeights):
     """An engine's model and where its weights come from.
 
-    trace: with what is derived as untraced. destinations: the live tensors, in the order of the trace; a handoff writes
-    those that are traced, and no others. constants: tensors that layers made for themselves, beside parameters and
-    buffers (slopes of attention biases, say): nobody writes them again.
+    trace: with what is derived as untraced; a handoff writes the destinations that are traced, and no others.
+    constants: tensors that layers made for themselves, beside parameters and buffers (slopes of attention biases, say):
+    nothing writes them again.
     """
 
     model: nn.Module
-    trace: Trace
-    destinations: list[Tensor]
     derived: Derived
     constants: list[Tensor] = field(default_factory=list)
 
@@ -87,29 +86,15 @@ class LoadedWeights:
 
 
 class Loading:
-    """What goes into the loader (views: the trainer's checkpoint) and comes out of it (weights)."""
+    """What goes into the loader (views: the trainer's checkpoint) and comes out of it (weights, None before vLLM has
+    built the model)."""
 
     def __init__(self, views: CheckpointViews) -> None:
         self.views = views
-        self._weights: LoadedWeights | None = None
+        self.weights: LoadedWeights | None = None
 
     def __deepcopy__(self, memo: Any) -> Loading:
         return self  # vLLM copies its configs; there is one result
-
-    @property
-    def weights(self) -> LoadedWeights:
-        """What was loaded. Raises HandoffError before vLLM has built the model."""
-        if self._weights is None:
-            raise HandoffError("vLLM has not built its model with this loader yet")
-        return self._weights
-
-    @weights.setter
-    def weights(self, found: LoadedWeights) -> None:
-        self._weights = found
-
-    def forget(self) -> None:
-        """Let go of what was loaded: vLLM's config holds this object for as long as the engine is there."""
-        self._weights = None
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -180,9 +165,9 @@ class TracingLoader(BaseModelLoader):
             if _layer(spec.name) in layers
         }
         return LoadedWeights(
-            model,
             trace.without({name: reason for name, reason in derived.items() if name not in trace.untraced}),
             [after.get(spec.name, torch.empty(0)) for spec in trace.destinations],
+            model,
             Derived(
                 derived,
                 _checkpoint_names(self._loading.views, trace, derived),
@@ -205,7 +190,7 @@ def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) 
     """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
 
     with_tied: offer tied tensors under all of their names. Raises HandoffError if vLLM has a parameter for which the
-    trainer has no weight, ConfigError where it makes one only as it loads (a bias of the head, in models that it runs
+    trainer has no weight, ConfigError if it makes one only as it loads (a bias of the head, in models that it runs
     through transformers): there is nothing yet that a handoff could write.
     """
     offered = views.views + (views.tied if with_tied else [])
@@ -259,7 +244,7 @@ def _engine_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _constants(model: nn.Module) -> list[Tensor]:
-    """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are no
+    """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are not
     part of a parameter or buffer."""
     known = {storage_id(tensor) for tensor in _engine_tensors(model).values()}
     found: dict[int, Tensor] = {}

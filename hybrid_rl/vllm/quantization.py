@@ -1,7 +1,7 @@
 """A vLLM quantisation config that quantises nothing: weights stay as they were loaded.
 
 vLLM's CPU platform packs the weights of linear layers and experts after loading; an engine whose weights are replaced
-at every step would have to pack them anew each time. With these methods they stay tensors that a handoff writes.
+at every step would have to pack them again each time. With these methods they stay tensors that a handoff writes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def quantization_of_platform() -> str | None:
     return PLAIN if current_platform.is_cpu() else None
 
 
-@register_weight_loader_v2_supported_method
-class PlainLinearMethod(UnquantizedLinearMethod):
+class _Plain:
     """x W^T + b with the weight as it was loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -46,15 +45,13 @@ class PlainLinearMethod(UnquantizedLinearMethod):
         return F.linear(x, layer.weight, bias)
 
 
-class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Embeddings and heads, tied or not, that compute from the weight as it was loaded."""
+@register_weight_loader_v2_supported_method
+class PlainLinearMethod(_Plain, UnquantizedLinearMethod):
+    """Linear layers."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing."""
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., hidden] -> [..., vocabulary]."""
-        return F.linear(x, layer.weight, bias)
+class PlainEmbeddingMethod(_Plain, UnquantizedEmbeddingMethod):
+    """Embeddings and heads, tied or not."""
 
 
 class PlainExpertsMethod(UnquantizedFusedMoEMethod):

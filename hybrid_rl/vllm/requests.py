@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import SamplingParams as VLLMSamplingParams
-from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams
 from hybrid_rl.errors import DataError, EngineStateError
 
-COLDEST = 0.01  # vLLM samples at this temperature where one above 0 but below it is asked for
-
-
-def vllm_prompt(request: RolloutRequest) -> Any:
-    """The prompt as vLLM takes it."""
-    return tokens_input(list(request.prompt_ids))
+COLDEST = 0.01  # vLLM samples at this temperature if one above 0 but below it is asked for
 
 
 def check_sampling(request: RolloutRequest) -> None:

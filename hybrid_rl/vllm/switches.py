@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,36 +15,38 @@ COMPILER_VARIABLES = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # vLLM compiles in 
 
 @contextmanager
 def switches_kept() -> Iterator[None]:
-    """The precision of float32 products, the processes of PyTorch's compiler, and what Triton tells of compiling are
-    the same after the block as before it. The environment must have been put back by then."""
-    put_back = [_precision(), _compile_threads(), _triton()]
+    """Put back, after the block, the precision of float32 products, the processes of PyTorch's compiler, and what
+    Triton prints about compiling. The environment must have been put back by then."""
+    cuda: Any = torch.backends.cuda
+    mkldnn: Any = torch.backends.mkldnn
+    precisions = [(backend, backend.fp32_precision) for backend in (cuda.matmul, mkldnn.matmul)]
+    name = _named_precision()
+    compiler: Any = sys.modules.get(INDUCTOR)
+    num_threads = None if compiler is None else compiler.compile_threads
+    triton = {place: dict(settings) for place, settings in _triton_settings().items()}
     try:
         yield
     finally:
-        for action in put_back:
-            action()
+        if name is not None and _named_precision() != name:
+            torch.set_float32_matmul_precision(name)
+        for backend, precision in precisions:
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision
+        config: Any = sys.modules.get(INDUCTOR)
+        if config is not None:  # imported inside: under an environment that said otherwise
+            config.compile_threads = config.decide_compile_threads() if compiler is None else num_threads
+        for place, settings in _triton_settings().items():
+            switch, before = place[1], triton.get(place, {})
+            if switch in before:
+                settings[switch] = before[switch]
+            else:
+                settings.pop(switch, None)  # Triton's own default
 
 
 def compile_alone() -> None:
     """Have PyTorch's compiler start no processes, as vLLM has it: to be called inside `switches_kept`."""
     if INDUCTOR in sys.modules:
         sys.modules[INDUCTOR].compile_threads = 1  # type: ignore[attr-defined]
-
-
-def _precision() -> Callable[[], None]:
-    cuda: Any = torch.backends.cuda
-    mkldnn: Any = torch.backends.mkldnn
-    backends = (cuda.matmul, mkldnn.matmul)
-    name, each = _named_precision(), [backend.fp32_precision for backend in backends]
-
-    def put_back() -> None:
-        if name is not None and _named_precision() != name:
-            torch.set_float32_matmul_precision(name)
-        for backend, precision in zip(backends, each, strict=True):
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
-
-    return put_back
 
 
 def _named_precision() -> str | None:
@@ -54,32 +56,6 @@ def _named_precision() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
-
-
-def _compile_threads() -> Callable[[], None]:
-    before: Any = sys.modules.get(INDUCTOR)
-    number = None if before is None else before.compile_threads
-
-    def put_back() -> None:
-        config: Any = sys.modules.get(INDUCTOR)
-        if config is not None:  # imported inside: under an environment that said otherwise
-            config.compile_threads = config.decide_compile_threads() if before is None else number
-
-    return put_back
-
-
-def _triton() -> Callable[[], None]:
-    before = {place: dict(settings) for place, settings in _triton_settings().items()}
-
-    def put_back() -> None:
-        for place, settings in _triton_settings().items():
-            name = place[1]
-            if name in before.get(place, {}):
-                settings[name] = before[place][name]
-            else:
-                settings.pop(name, None)  # Triton's own default
-
-    return put_back
 
 
 def _triton_settings() -> dict[tuple[str, str], dict[str, Any]]:

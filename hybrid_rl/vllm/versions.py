@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
 from typing import Any
 
+from hybrid_rl.compat import Difference
 from hybrid_rl.compat.vllm import has_finalizer
 from hybrid_rl.errors import ConfigError
 
@@ -32,15 +32,8 @@ def installed_version() -> str | None:
 
 def numbers(version: str) -> tuple[int, ...]:
     """The numbers that a version starts with: "0.32.0+cpu" is (0, 32, 0)."""
-    found: list[int] = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)
+    start = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, start[0].split("."))) if start else ()
 
 
 def require_vllm(version: str | None) -> str:
@@ -49,55 +42,34 @@ def require_vllm(version: str | None) -> str:
         raise ConfigError(f"rollout.engine=vllm needs vLLM, which is not installed here ({INSTALL})")
     if numbers(version) < OLDEST or numbers(version)[:2] > NEWEST:
         raise ConfigError(
-            f"vLLM {version} is none of the versions that this library knows, 0.25.1 to 0.32, and its interfaces move "
-            f"with every release; install one of these ({INSTALL})"
+            f"vLLM {version} is not among the versions that this library knows, 0.25.1 to 0.32, and its interfaces "
+            f"move with every release; install one of these ({INSTALL})"
         )
     return version
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Something that only some of the versions have, or do. is_there: found out from an LLMEngine or a part of it, not
-    from the version, so that versions between the tested ones are taken for what they are. bridge: what is done without
-    it. names: attributes that come with it, and that this library uses only if it is there."""
-
-    what: str
-    is_there: Callable[[Any], bool]
-    in_0_25_1: bool
-    in_0_32: bool
-    bridge: str
-    names: frozenset[str] = frozenset()
 
 
 DIFFERENCES: dict[str, Difference] = {
     "weights_sleep_after_cache": Difference(
         "the weights can be put to sleep while the cache sleeps already",
         lambda llm: hasattr(llm, "release_kv_cache_memory"),
-        False,
-        True,
         "the cache wakes first",
     ),
     "shuts_down_when_collected": Difference(
         "the engine's client takes torch.distributed down, the trainer's groups included, when it is collected",
         lambda llm: has_finalizer(llm.engine_core),
-        False,
-        True,
         "nothing to prevent",
     ),
     "seeds_hold_in_any_batch": Difference(
-        "on CPUs a request draws from its own seed also where others of its batch have none, as greedy ones do",
+        "on CPUs a request draws from its own seed even if others of its batch have none, as greedy ones do",
         lambda sampler: "compiled_random_sample" not in sampler.forward_cpu.__code__.co_names,
-        False,
-        True,
         "such a batch is sampled as on other platforms: see `keep_seeds` in cpu_worker.py",
     ),
     "experts_choose": Difference(
         "on CPUs experts get the router's logits and choose among themselves; the router has no operator for it there",
         lambda _: importlib.util.find_spec("vllm.model_executor.layers.fused_moe.cpu_fused_moe") is not None,
-        True,
-        False,
         "the router chooses: experts are told which, and with what weights",
         frozenset({"vllm.model_executor.layers.fused_moe.cpu_fused_moe.select_experts"}),
+        in_newest=False,
     ),
 }
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
 from hybrid_rl.resharding.handoff.base import Delivered, Source
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.resharding.plan import BUCKET_BYTES, Plan, make_plan
+from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.vllm.derived import reload_derived
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
 from hybrid_rl.vllm.quantization import quantization_of_platform
@@ -27,8 +28,8 @@ class WeightWriter:
     as they were loaded if the platform would pack them; what it packs is loaded again by vLLM at every handoff.
     """
 
-    def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._views, self._rank, self._is_plain, self.bucket_bytes = views, rank, is_plain, bucket_bytes
+    def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool) -> None:
+        self._views, self._rank, self._is_plain = views, rank, is_plain
         self._loading = Loading(views)
         self._plans: dict[str, Plan] = {}
         self._adopted: dict[str, Tensor] = {}
@@ -44,12 +45,15 @@ class WeightWriter:
 
     @property
     def weights(self) -> LoadedWeights:
-        """The model that vLLM built, and where its weights come from."""
+        """The model that vLLM built, and where its weights come from. Raises HandoffError before it is built."""
+        if self._loading.weights is None:
+            raise HandoffError("vLLM has not built its model with this loader yet")
         return self._loading.weights
 
     def close(self) -> None:
-        """Let go of every tensor of vLLM's. The writer cannot be used afterwards."""
-        self._loading.forget()
+        """Let go of every tensor of vLLM's, whose config holds the loading for as long as the engine is there. The
+        writer cannot be used afterwards."""
+        self._loading.weights = None
         self._plans, self._adopted = {}, {}
 
     @torch.no_grad()
@@ -90,6 +94,5 @@ class WeightWriter:
         if digest not in self._plans:
             # One source has one layout; another one's plan is of no more use.
             rank = self._rank if len(layout.hosts) > 1 else 0  # a source of this process only knows of no ranks
-            plan = make_plan(self.weights.trace, layout, rank, bucket_bytes=self.bucket_bytes)
-            self._plans = {digest: plan}
+            self._plans = {digest: make_plan(self.weights.trace, layout, rank)}
         return self._plans[digest]

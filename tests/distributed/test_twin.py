@@ -7,7 +7,8 @@ import torch
 
 from hybrid_rl.compat.fsdp import parameters
 from hybrid_rl.config import InPlaceConfig, OptimizerConfig
-from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models import CausalLM
@@ -42,7 +43,7 @@ def rollout(engine: InPlaceEngine, module: torch.nn.Module, version: int, num_re
         )
         for index in range(num_requests)
     ]
-    samples = generate(engine, requests, version)
+    samples = EngineClient(engine).generate(requests, version)
     engine.sleep({WEIGHTS, KV_CACHE})
     return [(list(sample.completion_ids), list(sample.logprobs)) for sample in samples]
 

@@ -24,8 +24,8 @@ from hybrid_rl.engines.base import (
     FinishedSample,
     RolloutRequest,
     SamplingParams,
-    generate,
 )
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import EngineStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
@@ -65,7 +65,7 @@ class Rig:
             RolloutRequest(100 * self.version + i, tuple(prompt), SamplingParams(MAX_TOKENS))
             for i, prompt in enumerate(prompts.tolist())
         ]
-        samples = generate(self.engine, requests, self.version)
+        samples = EngineClient(self.engine).generate(requests, self.version)
         completions = torch.tensor([sample.completion_ids for sample in samples])
         return samples, torch.cat([prompts, completions], 1).to(DEVICE)
 

@@ -22,10 +22,10 @@ OLD_VLLM = (vllm_versions.installed_version() or "").startswith("0.25.1")
 
 def tabled() -> set[str]:
     """Names that the tables say are not here."""
-    found = [set(row.names) for row in fsdp2.DIFFERENCES.values() if not (row.in_2_11 if OLD_TORCH else row.in_2_13)]
+    found = [set(row.names) for row in fsdp2.DIFFERENCES.values() if row.in_newest == OLD_TORCH]
     if importlib.util.find_spec("vllm") is not None:
         rows = vllm_versions.DIFFERENCES.values()
-        found += [set(row.names) for row in rows if not (row.in_0_25_1 if OLD_VLLM else row.in_0_32)]
+        found += [set(row.names) for row in rows if row.in_newest == OLD_VLLM]
     return set().union(*found)
 
 

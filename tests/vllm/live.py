@@ -39,6 +39,7 @@ class Live:
                 max_model_len=64,
                 kv_cache_memory_bytes=2**24,
             )
+        assert loading.weights is not None
         self.weights: LoadedWeights = loading.weights
 
     def close(self) -> None:

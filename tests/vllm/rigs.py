@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMConfig
-from hybrid_rl.engines.base import TAGS
-from hybrid_rl.engines.guards import Counters
+from hybrid_rl.engines.base import TAGS, Counters
 from hybrid_rl.vllm.engine import VLLMEngine
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build

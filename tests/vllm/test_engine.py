@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from vllm.config import ParallelConfig
 
-from hybrid_rl.engines.base import TAGS, generate
+from hybrid_rl.engines.base import TAGS
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import build as build_module
@@ -192,7 +193,7 @@ def test_a_token_without_a_finite_logprob_stops_the_rollout(rig):
         next(rig.module.parameters()).fill_(float("nan"))
     rig.publish(2)
     with pytest.raises(Exception, match="(?i)not finite|nan"):
-        generate(rig.engine, [request(0)], 2)
+        EngineClient(rig.engine).generate([request(0)], 2)
     rig.engine._failure = None
 
 

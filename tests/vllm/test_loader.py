@@ -11,6 +11,7 @@ from vllm.config.load import LoadConfig
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, Loading, TracingLoader
 from hybrid_rl.vllm.quantization import PLAIN
+from hybrid_rl.vllm.weights import WeightWriter
 from tests.vllm.live import Live, randomise
 
 pytestmark = pytest.mark.slow
@@ -83,5 +84,7 @@ def test_without_views_the_loader_says_what_it_needs(live: Live) -> None:
         TracingLoader(LoadConfig(load_format=LOAD_FORMAT))
     loading = Loading(live.views)
     TracingLoader(LoadConfig(load_format=LOAD_FORMAT, model_loader_extra_config={LOADING: loading}))
+    assert loading.weights is None
+    writer = WeightWriter(live.views, rank=0, is_plain=True)
     with pytest.raises(HandoffError, match="has not built its model"):
-        _ = loading.weights
+        _ = writer.weights

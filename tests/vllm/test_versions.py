@@ -55,7 +55,7 @@ def test_every_row_is_true_of_what_is_installed(name):
     if version[:2] not in ((0, 25), (0, 32)):
         pytest.skip(f"the table says nothing of {installed_version()}")
     row = DIFFERENCES[name]
-    assert has(name, looked_at(name)) == (row.in_0_32 if version[:2] == (0, 32) else row.in_0_25_1)
+    assert has(name, looked_at(name)) == ((version[:2] == (0, 32)) is row.in_newest)
 
 
 # ---------------------------------------------------------------------------------- sleep, as both versions have it

@@ -25,17 +25,16 @@ from hybrid_rl.models.cache import ModelCache, next_states
 
 
 class Prompts:
-    """What is computed at once: rows of tokens of one length, and the sequences that begin with each of them."""
+    """What is computed at once: rows of tokens of one length, and for each row the sequences that begin with it."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.rows: list[Rows[int]] = []
         self.sequences: list[list[Sequence]] = []
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return self.length * len(self.rows)
+        return self.length * len(self.sequences)
 
     @property
     def all_sequences(self) -> list[Sequence]:
@@ -50,7 +49,6 @@ class Prompts:
         """Compute a sequence of this length too."""
         siblings = self._siblings(sequence)
         if siblings is None:
-            self.rows.append(sequence.context(0, sequence.num_tokens))
             self.sequences.append([sequence])
         else:
             siblings.append(sequence)
@@ -61,7 +59,7 @@ class Prompts:
 
 class Cohort:
     """B sequences of one length with one cache. No architecture needs padding or a mask for that, and none can tell
-    them from single sequences; who is done leaves, and nobody joins."""
+    them from single sequences; those that finish leave, and none can join."""
 
     def __init__(self, model: CausalLM, sequences: list[Sequence], cached: ModelCache) -> None:
         self.sequences = sequences
@@ -73,10 +71,11 @@ class Cohort:
     def start(cls, model: CausalLM, prompts: Prompts) -> tuple[Cohort, Sampled]:
         """Compute prompts, each once, and choose the next token of every sequence. Raises ModelError if logits are
         not finite."""
-        token_ids = torch.tensor(prompts.rows, device=model.device)
+        prompt_ids: Any = [some[0].context(0, prompts.length) for some in prompts.sequences]
+        token_ids = torch.tensor(prompt_ids, device=model.device)
         hidden, cached = next_states(model, token_ids, None)
         rows = [row for row, some in enumerate(prompts.sequences) for _ in some]
-        if len(rows) > len(prompts.rows):
+        if len(rows) > len(prompts.sequences):
             cached.select(rows)
             hidden = hidden[rows]
         cohort = cls(model, prompts.all_sequences, cached)

@@ -1,7 +1,7 @@
 """An engine for every architecture that transformers can generate with: the model's own forward, its own cache, our
 sampler.
 
-Sequences decode together where they are equally long, which asks nothing of an architecture: the samples of a group
+Sequences decode together if they are equally long, which asks nothing of an architecture: the samples of a group
 always are, and their prompt is computed once. A running sequence keeps its memory until it is done; memory is counted
 before it is admitted, so nothing is ever pushed out.
 """
@@ -53,11 +53,14 @@ class HFEngine(EmbeddedEngine):
         self._parts = [part for part in model.module.modules() if hasattr(part, "gradient_checkpointing")]
         with _generating(self._parts):
             check_cache(model)
-            self._size = CacheSize.of(model)
-        wanted = config.max_num_seqs * self._size.num_bytes(max_length)
-        self._capacity = config.kv_cache_memory_bytes or max(
-            self._size.num_bytes(max_length), min(wanted, free_cache_bytes(model.device, memory_share))
+            self._size = size = CacheSize.of(model)
+        wanted = config.max_num_seqs * size.num_bytes(max_length)
+        self.kv_cache_bytes = config.kv_cache_memory_bytes or max(
+            size.num_bytes(max_length), min(wanted, free_cache_bytes(model.device, memory_share))
         )
+        # There is no limit if the model keeps nothing that grows with its sequences.
+        free = max(0, self.kv_cache_bytes - size.fixed_bytes)
+        self.kv_cache_tokens = free // size.token_bytes if size.token_bytes else sys.maxsize
         self._waiting: deque[Sequence] = deque()
         self._cohorts: list[Cohort] = []
 
@@ -121,7 +124,7 @@ class HFEngine(EmbeddedEngine):
         """The first that waits with all that wait and are as long, as far as places, memory and budget go; None if
         it must go on waiting itself. is_first: it need not fit the budget."""
         places = self._config.max_num_seqs - self.num_running
-        free = self._capacity - self._held_bytes()
+        free = self.kv_cache_bytes - self._held_bytes()
         prompts: Prompts | None = None
         staying: list[Sequence] = []
         while self._waiting and places > 0:
@@ -175,19 +178,8 @@ class HFEngine(EmbeddedEngine):
         self._waiting.extendleft(reversed(running))
         self._cohorts = []
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Tokens that the cache holds; no limit if the model keeps nothing that grows with its sequences."""
-        size = self._size
-        return max(0, self._capacity - size.fixed_bytes) // size.token_bytes if size.token_bytes else sys.maxsize
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes that caches may take at most."""
-        return self._capacity
-
     def _cache_usage(self) -> tuple[int, float]:
-        return self._capacity if self._cache_is_awake else 0, self._held_bytes() / self._capacity
+        return self.kv_cache_bytes if self._cache_is_awake else 0, self._held_bytes() / self.kv_cache_bytes
 
 
 def make_engine(setup: EngineSetup) -> HFEngine:

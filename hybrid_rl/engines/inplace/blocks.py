@@ -12,8 +12,8 @@ class BlockPool:
     """Counts references to blocks and remembers what full blocks hold. Knows no tensors.
 
     A full block is a node of a tree of prefixes: its key is its parent's node and its own tokens, compared in full, so
-    that no hash can take one prompt for another. A block that nobody holds any more stays findable until its memory is
-    needed; the one that was let go longest ago goes first.
+    that no hash can take one prompt for another. A block that no sequence holds any more stays findable until its
+    memory is needed; the one that was released first goes first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, findable ones included."""
+        """Blocks that no sequence holds, findable ones included."""
         return len(self._free) + len(self._unused)
 
     def take(self, count: int) -> list[int]:

@@ -3,7 +3,7 @@
 A graph holds the layers, the head and the draw of a token per sequence. It also holds addresses: of every weight, of
 the cache, and of the tensors that it reads its pass from. So before the first pass of a rollout the addresses are
 compared with those of the capture; if one of them has moved, all graphs are dropped, which the log says, and captured
-again. On one rank a handoff moves nothing; weights that were gathered for a rollout may lie elsewhere in each.
+again. On one rank a handoff moves nothing; weights that were gathered for a rollout may have other addresses in each.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class DecodeGraphs:
         if memory is not None:
             moved = [name for name, address in self._addresses().items() if memory.addresses.get(name) != address]
             if moved:
-                self.drop(f"{moved[0]} lies at another address, or is new ({len(moved)} tensors in all)")
+                self.drop(f"{moved[0]} has another address, or is new ({len(moved)} tensors in all)")
             elif num_blocks > memory.num_blocks:
                 self.drop(f"a sequence may take {num_blocks} blocks, and they were made for {memory.num_blocks}")
         if not self._graphs:

@@ -18,7 +18,7 @@ def plan(
     MOST_PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The parts of one sequence. Each program looks at all lengths: there are few, and nobody waits for another."""
+    """The parts of one sequence. Each program looks at all lengths: there are few, and no program waits for another."""
     mine = tl.program_id(0)
     row = tl.arange(0, TILE)
     total = 0
@@ -114,7 +114,7 @@ def attend(
             k = tl.load(k_at[None, :] + dim[:, None], mask=real[None, :] & (dim[:, None] < DIM), other=0.0)
             scores = tl.dot(q, k, input_precision="ieee") * scale
             if HAS_SOFTCAP:
-                # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite where e^2x does not.
+                # tanh(x) = 1 - 2 / (e^2x + 1), which stays finite if e^2x does not.
                 scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
             scores = tl.where(real[None, :], scores * LOG2_E, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))
@@ -154,7 +154,7 @@ def join(
     MOST_PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mean of the parts of one sequence and query head, weighted by their sums of exp; zeros where there are
+    """The mean of the parts of one sequence and query head, weighted by their sums of exp; zeros if there are
     none."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)

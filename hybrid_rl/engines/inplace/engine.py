@@ -1,7 +1,7 @@
 """The embedded engine: decodes from the actor's own modules, so that a handoff writes no byte.
 
-Continuous batching over a paged cache. One step is schedule -> run -> postprocess; a pass of the model takes sequences
-that decode and chunks of prompts together.
+Continuous batching over a paged cache. One step is schedule -> prepare -> layers -> sample; a pass of the model takes
+sequences that decode and chunks of prompts together.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class InPlaceEngine(EmbeddedEngine):
             model.hidden_states(zero, zero, recorder)
         num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
+        self.kv_cache_tokens, self.kv_cache_bytes = num_blocks * config.block_size, self._cache.num_bytes
         slots = SlotTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
             BlockPool(num_blocks, config.block_size),
@@ -100,7 +101,10 @@ class InPlaceEngine(EmbeddedEngine):
         sampled = None
         if chunks:
             try:
-                sampled = self._runner.run(chunks)
+                with self._runner.fewer_threads(chunks):
+                    batch = self._runner.prepare(chunks)
+                    hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
+                    sampled = self._runner.sample(batch, hidden)
             except BaseException:
                 self._undo_pass(leaving)
                 raise
@@ -149,23 +153,13 @@ class InPlaceEngine(EmbeddedEngine):
             return False  # what training takes has not been seen yet
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
-        missing = 0 if self._has_stayed else self._cache.num_bytes  # in the peak, that is
+        missing = 0 if self._has_stayed else self.kv_cache_bytes  # in the peak, that is
         self._has_stayed = cache_fits(total, others, torch.cuda.max_memory_allocated(device), missing)
         return self._has_stayed
 
-    @property
-    def kv_cache_tokens(self) -> int:
-        """Tokens that all blocks hold."""
-        return self._cache.num_blocks * self._cache.block_size
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return self._cache.num_bytes
-
     def _cache_usage(self) -> tuple[int, float]:
         pool = self._scheduler.pool
-        return self._cache.num_bytes if self._cache.is_allocated else 0, 1 - pool.num_free / pool.num_blocks
+        return self.kv_cache_bytes if self._cache.is_allocated else 0, 1 - pool.num_free / pool.num_blocks
 
 
 def make_engine(setup: EngineSetup) -> InPlaceEngine:

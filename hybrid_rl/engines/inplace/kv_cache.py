@@ -100,7 +100,7 @@ class PagedCache:
                 tensor.zero_()
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as they lie in memory."""
+        """Keys and values of a layer as they are in memory."""
         return self._memory[layer]
 
     def views(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
 varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
-gathered from their blocks. The form in PyTorch is the oracle of all of them and stands in if none of them runs.
+gathered from their blocks. The form in PyTorch is the oracle of all of them, and is used if none of them runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from hybrid_rl.models.attention.varlen import Kernel, Segments
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Which tokens of a pass belong to which sequence, and where their caches lie.
+    """Which tokens of a pass belong to which sequence, and where their caches are.
 
     block_table: int32 [B, M] on the host, blocks of each sequence in order; num_queries: new tokens of each sequence,
     at least 1, one sequence after the other in the pass; context_lengths: tokens of each, the new ones included.
@@ -40,36 +41,35 @@ class PagedBatch:
         """Whether every sequence has one new token."""
         return all(count == 1 for count in self.num_queries)
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Most new tokens, and most tokens, of one sequence."""
+        return max(self.num_queries), max(self.context_lengths)
+
 
 def paged_attention(
     cache: PagedCache,
     batch: PagedBatch,
+    tables: Tables,
     kernel: Kernel | None = None,
     *,
     pages: PagedKernel | None = None,
-    tables: Tables | None = None,
 ) -> AttentionContext:
-    """The attention context of one pass, in the fastest form that runs here.
+    """Return the attention context of one pass, in the fastest form that runs here.
 
-    kernel: varlen attention, if the model has it; pages: varlen attention that reads the cache where it lies. tables:
-    where the form adds what it needs on the device, to be sent before the pass; None = it is sent here.
+    tables: to which the form adds what it needs on the device; to be sent before the pass. kernel: varlen attention, if
+    the model has it; pages: varlen attention that reads the blocks of the cache.
     """
     operator = _operator(cache)
     if operator is not None:
         return _CompiledForm(cache, batch, operator)
-    sent = tables if tables is not None else Tables(cache.device)
-    form: AttentionContext
     if pages is not None:
-        form = _PagedForm(cache, batch, pages, sent)
-    elif batch.is_decode and decodes_in_triton(cache):
-        sent.add("block_table", batch.block_table.numpy(), np.int32)
-        sent.add("context_length", batch.context_lengths, np.int32)
-        form = TritonDecode(cache, sent)
-    else:
-        form = _TorchForm(cache, batch, sent) if kernel is None else _VarlenForm(cache, batch, kernel, sent)
-    if tables is None:
-        sent.send()
-    return form
+        return _PagedForm(cache, batch, pages, tables)
+    if batch.is_decode and decodes_in_triton(cache):
+        tables.add("block_table", batch.block_table.numpy(), np.int32)
+        tables.add("context_length", batch.context_lengths, np.int32)
+        return TritonDecode(cache, tables)
+    return _TorchForm(cache, batch, tables) if kernel is None else _VarlenForm(cache, batch, kernel, tables)
 
 
 def decodes_in_triton(cache: PagedCache) -> bool:
@@ -93,9 +93,8 @@ class _CompiledForm:
     def __init__(self, cache: PagedCache, batch: PagedBatch, operator: Callable[..., Tensor]) -> None:
         self._cache = cache
         self._operator = operator
-        starts = np.zeros(len(batch.num_queries) + 1, dtype=np.int64)
-        np.cumsum(batch.num_queries, out=starts[1:])
-        self._where = (batch.block_table, torch.from_numpy(starts), torch.tensor(batch.context_lengths))
+        starts = torch.from_numpy(_offsets(batch.num_queries))
+        self._where = (batch.block_table, starts, torch.tensor(batch.context_lengths))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
@@ -154,39 +153,33 @@ class _Writer:
     """Stores the new tokens of a pass."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
+        self._cache = cache
         self._tables = tables
-        counts = np.asarray(batch.num_queries)
-        lengths = np.asarray(batch.context_lengths)
-        self.starts = np.cumsum(counts) - counts
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        self.position = np.arange(len(sequence)) - np.repeat(self.starts - (lengths - counts), counts)
-        tables.add("write_block", batch.block_table.numpy()[sequence, self.position // cache.block_size])
-        tables.add("write_offset", self.position % cache.block_size)
+        self.position = _add_places(tables, "write", cache, batch, batch.num_queries)
 
-    def write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-        block, offset = self._tables["write_block"], self._tables["write_offset"]
-        keys[block, offset] = key
-        values[block, offset] = value
+    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of a layer; the views of all that the layer has in the cache."""
+        views = self._cache.views(layer)
+        for memory, new in zip(views, (key, value), strict=True):
+            memory[self._tables["write_block"], self._tables["write_offset"]] = new
+        return views
 
 
 class _PagedForm:
-    """Sequences of any number of new tokens through a varlen kernel that reads the cache where it lies."""
+    """Sequences of any number of new tokens through a varlen kernel that reads the blocks of the cache."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: PagedKernel, tables: Tables) -> None:
-        self._cache = cache
         self._kernel = kernel
         self._tables = tables
         self._writer = _Writer(cache, batch, tables)
-        self._longest = max(batch.num_queries), max(batch.context_lengths)
+        self._longest = batch.longest
+        _add_segments(tables, batch)
         tables.add("block_table", batch.block_table.numpy(), np.int32)
-        for name, lengths in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
-            tables.add(name, np.concatenate(([0], np.cumsum(lengths))), np.int32)
         tables.add("context_length", batch.context_lengths, np.int32)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        keys, values = self._cache.views(layer)
-        self._writer.write(keys, values, key, value)
+        keys, values = self._writer.write(layer, key, value)
         table, queries, offsets, lengths = (
             self._tables[name] for name in ("block_table", "queries", "keys", "context_length")
         )
@@ -198,26 +191,17 @@ class _VarlenForm:
     """Chunks through the trainer's varlen kernel, over the keys of each sequence gathered into a row."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: Kernel, tables: Tables) -> None:
-        self._cache = cache
         self._kernel = kernel
         self._tables = tables
         self._writer = _Writer(cache, batch, tables)
-        lengths = np.asarray(batch.context_lengths)
-        starts = np.cumsum(lengths) - lengths
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        position = np.arange(len(sequence)) - np.repeat(starts, lengths)
-        tables.add("read_block", batch.block_table.numpy()[sequence, position // cache.block_size])
-        tables.add("read_offset", position % cache.block_size)
-        self._longest = max(batch.num_queries), max(batch.context_lengths)
-        for name, counts in (("queries", batch.num_queries), ("keys", batch.context_lengths)):
-            tables.add(name, np.concatenate(([0], np.cumsum(counts))), np.int32)
+        self._longest = batch.longest
+        _add_segments(tables, batch)
+        _add_places(tables, "read", cache, batch, batch.context_lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        keys, values = self._cache.views(layer)
-        self._writer.write(keys, values, key, value)
-        block, offset = self._tables["read_block"], self._tables["read_offset"]
-        context, weighed = (memory[block, offset] for memory in (keys, values))
+        views = self._writer.write(layer, key, value)
+        context, weighed = (memory[self._tables["read_block"], self._tables["read_offset"]] for memory in views)
         segments = Segments(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
         return self._kernel.forward(query, context, weighed, segments, options)[0]
 
@@ -236,18 +220,17 @@ class _TorchForm:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        keys, values = self._cache.views(layer)
-        self._writer.write(keys, values, key, value)
+        keys, values = self._writer.write(layer, key, value)
         if self._batch.is_decode:
             return self._decode(query, keys, values, options)
         parts = []
+        starts = _offsets(self._batch.num_queries)
         for row, (count, length) in enumerate(zip(self._batch.num_queries, self._batch.context_lengths, strict=True)):
             num_blocks = -(-length // self._cache.block_size)
             blocks = self._tables["block_table"][row : row + 1, :num_blocks].long()
             place = torch.arange(length, device=query.device)
             visible = _visible(place, place[length - count :], options.window)
-            start = self._writer.starts[row]
-            own = query[start : start + count].transpose(0, 1)[None]
+            own = query[starts[row] : starts[row + 1]].transpose(0, 1)[None]
             context, weighed = (_gather(memory, blocks)[:, :, :length] for memory in (keys, values))
             parts.append(masked_attention(own, context, weighed, visible, options)[0].transpose(0, 1))
         return torch.cat(parts)
@@ -265,6 +248,28 @@ class _TorchForm:
         context, weighed = (_gather(memory, blocks) for memory in (keys, values))
         out = masked_attention(grouped, context, weighed, self._visible[options.window], options)
         return out.reshape(num_sequences, num_heads, -1)
+
+
+def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Where the tokens of each sequence begin, and the last ones end, [B + 1]."""
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+def _add_segments(tables: Tables, batch: PagedBatch) -> None:
+    tables.add("queries", _offsets(batch.num_queries), np.int32)
+    tables.add("keys", _offsets(batch.context_lengths), np.int32)
+
+
+def _add_places(
+    tables: Tables, name: str, cache: PagedCache, batch: PagedBatch, counts: Sequence[int]
+) -> npt.NDArray[np.int64]:
+    """Add the block and the offset in it of the last `counts` tokens of each sequence; returns their positions."""
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.subtract(batch.context_lengths, counts)
+    position = np.arange(len(sequence)) + np.repeat(firsts - _offsets(counts)[:-1], counts)
+    tables.add(f"{name}_block", batch.block_table.numpy()[sequence, position // cache.block_size])
+    tables.add(f"{name}_offset", position % cache.block_size)
+    return position
 
 
 def _gather(memory: Tensor, blocks: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Varlen attention that reads keys and values in the blocks where they lie, from a library if one is installed.
+"""Varlen attention that reads keys and values in their blocks, from a library if one is installed.
 
 | library | what is called | needs |
 |---|---|---|
@@ -14,7 +14,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,68 +43,40 @@ class Pages:
     max_keys: int
 
 
-class PagedKernel(Protocol):
-    """Causal attention of the last tokens of each sequence over all of its tokens."""
+@dataclass(frozen=True)
+class PagedKernel:
+    """Causal attention of the last tokens of each sequence over all of its tokens.
+
+    functions: the module flash_attn, or vllm.vllm_flash_attn. vllm_version: of FlashAttention, 2 or 3, as vLLM is asked
+    for it; None for flash_attn.
+    """
+
+    functions: Any
+    vllm_version: int | None = None
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
         """query: [T, H, D], one sequence after the other; keys, values: [blocks, block_size, H_kv, D]. Returns
         [T, H, D]."""
-        ...
-
-
-@dataclass(frozen=True)
-class VLLMPages:
-    """vLLM's build of FlashAttention. functions: its module vllm.vllm_flash_attn; version: 2 or 3."""
-
-    functions: Any
-    version: int
-
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
-        """Same arguments as PagedKernel."""
-        out: Tensor = self.functions.flash_attn_varlen_func(
-            q=query,
-            k=keys,
-            v=values,
-            max_seqlen_q=pages.max_queries,
-            cu_seqlens_q=pages.query_offsets,
-            max_seqlen_k=pages.max_keys,
-            seqused_k=pages.lengths,
-            block_table=pages.block_table,
-            fa_version=self.version,
-            **_settings(query, options),
+        own = (
+            {"cu_seqlens_k": pages.key_offsets}
+            if self.vllm_version is None
+            else {"seqused_k": pages.lengths, "fa_version": self.vllm_version}
         )
-        return out
-
-
-@dataclass(frozen=True)
-class FlashAttnPages:
-    """The flash-attn package. functions: its module flash_attn."""
-
-    functions: Any
-
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pages: Pages, options: AttentionOptions) -> Tensor:
-        """Same arguments as PagedKernel."""
         out: Tensor = self.functions.flash_attn_varlen_func(
             q=query,
             k=keys,
             v=values,
             cu_seqlens_q=pages.query_offsets,
-            cu_seqlens_k=pages.key_offsets,
             max_seqlen_q=pages.max_queries,
             max_seqlen_k=pages.max_keys,
             block_table=pages.block_table,
-            **_settings(query, options),
+            softmax_scale=query.shape[-1] ** -0.5 if options.scale is None else options.scale,
+            causal=True,
+            window_size=[-1, -1] if options.window is None else [options.window - 1, 0],
+            softcap=options.softcap or 0.0,
+            **own,
         )
         return out
-
-
-def _settings(query: Tensor, options: AttentionOptions) -> dict[str, Any]:
-    return {
-        "softmax_scale": query.shape[-1] ** -0.5 if options.scale is None else options.scale,
-        "causal": True,
-        "window_size": [-1, -1] if options.window is None else [options.window - 1, 0],
-        "softcap": options.softcap or 0.0,
-    }
 
 
 def paged_kernel(cache: PagedCache, attention: str) -> PagedKernel | None:
@@ -112,26 +84,25 @@ def paged_kernel(cache: PagedCache, attention: str) -> PagedKernel | None:
 
     attention: what model.attention came to. sdpa is a choice against kernels of libraries, and so stays without.
     """
-    if attention not in ("varlen", "flash_attn") or obstacles(cache, VLLM_BLOCK):
+    if attention not in ("varlen", "flash_attn") or not can_read(cache, VLLM_BLOCK):
         return None
-    if attention == "flash_attn" and not obstacles(cache, FLASH_ATTN_BLOCK):
-        return FlashAttnPages(import_module("flash_attn"))
+    if attention == "flash_attn" and can_read(cache, FLASH_ATTN_BLOCK):
+        return PagedKernel(import_module("flash_attn"))
     return _vllm_pages()
 
 
-def obstacles(cache: PagedCache, block_size: int) -> list[str]:
-    """Why no such kernel can read a cache in blocks of a multiple of `block_size` tokens."""
-    found = []
-    if cache.device.type != "cuda":
-        found.append(f"it needs a CUDA device, and the cache is on {cache.device}")
-    if cache.block_size % block_size:
-        found.append(f"blocks must be a multiple of {block_size} tokens, and have {cache.block_size}")
-    for layer in cache.layers.values():
-        if layer.dtype not in (torch.bfloat16, torch.float16):
-            found.append(f"it computes in bfloat16 and float16, and the cache holds {layer.dtype}")
-        if layer.key_dim != layer.value_dim or layer.key_dim % 8 or layer.key_dim > LARGEST_HEAD:
-            found.append(f"heads of {layer.key_dim} and {layer.value_dim} elements must be equal and a multiple of 8")
-    return found
+def can_read(cache: PagedCache, block_size: int) -> bool:
+    """Whether a kernel that needs blocks of a multiple of `block_size` tokens can read this cache."""
+    return (
+        cache.device.type == "cuda"
+        and cache.block_size % block_size == 0
+        and all(
+            layer.dtype in (torch.bfloat16, torch.float16)
+            and layer.key_dim == layer.value_dim <= LARGEST_HEAD
+            and layer.key_dim % 8 == 0
+            for layer in cache.layers.values()
+        )
+    )
 
 
 def _vllm_pages() -> PagedKernel | None:
@@ -145,6 +116,6 @@ def _vllm_pages() -> PagedKernel | None:
         return None
     for version in (3, 2):
         if functions.is_fa_version_supported(version):
-            return VLLMPages(functions, version)
+            return PagedKernel(functions, version)
     _logger.warning("prompts are computed over gathered keys: vLLM's attention does not run on this device")
     return None

@@ -1,4 +1,4 @@
-"""One pass of the model: chunks in, next tokens out."""
+"""What is around the layers in a pass of the model: chunks become tensors, and hidden states the next tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,26 @@ class Sampled:
     logprobs: list[float]
 
 
+@dataclass
+class Pass:
+    """A pass of the model from `Runner.prepare` to `Runner.sample`.
+
+    chunks: those that are not replayed. sequences: all that get a token, the replayed ones first; chosen: what graphs
+    gave, if any was replayed. inputs: token ids, positions and attention of the chunks, None without any. sampling: of
+    the sequences that get a token from chunks; picks: whether the table `index` says which hidden states that takes.
+    """
+
+    chunks: list[Chunk]
+    sequences: list[Sequence]
+    chosen: list[Tensor]
+    tables: Tables
+    sampling: SlotSampling
+    picks: bool = False
+    inputs: tuple[Tensor, Tensor, AttentionContext] | None = None
+
+
 class Runner:
-    """Runs passes over the cache of one model.
+    """Puts passes over the cache of one model together, and samples from what the layers give.
 
     cuda_graphs: replay decode passes if the device can. What decodes is then replayed in a mixed pass too, before the
     chunks of prompts run eagerly. No key is read before it is written: what ran before reads only what earlier passes
@@ -62,45 +80,54 @@ class Runner:
             self._graphs.drop(reason)
 
     def expect_moves(self) -> None:
-        """Weights or cache may lie elsewhere from now on, or sequences may be longer: look before the next pass."""
+        """Look before the next pass whether weights or cache have moved, or sequences may be longer."""
         self._is_prepared = False
 
-    def run(self, chunks: list[Chunk]) -> Sampled:
-        """Compute the chunks; sample for every sequence whose last chunk it was and for its followers.
+    def prepare(self, chunks: list[Chunk]) -> Pass:
+        """Replay the chunks that a graph can compute, and upload what the layers need for the others."""
+        replayed: list[Sequence] = []
+        if self._graphs is not None:
+            if not self._is_prepared:
+                self._graphs.prepare(self._slots.blocks.shape[1])
+                self._is_prepared = True
+            replayed = [chunk.sequence for chunk in chunks if chunk.continues]
+            chunks = [chunk for chunk in chunks if not chunk.continues]
+        chosen = [self._replay(replayed)] if replayed else []
+        sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
+        sampling = self._slots.sampling(_slots_of(sequences))
+        tables = Tables(self._model.device)
+        step = Pass(chunks, [*replayed, *sequences], chosen, tables, sampling)
+        if chunks:
+            step.picks = self._add_picks(tables, chunks)
+            if sequences:
+                self._add_sampling(tables, sequences, sampling)
+            attention = self._add_pass(tables, chunks)
+            tables.send()
+            step.inputs = tables["token_ids"], tables["positions"], attention
+        return step
 
-        Raises ModelError if logits are not finite.
-        """
-        with self._fewer_threads(sum(chunk.count for chunk in chunks)):
-            decoding: list[Chunk] = []
-            if self._graphs is not None:
-                if not self._is_prepared:
-                    self._graphs.prepare(self._slots.blocks.shape[1])
-                    self._is_prepared = True
-                decoding = [chunk for chunk in chunks if chunk.continues]
-                chunks = [chunk for chunk in chunks if not chunk.continues]
-            sequences = [chunk.sequence for chunk in decoding]
-            parts = [self._replay(sequences)] if decoding else []
-            if chunks:
-                sampled = [chunk.sampled for chunk in chunks]
-                tables, attention, sampling, picks = self._prepare(chunks, sampled)
-                hidden = self._model.hidden_states(tables["token_ids"], tables["positions"], attention)
-                if any(sampled):
-                    sequences += [sequence for some in sampled for sequence in some]
-                    parts.append(self._choose(hidden[tables["index"]] if picks else hidden, tables, sampling))
-                self._copy_tails(chunks)
-            if not sequences:
-                return Sampled([], [], [])
-            tokens, logprobs = chosen_on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
-            check_finite(logprobs)
-            self._slots.advance(_slots_of(sequences), tokens)
-            return Sampled(sequences, tokens.tolist(), logprobs)
+    def sample(self, step: Pass, hidden: Tensor | None) -> Sampled:
+        """Sample for every sequence whose last chunk is in the pass, and for its followers. hidden: [T, H], what the
+        layers made of `step.inputs`. Raises ModelError if logits are not finite."""
+        chosen = [*step.chosen]
+        if hidden is not None:
+            if any(chunk.sampled for chunk in step.chunks):
+                picked = hidden[step.tables["index"]] if step.picks else hidden
+                chosen.append(self._choose(picked, step.tables, step.sampling))
+            self._copy_tails(step.chunks)
+        if not chosen:
+            return Sampled([], [], [])
+        tokens, logprobs = chosen_on_host(chosen[0] if len(chosen) == 1 else torch.cat(chosen))
+        check_finite(logprobs)
+        self._slots.advance(_slots_of(step.sequences), tokens)
+        return Sampled(step.sequences, tokens.tolist(), logprobs)
 
     @contextmanager
-    def _fewer_threads(self, num_tokens: int) -> Iterator[None]:
+    def fewer_threads(self, chunks: list[Chunk]) -> Iterator[None]:
         """One thread for a small pass on a CPU: most decode passes of small models are."""
         before = torch.get_num_threads()
-        small = num_tokens * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
-        if before == 1 or not small or self._model.device.type != "cpu":
+        is_small = sum(chunk.count for chunk in chunks) * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
+        if before == 1 or not is_small or self._model.device.type != "cpu":
             yield
             return
         torch.set_num_threads(1)
@@ -131,24 +158,15 @@ class Runner:
         tables.send()
         return self._choose(hidden, tables, sampling)
 
-    def _prepare(
-        self, chunks: list[Chunk], sampled: list[list[Sequence]]
-    ) -> tuple[Tables, AttentionContext, SlotSampling, bool]:
-        """What a pass over chunks needs on the device; whether `index` is there, which picks the hidden states that are
-        sampled from."""
-        tables = Tables(self._model.device)
-        sequences = [sequence for some in sampled for sequence in some]
+    @staticmethod
+    def _add_picks(tables: Tables, chunks: list[Chunk]) -> bool:
+        """Add which hidden states are sampled from, as `index`; False, and nothing added, if each is, once."""
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
-        index = np.repeat(ends, [len(some) for some in sampled])
+        index = np.repeat(ends, [len(chunk.sampled) for chunk in chunks])
         picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
         if picks:
             tables.add("index", index)
-        sampling = self._slots.sampling(_slots_of(sequences))
-        if sequences:
-            self._add_sampling(tables, sequences, sampling)
-        attention = self._add_pass(tables, chunks)
-        tables.send()
-        return tables, attention, sampling, picks
+        return picks
 
     def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
         """Add what the layers need of the chunks, one after the other."""
@@ -165,8 +183,7 @@ class Runner:
         tables.add("positions", positions)
         table = np.ascontiguousarray(self._table(slots, max(lengths)))
         batch = PagedBatch(torch.from_numpy(table), counts, lengths)
-        kernel = self._model.attention.kernel
-        return paged_attention(self._cache, batch, kernel, pages=self._pages, tables=tables)
+        return paged_attention(self._cache, batch, tables, self._model.attention.kernel, pages=self._pages)
 
     def _table(self, slots: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
         return self._slots.blocks[slots, : -(-longest // self._cache.block_size)]

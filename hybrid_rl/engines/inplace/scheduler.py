@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from hybrid_rl.engines.base import Generation
-from hybrid_rl.engines.guards import Counters
+from hybrid_rl.engines.base import Counters, Generation
 from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
 from hybrid_rl.engines.inplace.slots import SlotTable
 

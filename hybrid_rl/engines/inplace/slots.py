@@ -3,6 +3,7 @@ whichever came or went."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,7 @@ import torch
 
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.inplace.upload import Tables
-from hybrid_rl.engines.sampling import SamplingTensors, uniform_numbers
-
-_SAMPLING = {
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "seed": np.int64,
-}
+from hybrid_rl.engines.sampling import COLUMNS, SamplingTensors, needs_of, uniform_numbers
 
 
 class SlotTable:
@@ -37,7 +29,7 @@ class SlotTable:
         self.last = np.zeros(num_slots, dtype=np.int64)
         self.length = np.zeros(num_slots, dtype=np.int64)
         self.generated = np.zeros(num_slots, dtype=np.int64)
-        self._sampling = {name: np.zeros(num_slots, dtype=dtype) for name, dtype in _SAMPLING.items()}
+        self._sampling = {name: np.zeros(num_slots, dtype=dtype) for name, dtype in COLUMNS.items()}
         self._free = list(range(num_slots - 1, -1, -1))
 
     def widen(self, max_blocks: int) -> bool:
@@ -73,30 +65,27 @@ class SlotTable:
     def sampling(self, slots: npt.NDArray[np.int64]) -> SlotSampling:
         """Sampling parameters of the next tokens of these sequences."""
         columns = {name: column[slots] for name, column in self._sampling.items()}
-        truncates = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
-        return SlotSampling(
-            columns,
-            self.generated[slots],
-            truncates=bool(truncates.any()),
-            greedy=bool((columns["temperature"] == 0).any()),
-            penalises=bool((columns["repetition_penalty"] != 1).any()),
-        )
+        return SlotSampling(columns, self.generated[slots], needs_of(columns))
 
 
 @dataclass(frozen=True)
 class SlotSampling:
-    """The columns of SamplingTensors on the host, by name, and the place of each token within its completion."""
+    """The COLUMNS of SamplingTensors on the host, the place of each token within its completion, and `needs_of` the
+    columns."""
 
     columns: dict[str, npt.NDArray[Any]]
     generated: npt.NDArray[np.int64]
-    truncates: bool
-    greedy: bool
-    penalises: bool
+    needs: Mapping[str, Any]
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a row has a repetition penalty."""
+        return bool(self.needs["penalises"])
 
     @property
     def is_plain(self) -> bool:
         """Whether logits are used as they are, but for a temperature."""
-        return not self.truncates and not self.penalises
+        return not (self.needs["truncates"] or self.needs["penalises"])
 
     def uniform(self) -> npt.NDArray[np.float64]:
         """The number that picks each token, [B]."""
@@ -111,4 +100,4 @@ class SlotSampling:
     def tensors(self, tables: Tables) -> SamplingTensors:
         """The columns that were sent."""
         columns: dict[str, Any] = {name: tables[name] for name in self.columns}
-        return SamplingTensors(**columns, truncates=self.truncates, greedy=self.greedy, penalises=self.penalises)
+        return SamplingTensors(**columns, **self.needs)

@@ -1,4 +1,4 @@
-"""Paged decode attention as Triton kernels: one query token per sequence against keys and values that lie in blocks.
+"""Paged decode attention as Triton kernels: one query token per sequence against keys and values in blocks.
 
 The contexts of a batch are cut into parts that run side by side and are joined by another kernel (flash-decoding,
 Dao et al. 2023), so that a few long sequences fill a GPU; within a part the softmax is taken online (Milakov and
@@ -94,7 +94,7 @@ def paged_decode(
         query: float32, bfloat16 or float16 [B, H, D].
         key_cache, value_cache: [blocks, block_size, H_kv, D] and [blocks, block_size, H_kv, D_v] of the query's dtype;
             any strides but the last, which is 1. H is a multiple of H_kv: query head h reads key head h // (H / H_kv).
-        block_table: int32 [B, M] of any strides; token t of sequence b lies in block block_table[b, t // block_size].
+        block_table: int32 [B, M] of any strides; token t of sequence b is in block block_table[b, t // block_size].
             Entries after the context are not read.
         context_length: int32 [B], at most M * block_size, tokens in the cache, the query's own included. Rows of length
             0 (padding of a batch of fixed size) give zeros.

@@ -49,7 +49,7 @@ class Tables:
             self._arrays[name] = made
 
     def send(self) -> None:
-        """Copy what was added since the last time to the device; nobody waits for it."""
+        """Copy what was added since the last time to the device, without waiting for it."""
         if not self._arrays:
             return
         starts, num_bytes = {}, 0

@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import HFConfig, InPlaceConfig
-from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutEngine, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.engines.hf.engine import HFEngine
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
@@ -39,7 +41,7 @@ class Rig:
         return self
 
     def run(self, requests: list[RolloutRequest], version: int = 1) -> list[FinishedSample]:
-        return generate(self.engine, requests, version)
+        return EngineClient(self.engine).generate(requests, version)
 
     def perturb(self) -> None:
         """An optimizer step: every weight moves, in place."""

@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_rl.engines import client as client_module
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.engines.guards import GuardedEngine
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from tests.unit.engines.engines import contract, inplace, request, same_samples
@@ -25,7 +25,7 @@ class Engine:
         self.num_aborts += mode == "abort"
         self.engine.pause(mode)
 
-    abort_all = GuardedEngine.abort_all
+    abort_all = RolloutEngine.abort_all
 
     def step(self):
         self.num_steps += 1

@@ -110,13 +110,6 @@ def test_weights_are_refused_while_requests_run_or_wait(make):
     assert rig.engine.policy_version == 2
 
 
-def test_the_layout_is_that_of_the_trainers_weights(rig):
-    layout = rig.engine.weight_layout()
-    assert layout == TensorSource.of(rig.module).weight_layout()
-    tensors = TensorSource.of(rig.module).tensors.values()
-    assert sum(spec.num_bytes for spec in layout.tensors) == sum(tensor.nbytes for tensor in tensors)
-
-
 # --------------------------------------------------------------------------------------------------------- memory
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hybrid_rl.config import InPlaceConfig
-from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource
@@ -21,7 +22,7 @@ DEADLINE_SECONDS = 60
 def probe(rig, version):
     """What a trainer does after a handoff: compare logprobs on a prompt; raises HandoffError."""
     sent = request(-1, 5, 4, temperature=0.0)
-    answer = generate(rig.engine, [sent], version)[0]
+    answer = EngineClient(rig.engine).generate([sent], version)[0]
     gap = float((forward_logprobs(rig.module, sent, answer) - torch.tensor(answer.logprobs)).abs().max())
     if not gap <= 1e-3:
         raise HandoffError(f"engine and trainer differ by {gap:.3g}")
@@ -44,7 +45,7 @@ def test_tokens_and_logprobs_by_hand():
     engine.wake(TAGS)
     report = engine.update_weights(TensorSource.of(module), 1)
     assert (report.num_bytes, report.num_tensors) == (4 * (6 + 6 + 1), 3)
-    sample = generate(engine, [RolloutRequest(0, (0, 1), SamplingParams(2, temperature=0.0))], 1)[0]
+    sample = EngineClient(engine).generate([RolloutRequest(0, (0, 1), SamplingParams(2, temperature=0.0))], 1)[0]
     assert sample.completion_ids == [1, 1]
     expected = [x - math.log(sum(map(math.exp, xs))) for x, xs in ((3, (0.5, 3, 1)), (4, (0.5, 4, 1.5)))]
     assert sample.logprobs == pytest.approx(expected, abs=1e-6)
@@ -84,7 +85,7 @@ def test_sleep_gives_the_memory_back_and_wake_keeps_addresses(discard):
     before = rig.run(sent)
     addresses = {name: tensor.data_ptr() for name, tensor in rig.engine._weights.items()}
     weight_bytes, kv_bytes = occupied(rig)
-    assert weight_bytes >= layout_bytes(rig.engine.weight_layout()) and kv_bytes > 0
+    assert weight_bytes >= layout_bytes(TensorSource.of(rig.module).weight_layout()) and kv_bytes > 0
     rig.engine.sleep({KV_CACHE})
     assert occupied(rig) == (weight_bytes, 0)
     rig.engine.sleep({WEIGHTS})
@@ -211,7 +212,7 @@ def test_an_update_that_fails_half_way_leaves_no_version_to_generate_with():
 def test_an_unwritten_byte_is_caught_by_the_count():
     rig = contract(faults=[Fault("update_weights", "skip_byte", 2)]).ready()
     rig.perturb()
-    num_bytes = layout_bytes(rig.engine.weight_layout())
+    num_bytes = layout_bytes(TensorSource.of(rig.module).weight_layout())
     with pytest.raises(HandoffError, match=f"{num_bytes - 1} of {num_bytes} bytes of policy version 2"):
         rig.publish(2)
     with pytest.raises(EngineStateError, match="update its weights"):
@@ -243,7 +244,7 @@ def test_what_no_number_shows_is_caught_by_the_probe(fault):
         probe(rig, 2)
         rig.engine.sleep(TAGS)
         rig.engine.wake(TAGS)
-    assert (report.num_bytes, report.version) == (layout_bytes(rig.engine.weight_layout()), 2)
+    assert (report.num_bytes, report.version) == (layout_bytes(TensorSource.of(rig.module).weight_layout()), 2)
     assert (rig.engine.policy_version, rig.engine.state) == (2, EngineState.READY)
     with pytest.raises(HandoffError, match="engine and trainer differ by"):
         probe(rig, 2)

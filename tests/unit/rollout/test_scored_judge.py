@@ -8,7 +8,7 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams, generate
+from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import ConfigError
@@ -244,7 +244,7 @@ def test_the_policy_judges_itself(chat):
     for number, question in enumerate(plain):
         ids = ids_of(f"[u{question}]/") if chat else ids_of(question)
         params = SamplingParams(6, temperature=0.0, stop_token_ids=(EOS_ID,))
-        (answer,) = generate(engine, [RolloutRequest(1000 + number, tuple(ids), params)], 1)
+        (answer,) = EngineClient(engine).generate([RolloutRequest(1000 + number, tuple(ids), params)], 1)
         expected.append(float(len(text(answer.completion_ids))))
     assert batch["rewards"].tolist() == expected
 

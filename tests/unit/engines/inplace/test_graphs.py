@@ -164,7 +164,7 @@ def test_weights_that_moved_are_noticed_before_a_graph_reads_the_old_ones(device
     rig.publish(2)
     with caplog.at_level(logging.INFO, "hybrid_rl"):
         same_samples(rig.run([request(0, 4, 9)], 2), expected)
-    assert f"lies at another address, or is new ({len(old)} tensors in all)" in caplog.text
+    assert f"has another address, or is new ({len(old)} tensors in all)" in caplog.text
 
 
 def test_longer_sequences_than_were_expected_get_new_graphs(device_path, caplog):

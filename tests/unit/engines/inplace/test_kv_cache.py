@@ -116,8 +116,8 @@ def test_what_no_row_asks_for_is_switched_off(params, flags):
     plain = slots.take(SamplingParams(1), length=1, generated=0, last=0)
     special = slots.take(SamplingParams(1, **params), length=1, generated=0, last=0)
     for chosen, expected in (([plain], (False,) * 3), ([plain, special], flags)):
-        rows = slots.sampling(np.array(chosen))
-        assert (rows.truncates, rows.greedy, rows.penalises) == expected
+        needs = slots.sampling(np.array(chosen)).needs
+        assert (needs["truncates"], needs["greedy"], needs["penalises"]) == expected
 
 
 def test_wider_tables_keep_what_they_hold():

@@ -126,7 +126,7 @@ def case(
 
 
 def compiled(made: Case):
-    form = paged_attention(made.cache, made.batch)
+    form = paged_attention(made.cache, made.batch, Tables(CPU))
     assert type(form).__name__ == "_CompiledForm", "the extension is not built"
     return form
 
@@ -186,7 +186,7 @@ def test_chunks_for_a_varlen_kernel(options, monkeypatch):
     """What CUDA does with chunks, but for the kernel: which keys are gathered for whom, and which runs they form."""
     monkeypatch.setattr(native, "operator", lambda name: None)
     made = case(block_size=4, ratio=3)
-    form = paged_attention(made.cache, made.batch, PlainKernel())
+    form = paged_attention(made.cache, made.batch, Tables(CPU), PlainKernel())
     assert type(form).__name__ == "_VarlenForm"
     close(made.attend(form, options), made.expected(options), torch.float32)
 
@@ -196,7 +196,7 @@ def test_chunks_for_a_varlen_kernel(options, monkeypatch):
 @pytest.mark.parametrize("block_size", [1, 4, 5])
 def test_the_torch_form_takes_any_block_and_dtype(block_size, lengths, options):
     made = case(lengths, block_size=block_size, fill=0.0, dtype=torch.float64, dim=8, value_dim=6)
-    form = paged_attention(made.cache, made.batch)
+    form = paged_attention(made.cache, made.batch, Tables(CPU))
     assert isinstance(form, _TorchForm)
     torch.testing.assert_close(made.attend(form, options), made.expected(options), rtol=1e-6, atol=1e-6)
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rl.engines.base import RolloutEngine, RolloutRequest
+from hybrid_rl.engines.base import RolloutRequest
+from hybrid_rl.engines.guards import RolloutEngine
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,

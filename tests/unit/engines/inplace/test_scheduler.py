@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rl.engines.base import RolloutRequest, SamplingParams
-from hybrid_rl.engines.guards import Counters
+from hybrid_rl.engines.base import Counters, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
