@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from hybrid_rl.controller.mesh import DATA_AXES, check_axes
 from hybrid_rl.errors import ConfigError
 
 Split = Literal["replicate", "groups", "items"]
@@ -18,7 +17,7 @@ _ATTRIBUTE = "__dispatch__"
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How one method is called. What is split is cut over `axes` and replicated over the other axes.
+    """How one method is called. Ranks that have the same samples get the same part of what is split.
 
     split: replicate gives every rank all arguments. groups cuts the first batch among the arguments by whole groups;
     items deals out every list among the arguments, one by one. Other arguments go to every rank.
@@ -26,12 +25,11 @@ class Dispatch:
     entries become lists over the parts. After groups the samples are in the order of the argument, after items in the
     order of the parts. leader is the answer of rank 0, all a list of every rank's.
     needs: tags of the residents that the method leases, None to leave memory as it is; the controller only passes them
-    on. objects: fetch the columns of Python objects too where a batch lies on the workers.
+    on. objects: fetch the columns of Python objects too if a batch is on the workers.
     """
 
     split: Split = "replicate"
     collect: Collect = "leader"
-    axes: tuple[str, ...] = DATA_AXES
     needs: frozenset[str] | None = None
     objects: bool = False
 
@@ -40,19 +38,17 @@ class Dispatch:
             raise ConfigError(
                 f"split={self.split!r}, collect={self.collect!r}: use {get_args(Split)}, {get_args(Collect)}"
             )
-        check_axes(self.axes)
 
 
 def dispatch(
     *,
     split: Split = "replicate",
     collect: Collect = "leader",
-    axes: tuple[str, ...] = DATA_AXES,
     needs: Iterable[str] | None = None,
     objects: bool = False,
 ) -> Callable[[Function], Function]:
     """Declare a worker method callable on a group; see `Dispatch`."""
-    record = Dispatch(split, collect, axes, None if needs is None else frozenset(needs), objects)
+    record = Dispatch(split, collect, None if needs is None else frozenset(needs), objects)
 
     def mark(function: Function) -> Function:
         setattr(function, _ATTRIBUTE, record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 from hybrid_rl.errors import ConfigError
@@ -23,7 +24,7 @@ class RayOptions:
     threads_per_rank: None shares the cores of a node between its ranks. env_vars: set in the process of every rank
     before it starts; they win over what is set here. start_seconds: for the cluster to give the resources, and for the
     processes to start. grace_seconds: for other ranks to end after a failure, before they are killed. watchdog_seconds:
-    without progress on any rank, until a call counts as hung. collective_seconds: PyTorch's own limit for a collective;
+    without progress on any rank, until a call counts as hung. collective_timeout: PyTorch's own limit for a collective;
     the watchdog comes first.
     """
 
@@ -35,7 +36,7 @@ class RayOptions:
     start_seconds: float = 120.0
     grace_seconds: float = 5.0
     watchdog_seconds: float = 1800.0
-    collective_seconds: float = 7200.0
+    collective_timeout: timedelta = timedelta(hours=2)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.controller.mesh import DATA_AXES, RankMesh
+from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ class RankContext:
 
     role: str = "policy"
     rank: int = 0
-    mesh: RankMesh = field(default_factory=lambda: RankMesh({}))
+    mesh: RankMesh = RankMesh()
     device: torch.device = CPU
     gather: Callable[[Any], list[Any]] = _alone
     put: Callable[[Any], Any] = _itself
@@ -124,22 +124,22 @@ class RankContext:
     @property
     def num_data_ranks(self) -> int:
         """Into how many parts a batch is split."""
-        return self.mesh.num_shards(DATA_AXES)
+        return self.mesh.num_data_ranks
 
     @property
     def data_rank(self) -> int:
         """The part of a batch that this rank has, from 0."""
-        return self.mesh.shard_of(self.rank, DATA_AXES)
+        return self.mesh.data_rank(self.rank)
 
     @property
     def is_data_leader(self) -> bool:
         """Whether this rank reports for its samples: one of those that have the same ones."""
-        return self.rank in self.mesh.leaders(DATA_AXES)
+        return self.rank in self.mesh.data_leaders
 
     def data_gather(self, value: Any) -> list[Any]:
         """Return one object for each part of the batch, in order, the same on every rank. All ranks must call it."""
         everywhere = self.gather(value)
-        return [everywhere[rank] for rank in self.mesh.leaders(DATA_AXES)]
+        return [everywhere[rank] for rank in self.mesh.data_leaders]
 
 
 def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:

@@ -6,10 +6,8 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import psutil
@@ -21,14 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.controller import placement, session
-from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
-from hybrid_rl.controller.local import Worker
-from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
 from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running, own_cores
-from hybrid_rl.controller.ranks import RankContext
-from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.controller.server import Health, Outcome, RankServer
 from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
 from hybrid_rl.process.environment import environment_kept
@@ -214,43 +207,22 @@ class _Connection:
         self.resources.close()
 
 
-class RayBackend(RemoteBackend):
-    """Runs the calls of a group on one Ray actor per rank. Same arguments as RemoteBackend; cluster: where to run, of
-    which the backend keeps its own hold."""
+class RayActors:
+    """The `Ranks` of a group as Ray actors. cluster: where they run; they keep a hold on it until they are closed."""
 
-    def __init__(
-        self,
-        role: str,
-        make_worker: Callable[[RankContext], Worker],
-        *,
-        mesh: RankMesh,
-        splitter: Splitter,
-        cluster: RayCluster,
-        options: RayOptions,
-        log_folder: Path,
-    ) -> None:
-        ranks = _Ranks(cluster.hold(), role, mesh.num_ranks, options)
-        super().__init__(
-            role, make_worker, mesh=mesh, splitter=splitter, ranks=ranks, options=options, log_folder=log_folder
-        )
-
-
-class _Ranks:
-    """The actors of a group, by rank: the `Ranks` of a RayBackend."""
-
-    def __init__(self, cluster: RayCluster, role: str, num_ranks: int, options: RayOptions) -> None:
+    def __init__(self, cluster: RayCluster) -> None:
         self.is_dead = False
-        self._cluster, self._role, self._num_ranks, self._options = cluster, role, num_ranks, options
+        self._cluster = cluster.hold()
         self._places: list[Place] = []
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
         self._pending: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
 
-    def open(self, timeout: timedelta) -> tuple[str, int]:
-        self._place(self._role, self._num_ranks, self._options)
-        host, first = self._places[0].address, self._actors[0]
-        return _get_all([first.open_store.remote(host, timeout)], self._options.start_seconds, "rank 0")[0]
+    def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
+        self._place(role, num_ranks, options)
+        host, first, timeout = self._places[0].address, self._actors[0], options.collective_timeout
+        return _get_all([first.open_store.remote(host, timeout)], options.start_seconds, "rank 0")[0]
 
     def _place(self, role: str, num_ranks: int, options: RayOptions) -> None:
         """Reserve room for all ranks at once, start their processes, and put them in order."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,8 +29,8 @@ class Ranks(Transport, Protocol):
 
     is_dead: bool
 
-    def open(self, timeout: timedelta) -> tuple[str, int]:
-        """Start them, and open the store where they meet; its address. Raises ConfigError where there is no room."""
+    def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
+        """Start them, and open the store where they meet; its address. Raises ConfigError if there is no room."""
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """Start a method of the servers; messages: its arguments on each rank."""
@@ -54,7 +53,7 @@ class RemoteBackend:
 
     make_worker: makes the worker of a rank from its RankContext; sent to the ranks by cloudpickle. splitter: cuts a
     batch for the shards of a "groups" call. log_folder: gets one log per rank, `<role>-rank<r>.log`. Raises ConfigError
-    where there is no room or make_worker cannot be sent, and what a rank raised while it made its worker.
+    if there is no room or make_worker cannot be sent, and what a rank raised while it made its worker.
     """
 
     def __init__(
@@ -70,18 +69,15 @@ class RemoteBackend:
     ) -> None:
         self.role, self.label, self.num_ranks = role, "", mesh.num_ranks
         self._mesh, self._splitter, self._options, self._ranks = mesh, splitter, options, ranks
-        # Why the ranks were killed, where they were.
-        self._reason = ""
+        self._reason = ""  # why the ranks were killed
         self._ids = itertools.count(1)
         logs = {rank: log_folder.resolve() / f"{role}-rank{rank}.log" for rank in range(mesh.num_ranks)}
         self._site = Site(role, mesh.num_ranks, logs)
         self._end = at_end(self, _close, ranks, self._ids)
         try:
             data, handles = pack(make_worker, ranks.is_handle, "make_worker")
-            timeout = timedelta(seconds=options.collective_seconds)
-            store = ranks.open(timeout)
-            call_id = next(self._ids)
-            driver = Driver.here()
+            store = ranks.open(role, mesh.num_ranks, options)
+            call_id, driver, timeout = next(self._ids), Driver.here(), options.collective_timeout
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
             ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
@@ -110,13 +106,13 @@ class RemoteBackend:
                 f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
                 f"checkpoint)"
             )
-        parts = cut(name, record, args, self._mesh.num_shards(record.axes), self._splitter)
+        parts = cut(name, record, args, self._mesh.num_data_ranks, self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
         self._ranks.send(
             "call",
             [
-                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.shard_of(rank, record.axes)])
+                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.data_rank(rank)])
                 for rank in range(self.num_ranks)
             ],
         )

@@ -17,6 +17,7 @@ from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
@@ -139,15 +140,15 @@ class RayRanks:
         fsdp: FSDPConfig | None = None,
     ) -> Backend:
         """Start the ranks of a group. fsdp: of a sharded model; without it all ranks are shards of one copy."""
-        from hybrid_rl.controller.ray_backend import RayBackend
+        from hybrid_rl.controller.ray_backend import RayActors
 
         dp_replicate = fsdp.dp_replicate if fsdp else 1
-        backend = RayBackend(
+        backend = RemoteBackend(
             role,
             make_worker,
-            mesh=RankMesh({"dp_replicate": dp_replicate, "dp_shard": num_ranks // dp_replicate}),
+            mesh=RankMesh(dp_replicate, num_ranks // dp_replicate),
             splitter=splitter,
-            cluster=self.cluster,
+            ranks=RayActors(self.cluster),
             options=self._options,
             log_folder=self._log_folder,
         )

@@ -26,7 +26,7 @@ def gather(value: object) -> list[object]:
 
 def on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torch.Tensor], torch.Tensor]]:
     """By step: this rank's part of the loss, gradients put together from the shards, what is learned beside them."""
-    context = RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks}), gather=gather)
+    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gather)
     options = ShardOptions(1, num_ranks, torch.float32)
     module = grpo_case.build_model(torch.float32)
     model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))

@@ -14,7 +14,8 @@ import torch
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.controller.ray_backend import RayBackend
+from hybrid_rl.controller.ray_backend import RayActors
+from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import ConfigError
 from tests.distributed import workers
 from tests.distributed.conftest import wait_until
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def group(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenGroup]:
     """Two ranks for everything that breaks nothing."""
-    backend = RayBackend(
+    backend = RemoteBackend(
         "policy",
         Probe,
-        mesh=RankMesh({"dp_shard": 2}),
+        mesh=RankMesh(dp_shard=2),
         splitter=split_whole_groups,
-        cluster=cluster,
+        ranks=RayActors(cluster),
         options=RayOptions(env_vars={"CHOSEN": "yes"}),
         log_folder=tmp_path_factory.mktemp("logs"),
     )

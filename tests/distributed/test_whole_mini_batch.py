@@ -40,7 +40,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def context_of(rank: int, num_ranks: int) -> RankContext:
-    return RankContext(rank=rank, mesh=RankMesh({"dp_replicate": 1, "dp_shard": num_ranks}), gather=gathered)
+    return RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gathered)
 
 
 def rollout() -> Batch:

@@ -115,7 +115,7 @@ class Probe:
         mark = torch.full((batch.num_samples,), float(self.context.rank), dtype=torch.float64)
         return batch.with_columns(rewards=mark, old_logprobs=ids.with_values(ids.values.float() * factor))
 
-    @dispatch(split="groups", collect="concat", axes=("dp_shard",))
+    @dispatch(split="groups", collect="concat")
     def score_replicated(self, batch: Batch) -> Batch:
         return batch.with_columns(rewards=batch["trajectory"].double())
 
