@@ -1,6 +1,6 @@
 """Calls, ranks and batches. Knows nothing of reinforcement learning."""
 
-from hybrid_rl.controller.dispatch import Dispatch, dispatch
+from hybrid_rl.controller.dispatch import dispatch
 from hybrid_rl.controller.group import Backend, WorkerGroup, result_of
 from hybrid_rl.controller.local import LocalBackend
 from hybrid_rl.controller.mesh import RankMesh
@@ -8,7 +8,6 @@ from hybrid_rl.controller.ranks import RankContext, child_environment, enter_dev
 
 __all__ = [
     "Backend",
-    "Dispatch",
     "LocalBackend",
     "RankContext",
     "RankMesh",

@@ -1,4 +1,4 @@
-"""What is sent to the ranks for one call, and how their answers become one."""
+"""Arguments of one call cut into parts for the ranks, and the answers of the ranks joined to one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Parts:
 
 
 def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, splitter: Splitter) -> Parts:
-    """The parts of a call; `method` names it in errors.
+    """Cut a call into parts; `method` names it in errors.
 
     Raises TypeError if there is no batch to split by groups, ValueError if the splitter does not give every sample
     once.
@@ -60,7 +60,7 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
 def collect(
     method: str, record: Dispatch, parts: Parts, mesh: RankMesh, answers: Mapping[int, Any], get: Get | None = None
 ) -> Any:
-    """One answer out of those of the ranks (by rank; only `answering` ranks need be there).
+    """Join the answers of the ranks (by rank; only those of `answering` ranks are needed) to one.
 
     get: how references among them are loaded here.
     """
@@ -75,7 +75,8 @@ def collect(
         raise TypeError(
             f"{method}() is collected by concat: it must return a batch, or a tuple that begins with one, not {kinds}"
         )
-    batch = _join([answer[0] for answer in tuples])
+    batches = [answer[0] for answer in tuples]
+    batch = batches[0] if len(batches) == 1 else type(batches[0]).concat(batches)
     if parts.batch is not None:
         order = torch.cat(list(parts.samples)).argsort()
         if not torch.equal(order, torch.arange(len(order))):
@@ -90,15 +91,9 @@ def collect(
 
 
 def answering(record: Dispatch, mesh: RankMesh) -> Collection[int]:
-    """The ranks whose answers are collected; the others need not send theirs."""
+    """Return the ranks whose answers are collected; the others need not send theirs."""
     if record.collect == "all":
         return range(mesh.num_ranks)
     if record.collect == "leader" or record.split == "replicate":
         return (0,)
     return mesh.data_leaders
-
-
-def _join(batches: Sequence[Any]) -> AnyBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return BatchRef.concat(batches) if isinstance(batches[0], BatchRef) else Batch.concat(batches)

@@ -1,4 +1,4 @@
-"""Many ranks in processes of their own: the part of a backend that does not depend on who runs them."""
+"""Ranks in separate processes: the part of a backend that does not depend on how they are run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
 from hybrid_rl.controller.failures import Site, summary_of
-from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ranks import RankContext
@@ -30,7 +29,7 @@ class Ranks(Transport, Protocol):
     is_dead: bool
 
     def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
-        """Start them, and open the store where they meet; its address. Raises ConfigError if there is no room."""
+        """Start them, open the store where they meet; return its address. Raises ConfigError if there is no room."""
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """Start a method of the servers; messages: its arguments on each rank."""
@@ -39,10 +38,10 @@ class Ranks(Transport, Protocol):
         """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
 
     def get(self, handle: Any) -> Any:
-        """The object behind a handle."""
+        """Return the object of a handle."""
 
     def is_handle(self, value: Any) -> bool:
-        """Whether this is what `put` returns."""
+        """Whether this is a handle that `put` returned."""
 
     def close(self, call_id: int) -> None:
         """Let the workers close, for a bounded time, then end their processes."""
@@ -53,7 +52,7 @@ class RemoteBackend:
 
     make_worker: makes the worker of a rank from its RankContext; sent to the ranks by cloudpickle. splitter: cuts a
     batch for the shards of a "groups" call. log_folder: gets one log per rank, `<role>-rank<r>.log`. Raises ConfigError
-    if there is no room or make_worker cannot be sent, and what a rank raised while it made its worker.
+    if there is no room or make_worker cannot be sent, and whatever a rank raised while it made its worker.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class RemoteBackend:
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
             ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
-            # Imports and weights take their time: the limit for starting holds, where it is the longer one.
+            # Imports and weights take time: the limit for starting applies if it is the longer one.
             patient = replace(options, watchdog_seconds=max(options.watchdog_seconds, options.start_seconds))
             supervise(ranks, self._site, call_id, "the start of its worker", patient)
         except BaseException:
@@ -130,7 +129,7 @@ class RemoteBackend:
         self._end()
 
     def _pack(self, name: str, parts: Sequence[Arguments]) -> list[tuple[Any, list[Any]]]:
-        """The arguments of each part as bytes and handles; what all parts have in common is packed once."""
+        """Pack the arguments of each part as bytes and handles; arguments that all parts share are packed once."""
         packed: dict[int, tuple[Any, list[Any]]] = {}
         for arguments in parts:
             if id(arguments) not in packed:
@@ -140,8 +139,7 @@ class RemoteBackend:
         return [packed[id(arguments)] for arguments in parts]
 
     def _share(self, data: bytes) -> Any:
-        """Bytes for several ranks: large ones lie in the object store, once on every node, instead of being sent to
-        every rank."""
+        """Return bytes for several ranks: large ones go into the object store, once per node instead of per rank."""
         return self._ranks.put(data) if self.num_ranks > 1 and len(data) > SHARED_ARGUMENT_BYTES else data
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rl.controller import Dispatch, dispatch
-from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
+from hybrid_rl.controller.dispatch import Dispatch, dispatch, dispatch_of
 from hybrid_rl.errors import ConfigError
+from tests.groups import dispatched_methods
 
 
 class Worker:
-    @dispatch(split="groups", collect="concat", needs=["actor", "kv_cache"])
+    @dispatch(split="groups", collect="concat", needs=frozenset({"actor", "kv_cache"}))
     def declared(self) -> int:
         """Its own docstring."""
         return 41
@@ -18,7 +18,7 @@ class Worker:
     @dispatch()
     def plain(self) -> None: ...
 
-    @dispatch(needs=())
+    @dispatch(needs=frozenset())
     def without_memory(self) -> None: ...
 
     def undeclared(self) -> None: ...
