@@ -36,7 +36,7 @@ def on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torc
         whole = step_batch(config)
         mine = whole.select([row for rows in SPLIT[rank] for row in rows])
         counts = Counts.of(whole, LossSpec.of(config))
-        # Micro-batches of this rank's own batch, whose samples lie one after the other.
+        # Micro-batches of this rank's own batch, whose samples are one after the other.
         starts = [sum(map(len, SPLIT[rank][:index])) for index in range(len(SPLIT[rank]))]
         micro_batches = [[start + i for i in range(len(rows))] for start, rows in zip(starts, SPLIT[rank], strict=True)]
         mine = prepared_batch(mine, config, [rows for rows in micro_batches if rows], context)

@@ -159,7 +159,7 @@ def test_blocks_are_freed_with_the_last_reference(group: OpenGroup) -> None:
     part = scored.select([0])
     del batch, scored
     gc.collect()
-    wait_until(lambda: group.references()[1] == 0, "blocks that no sample lies in are kept")
+    wait_until(lambda: group.references()[1] == 0, "blocks without samples are kept")
     assert group.references()[0] == 3, "two blocks of the rollout, one of the scores"
     del part
     gc.collect()
@@ -236,7 +236,7 @@ def test_logs_of_ranks(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Everything is in the rank's file; warnings also reach the driver, once where ranks say the same."""
+    """Everything is in the rank's file; warnings also reach the driver, once if ranks say the same."""
     group = make_group(2)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         group.warn("thrice")
