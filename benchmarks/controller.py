@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -147,7 +147,7 @@ class InProcessRanks:
     blocks: dict[int, Any] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
-    def open(self, timeout: timedelta) -> tuple[str, int]:
+    def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
         return "", 0
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
@@ -226,17 +226,17 @@ def splitter(batch: Batch | BatchRef, num_parts: int) -> Sequence[torch.Tensor]:
 
 def measure(num_ranks: int, cluster: Any, given: Namespace) -> list[dict[str, Any]]:
     """Measure calls and steps on real ranks, and the bytes of a step for every completion length."""
-    from hybrid_rl.controller.ray_backend import RayBackend
+    from hybrid_rl.controller.ray_backend import RayActors
 
     lines = []
     for length in given.lengths:
         with tempfile.TemporaryDirectory() as logs:
-            backend = RayBackend(
+            backend = RemoteBackend(
                 "nobody",
                 _Maker(length),
-                mesh=RankMesh({"dp_shard": num_ranks}),
+                mesh=RankMesh(dp_shard=num_ranks),
                 splitter=splitter,
-                cluster=cluster,
+                ranks=RayActors(cluster),
                 options=RayOptions(),
                 log_folder=Path(logs),
             )
@@ -318,7 +318,7 @@ def simulate(num_ranks: int, send_seconds: float, receive_seconds: float, steps:
     backend = RemoteBackend(
         "nobody",
         _Maker(16),
-        mesh=RankMesh({"dp_shard": num_ranks}),
+        mesh=RankMesh(dp_shard=num_ranks),
         splitter=splitter,
         ranks=ranks,
         options=RayOptions(),

@@ -1,38 +1,30 @@
-"""The command line: `hybrid-rl keys`, `algorithms`, `doctor` and `version`, and what every recipe's `main` shares."""
+"""The command line: `hybrid-rl keys`, `algorithms`, `doctor` and `version`, and the shared `main` of the recipes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
-import transformers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import hybrid_rl
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, resolve, visible_leaves
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.controller import Backend, LocalBackend
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.native import is_available
-
-if TYPE_CHECKING:
-    from hybrid_rl.workers.preflight import RankProbe
+from hybrid_rl.workers.preflight import RankProbe, check, probe_ranks, versions
 
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
        hybrid-rl algorithms          every algorithm by name, with its paper and the keys that it sets
@@ -52,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command and command[0] == "doctor":
         return run_doctor(command[1:])
     if command == ["version"]:
-        versions = {"hybrid_rl": hybrid_rl.__version__, "python": platform.python_version(), "torch": torch.__version__}
-        versions |= {"transformers": transformers.__version__, "compiled extension": str(is_available())}
-        vllm = [f"{metadata.version(name)} ({name})" for name in metadata.packages_distributions().get("vllm", ())]
-        versions["vllm"] = vllm[0] if vllm else "not installed (make vllm; optional)"
-        print("\n".join(f"{name:20}{version}" for name, version in versions.items()))
+        print("\n".join(f"{name:20}{version}" for name, version in versions().items()))
         return 0
     asked_for_help = command in (["-h"], ["--help"], ["help"])
     print(USAGE, file=sys.stdout if asked_for_help else sys.stderr)
@@ -75,26 +63,20 @@ def print_keys(word: str = "") -> int:
     if not found:
         print(f"no key contains {word!r}; `hybrid-rl keys` lists all", file=sys.stderr)
         return 1
-    table = Table(box=None, pad_edge=False)
-    table.add_column("key", no_wrap=True)
-    for title in ("default", "meaning"):
-        table.add_column(title, overflow="fold")
-    for leaf in found:
-        table.add_row(leaf.path, escape(str(leaf.default)), escape(leaf.doc))
+    table = _table(("key", "default", "meaning"), ((leaf.path, str(leaf.default), leaf.doc) for leaf in found))
+    table.columns[0].no_wrap = True
     _show(_wide_console(), table)
     return 0
 
 
 def print_algorithms() -> int:
     """Print the presets of `algorithm`, and the sections and members to combine instead."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("algorithm", "paper", "sets"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for name, preset in PRESETS.items():
-        settings = " ".join(f"{key}={value}" for key, value in preset.settings.items())
-        table.add_row(name, escape(f"{preset.title}, {preset.source}"), escape(settings))
+        settings = " ".join(f"{path}={value}" for path, value in preset.settings.items())
+        rows.append((name, f"{preset.title}, {preset.source}", settings))
     console = _wide_console()
-    _show(console, table)
+    _show(console, _table(("algorithm", "paper", "sets"), rows))
     for section in ("advantage", "policy_loss", "kl", "correction"):
         console.print(f"{section}: {', '.join(CHOICES[section].members)}", soft_wrap=True)
     return 0
@@ -124,7 +106,6 @@ def run_doctor(arguments: Sequence[str]) -> int:
     # Imported here, so that no other command waits for them.
     from hybrid_rl.run.checks import check_attention
     from hybrid_rl.run.prepare import find_hardware
-    from hybrid_rl.workers.preflight import check, slow_cpus, versions
 
     console = _wide_console()
     try:
@@ -145,10 +126,10 @@ def run_doctor(arguments: Sequence[str]) -> int:
         for p in probes
     ]
     _show(console, _table(("rank", "host", "device", "threads", *tests), rows))
-    problems = check(probes)
+    problems, doubts = check(probes)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
-    for doubt in slow_cpus(probes):
+    for doubt in doubts:
         print(f"warning: {doubt}", file=sys.stderr)
     if not problems:
         print("no problems found")
@@ -165,7 +146,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _describe_machine(output_dir: Path) -> dict[str, str]:
-    """The resources of this machine that a run uses, by name."""
+    """List the resources of this machine that a run uses, by name."""
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -191,7 +172,6 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
     from hybrid_rl.training.balance import split_over_ranks
     from hybrid_rl.workers.base import WorkerBase
     from hybrid_rl.workers.groups import RankGroup
-    from hybrid_rl.workers.preflight import probe_ranks
 
     ranks: Backend
     with contextlib.ExitStack() as closing:
@@ -215,7 +195,7 @@ def run_recipe(run: Callable[[list[str]], None]) -> None:
     try:
         run(sys.argv[1:])
     except HybridRLError as error:
-        # Notes hold what other ranks add to an error.
+        # Notes hold additions of other ranks.
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ class HybridRLError(Exception):
 
 class PeerFailedError(HybridRLError):
     """Work that ended because another participant failed. A mix-in for an error of a specific kind: it is not reported
-    as the cause if another rank reports a failure of its own. With a `__cause__`, a connection broke."""
+    as the cause if another rank reports its own failure. With a `__cause__`, a connection broke."""
 
 
 class ConfigError(HybridRLError, ValueError):

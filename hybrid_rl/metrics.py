@@ -1,4 +1,4 @@
-"""Numbers of a training step: sums that join over micro-batches and ranks, and timers."""
+"""Metrics of a training step: sums that join over micro-batches and ranks, and timers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MetricSums:
         self._unread.append(_Unread("mean", tuple(names), totals.detach(), (count,)))
 
     def parts(self, name: str) -> tuple[float, float]:
-        """Sum and count of a mean; zeros if nothing was added."""
+        """Return sum and count of a mean; zeros if nothing was added."""
         self._read()
         return self._means.get(name, (0.0, 0.0))
 
@@ -66,16 +66,13 @@ class MetricSums:
         """Add all sums of another object."""
         for name, (total, count) in other._means.items():
             self.mean(name, total, count)
-        for name, value in other._totals.items():
-            self.total(name, value)
-        for name, value in other._lows.items():
-            self.low(name, value)
-        for name, value in other._highs.items():
-            self.high(name, value)
+        for numbers, add in ((other._totals, self.total), (other._lows, self.low), (other._highs, self.high)):
+            for name, value in numbers.items():
+                add(name, value)
         self._unread += other._unread
 
     def unread(self) -> Tensor:
-        """All numbers added as tensors and not read yet, float [K]; empty if there are none."""
+        """Return all numbers added as tensors and not read yet, float [K]; empty if there are none."""
         return torch.cat([part.values for part in self._unread]) if self._unread else torch.zeros(0)
 
     def settle(self, numbers: Tensor) -> None:
@@ -112,7 +109,7 @@ class _Unread:
 
 
 class Timings:
-    """Seconds by name. CUDA work is waited for, so that it counts where it was done."""
+    """Seconds by name. Waits for CUDA work, so that it counts in the block that started it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -136,26 +133,26 @@ class Timings:
 
 
 def now() -> float:
-    """Seconds of a monotonic clock, after all CUDA work is done."""
+    """Read a monotonic clock, in seconds, after all CUDA work is done."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def mean_and_std(values: Tensor) -> tuple[float, float]:
-    """Mean and sample standard deviation of float [N], ignoring NaN; NaN if too few values are left."""
+    """Compute mean and sample standard deviation of float [N], ignoring NaN; NaN if too few values are left."""
     values = values[~values.isnan()].double()
     mean = float(values.mean()) if values.numel() else math.nan
     return mean, float(values.std()) if values.numel() > 1 else (0.0 if values.numel() else math.nan)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics without NaN and infinities, which JSON and trackers cannot hold."""
+    """Return the metrics without NaN and infinities, which JSON and trackers cannot hold."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def largest(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The largest value of each metric over ranks."""
+    """Return the largest value of each metric over ranks."""
     found: dict[str, float] = {}
     for metrics in of_ranks:
         for name, value in metrics.items():

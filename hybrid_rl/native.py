@@ -34,18 +34,24 @@ def is_available() -> bool:
 
     Raises ConfigError if the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    return why_missing() is None
+    return why_missing("cpu") is None
 
 
-def why_missing(device_type: str = "cpu") -> str | None:
-    """The reason why the compiled operators for a device are missing; None if they are loaded (by the first call).
+@functools.cache
+def why_missing(device_type: str) -> str | None:
+    """Return why the compiled operators for a device are missing; None if they are loaded (by the first call).
 
     The reason is logged once, with what replaces them.
 
     Raises:
         ConfigError: the environment variable HYBRID_RL_NATIVE is neither 0 nor 1.
     """
-    return _why_missing(device_type)
+    if device_type != "cpu" and (reason := why_missing("cpu")) is not None:
+        return reason  # already logged
+    level, reason = _load_extension() if device_type == "cpu" else _load_kernels(device_type)
+    if reason is not None:
+        _logger.log(level, "%s: %s", reason, _STAND_IN)
+    return reason
 
 
 @functools.cache
@@ -98,7 +104,6 @@ def keyed_uniform(
 
 def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
     """Compute `keyed_uniform` in PyTorch int64 arithmetic on the device of its arguments; the extension's oracle."""
-    _check(seeds, positions, num_columns)
     blocks = torch.arange((num_columns + 3) // 4, dtype=torch.int64, device=seeds.device)
     # The words broadcast: position and seed are [N, 1], the block is [1, B], so the first rounds cost only N or B.
     counter = (_low(positions)[:, None], _high(positions)[:, None], blocks[None, :], torch.full_like(blocks, _DOMAIN))
@@ -140,20 +145,6 @@ def _check(seeds: Tensor, positions: Tensor, num_columns: int) -> None:
         raise DataError(f"seeds has {len(seeds)} elements and positions {len(positions)}; give one position per seed")
     if num_columns < 1:
         raise DataError(f"num_columns={num_columns}; give at least 1")
-
-
-@functools.cache
-def _why_missing(device_type: str) -> str | None:
-    if device_type == "cpu":
-        level, reason = _load_extension()
-    else:
-        reason = _why_missing("cpu")
-        if reason is not None:  # already logged
-            return reason
-        level, reason = _load_kernels(device_type)
-    if reason is not None:
-        _logger.log(level, "%s: %s", reason, _STAND_IN)
-    return reason
 
 
 def _load_extension() -> tuple[int, str | None]:

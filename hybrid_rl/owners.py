@@ -44,7 +44,7 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        """This process."""
+        """Describe this process."""
         pid = os.getpid()
         return cls(socket.gethostname(), _kernel(), _namespace(), pid, _started(pid) or 0)
 
@@ -62,7 +62,7 @@ class Owner:
 
     @classmethod
     def of_token(cls, token: str) -> Owner | None:
-        """The owner that a word describes; None for a word of another form."""
+        """Return the owner that a word describes; None for a word of another form."""
         parts = token.split("-", 4)
         if len(parts) != 5 or not all(part.isdigit() for part in parts[:3]):
             return None
@@ -88,7 +88,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process; None if it has ended."""
+    """Return the start time of a process; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -132,7 +132,7 @@ class FolderLock:
         if self._path.exists():
             raise HybridRLError(
                 f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
-                "write there any more; end one of the two (trainer.save(another folder) keeps what was learned here)"
+                "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this one)"
             )
         if self.folder.is_dir():
             found = self._acquire()
@@ -168,7 +168,7 @@ class FolderLock:
             except OSError as error:
                 raise StorageError(f"cannot lock {self.folder}: {error}; use a writable folder") from error
             os.close(descriptor)
-        raise ConfigError(f"{self._path} is taken and released again and again; check what starts runs there")
+        raise ConfigError(f"{self._path} is taken and released again and again; check which programs start runs there")
 
     def _take(self, descriptor: int) -> bool:
         """Write our name into the file; return False if the file must be opened again. Raises ConfigError."""
@@ -246,7 +246,8 @@ def _owner_in(path: Path) -> Owner | None:
 
 
 def _change_time(path: Path) -> int:
-    """Change time of a file by its own file system's clock. It is opened, so that network file systems update it."""
+    """Return the change time of a file by its own file system's clock. It is opened, so that network file systems
+    update it."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

@@ -51,7 +51,7 @@ class StepResult(NamedTuple):
     metrics: dict[str, float]
 
     def __getitem__(self, place: Any) -> Any:
-        """The same as for any tuple, with an error for names that says where to find them."""
+        """Index as in any tuple; the error for a name says where to find it."""
         if isinstance(place, str):
             raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
         return tuple.__getitem__(self, place)
@@ -120,7 +120,7 @@ class Trainer(Tenant):
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
         hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
-        starting = still(self._log.message, f"starting {run.config.num_ranks} ranks", hint)
+        starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = _collector(run, self.policy, self._sampler)
@@ -156,7 +156,7 @@ class Trainer(Tenant):
             yield self.step()
 
     def step(self) -> StepResult:
-        """Run one training step, log it, and do what is due after it (evaluation, checkpoint).
+        """Run one training step, log it, and evaluate and save as due.
 
         Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
@@ -184,15 +184,15 @@ class Trainer(Tenant):
 
     @contextlib.contextmanager
     def _run_shown(self) -> Iterator[None]:
-        """Notify callbacks and console of the start and end of `fit()`, and keep what was learned if it fails."""
+        """Notify callbacks and console of the start and end of `fit()`, and save what was learned if it fails."""
         self._notify("on_fit_start")
         if self.global_step >= self.max_steps:
-            self._log.message(self._nothing_to_do())
-        self._log.start(self.global_step)
+            self._log.display.message(self._nothing_to_do())
+        self._log.display.start(self.global_step)
         ends = (lambda: self._notify("on_fit_end"), lambda: self._log.stop(self.policy.lost_samples()))
         try:
             yield
-        except BaseException as error:  # what fails now keeps it as its context
+        except BaseException as error:  # errors from here on keep it as their context
             do_all(partial(self._end_run, error), *ends)
         else:
             do_all(*ends)
@@ -202,7 +202,9 @@ class Trainer(Tenant):
         if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
             self._keep_last_step()
         if isinstance(failure, KeyboardInterrupt):
-            self._log.message(f"interrupted after training step {self.global_step}; results are in {self.run_folder}")
+            self._log.display.message(
+                f"interrupted after training step {self.global_step}; results are in {self.run_folder}"
+            )
         raise failure
 
     def _nothing_to_do(self) -> str:
@@ -351,7 +353,7 @@ class Trainer(Tenant):
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        self._log.message(f"saved {target}")
+        self._log.display.message(f"saved {target}")
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""
@@ -365,7 +367,7 @@ class Trainer(Tenant):
         record = dict(self._handoff)
         if self._run.data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
-            self._log.message(f"before training: {line_of(record)}")
+            self._log.display.message(f"before training: {line_of(record)}")
         self._log.metrics(0, record)
         self._has_begun = True
 
@@ -390,7 +392,7 @@ class Trainer(Tenant):
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-            self._log.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
+            self._log.display.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         first = (int(batch["group"].min()), int(batch["trajectory"].min()))
         self.policy.log_samples(batch, step, self._log.path, first)
 
@@ -399,7 +401,7 @@ class Trainer(Tenant):
 
 
 def _collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
-    """The collector of a run."""
+    """Make the collector of a run."""
     config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
     plan = StepPlan(
         sampler,

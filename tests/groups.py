@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid_rl.controller import Backend, WorkerGroup
-from hybrid_rl.controller.dispatch import dispatched_methods
+
+
+def dispatched_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """The methods of a worker class that can be called on a group, by name."""
+    return {name: getattr(cls, name) for name in dir(cls) if hasattr(getattr(cls, name), "__dispatch__")}
 
 
 class OpenGroup(WorkerGroup):

@@ -1,12 +1,12 @@
-"""How a call on a worker group reaches its ranks: declared beside the method, carried out by the backend."""
+"""How a call on a worker group reaches its ranks: declared with the method, carried out by the backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from hybrid_rl.controller.mesh import DATA_AXES, check_axes
 from hybrid_rl.errors import ConfigError
 
 Split = Literal["replicate", "groups", "items"]
@@ -16,9 +16,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__dispatch__"
 
 
+class Worker(Protocol):
+    """What a backend needs of a worker object."""
+
+    def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
+        """Have these residents in memory inside the block."""
+
+    def close(self) -> None:
+        """Release everything; called once."""
+
+
 @dataclass(frozen=True)
 class Dispatch:
-    """How one method is called. What is split is cut over `axes` and replicated over the other axes.
+    """How one method of a worker is called; as a decorator, it declares the method callable on a group. Ranks that have
+    the same samples get the same part of what is split.
 
     split: replicate gives every rank all arguments. groups cuts the first batch among the arguments by whole groups;
     items deals out every list among the arguments, one by one. Other arguments go to every rank.
@@ -26,12 +37,11 @@ class Dispatch:
     entries become lists over the parts. After groups the samples are in the order of the argument, after items in the
     order of the parts. leader is the answer of rank 0, all a list of every rank's.
     needs: tags of the residents that the method leases, None to leave memory as it is; the controller only passes them
-    on. objects: fetch the columns of Python objects too where a batch lies on the workers.
+    on. objects: fetch the columns of Python objects too if a batch is on the workers.
     """
 
     split: Split = "replicate"
     collect: Collect = "leader"
-    axes: tuple[str, ...] = DATA_AXES
     needs: frozenset[str] | None = None
     objects: bool = False
 
@@ -40,35 +50,22 @@ class Dispatch:
             raise ConfigError(
                 f"split={self.split!r}, collect={self.collect!r}: use {get_args(Split)}, {get_args(Collect)}"
             )
-        check_axes(self.axes)
 
-
-def dispatch(
-    *,
-    split: Split = "replicate",
-    collect: Collect = "leader",
-    axes: tuple[str, ...] = DATA_AXES,
-    needs: Iterable[str] | None = None,
-    objects: bool = False,
-) -> Callable[[Function], Function]:
-    """Declare a worker method callable on a group; see `Dispatch`."""
-    record = Dispatch(split, collect, axes, None if needs is None else frozenset(needs), objects)
-
-    def mark(function: Function) -> Function:
-        setattr(function, _ATTRIBUTE, record)
+    def __call__(self, function: Function) -> Function:
+        setattr(function, _ATTRIBUTE, self)
         return function
 
-    return mark
+    def leased(self, worker: Worker) -> AbstractContextManager[None]:
+        """Have the residents that the method needs in memory inside the block."""
+        return nullcontext() if self.needs is None else worker.lease(self.needs)
+
+
+dispatch = Dispatch  # as a decorator: @dispatch(split="groups")
 
 
 def dispatch_of(method: Callable[..., object]) -> Dispatch:
-    """The declaration of a worker method. Raises TypeError if it was not declared with `dispatch`."""
+    """Return the declaration of a worker method. Raises TypeError if it was not declared with `dispatch`."""
     record: Dispatch | None = getattr(method, _ATTRIBUTE, None)
     if record is None:
         raise TypeError(f"{method.__qualname__} cannot be called on a group: declare it with @dispatch(...)")
     return record
-
-
-def dispatched_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """The methods of a worker class that can be called on a group, by name."""
-    return {name: getattr(cls, name) for name in dir(cls) if hasattr(getattr(cls, name), _ATTRIBUTE)}

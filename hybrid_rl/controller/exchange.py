@@ -1,4 +1,4 @@
-"""What is sent to the ranks for one call, and how their answers become one."""
+"""Arguments of one call cut into parts for the ranks, and the answers of the ranks joined to one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,16 @@ class Parts:
 
 
 def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, splitter: Splitter) -> Parts:
-    """The parts of a call; `method` names it in errors.
+    """Cut a call into parts; `method` names it in errors.
 
-    Raises TypeError where there is no batch to split by groups, ValueError where the splitter does not give every
-    sample once.
+    Raises TypeError if there is no batch to split by groups, ValueError if the splitter does not give every sample
+    once.
     """
     if record.split == "replicate" or num_parts == 1 and record.split == "items":
         return Parts([arguments] * num_parts)
     if record.split == "items":
-
-        def deal(part: int) -> Callable[[Any], Any]:
-            return lambda value: value[part::num_parts] if isinstance(value, list) else value
-
-        return Parts([tuple(map(deal(part), arguments)) for part in range(num_parts)])
+        dealt = [tuple(v[i::num_parts] if isinstance(v, list) else v for v in arguments) for i in range(num_parts)]
+        return Parts(dealt)
     batch = next((value for value in arguments if isinstance(value, Batch | BatchRef)), None)
     if batch is None:
         raise TypeError(f"{method}() is split by groups but was called without a batch")
@@ -56,17 +53,14 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
             f"the splitter gave {[len(part) for part in samples]} samples for {num_parts} parts of "
             f"{batch.num_samples}: every sample must be in one part, once"
         )
-
-    def choose(index: Tensor) -> Callable[[Any], Any]:
-        return lambda value: value.select(index) if value is batch else value
-
-    return Parts([tuple(map(choose(index), arguments)) for index in samples], batch, samples)
+    chosen = [tuple(v.select(index) if v is batch else v for v in arguments) for index in samples]
+    return Parts(chosen, batch, samples)
 
 
 def collect(
     method: str, record: Dispatch, parts: Parts, mesh: RankMesh, answers: Mapping[int, Any], get: Get | None = None
 ) -> Any:
-    """One answer out of those of the ranks (by rank; only `answering` ranks need be there).
+    """Join the answers of the ranks (by rank; only those of `answering` ranks are needed) to one.
 
     get: how references among them are loaded here.
     """
@@ -74,14 +68,15 @@ def collect(
         return [answers[rank] for rank in range(mesh.num_ranks)]
     if record.collect == "leader":
         return answers[0]
-    given = [answers[rank] for rank in mesh.leaders(record.axes)] if record.split != "replicate" else [answers[0]]
+    given = [answers[rank] for rank in mesh.data_leaders] if record.split != "replicate" else [answers[0]]
     tuples = [answer if isinstance(answer, tuple) else (answer,) for answer in given]
     if not all(isinstance(answer[0], Batch | BatchRef) for answer in tuples if answer) or not all(tuples):
         kinds = sorted({type(answer).__name__ for answer in given})
         raise TypeError(
             f"{method}() is collected by concat: it must return a batch, or a tuple that begins with one, not {kinds}"
         )
-    batch = _join([answer[0] for answer in tuples])
+    batches = [answer[0] for answer in tuples]
+    batch = batches[0] if len(batches) == 1 else type(batches[0]).concat(batches)
     if parts.batch is not None:
         order = torch.cat(list(parts.samples)).argsort()
         if not torch.equal(order, torch.arange(len(order))):
@@ -96,15 +91,9 @@ def collect(
 
 
 def answering(record: Dispatch, mesh: RankMesh) -> Collection[int]:
-    """The ranks whose answers are collected; the others need not send theirs."""
+    """Return the ranks whose answers are collected; the others need not send theirs."""
     if record.collect == "all":
         return range(mesh.num_ranks)
     if record.collect == "leader" or record.split == "replicate":
         return (0,)
-    return mesh.leaders(record.axes)
-
-
-def _join(batches: Sequence[Any]) -> AnyBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return BatchRef.concat(batches) if isinstance(batches[0], BatchRef) else Batch.concat(batches)
+    return mesh.data_leaders

@@ -1,7 +1,8 @@
-"""Failures of ranks: what a rank reports, which of several is the cause, and the one error that the user sees."""
+"""Failures of ranks: their reports, the choice of the cause among several, and the one error that the user sees."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import textwrap
 import traceback
@@ -26,9 +27,9 @@ COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "br
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call did not end well on one rank.
+    """The reason why a call failed on one rank.
 
-    kind: name of the exception's type; error: the exception itself, pickled if possible. is_echo: it usually says only
+    kind: name of the exception's type; error: the exception itself, pickled if possible. is_echo: it usually only says
     that another rank failed. is_disconnected: a connection or collective broke, an echo too; ranks
     cannot talk to each other any more. is_interrupt: a KeyboardInterrupt. is_end: the process is gone, or does not
     answer.
@@ -45,7 +46,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure to report for an exception that was caught on a rank."""
+    """Return the failure to report for an exception that was caught on a rank."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
@@ -66,14 +67,14 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def is_disconnect(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is not there any more."""
+    """Whether a collective failed because another rank is gone."""
     if isinstance(error, COLLECTIVE_ERRORS):
         return True
     return type(error) is RuntimeError and any(word in str(error).lower() for word in COLLECTIVE_WORDS)
 
 
 def process_ended(pid: int, host: str, reason: str) -> Failure:
-    """The failure of a rank whose process is gone. reason: what the transport says about it."""
+    """Return the failure of a rank whose process is gone. reason: as the transport gives it."""
     known = " ".join(reason.split())
     if "memory monitor" not in known and "running low on memory" not in known:
         # Without the causes that the transport guesses at.
@@ -88,7 +89,7 @@ def process_ended(pid: int, host: str, reason: str) -> Failure:
 
 
 def cluster_ended(lost: str) -> Failure:
-    """The failure of a cluster started here that lost these processes, without which nothing works."""
+    """Return the failure of a cluster started here that lost these processes, without which nothing works."""
     return Failure(
         "cluster ended",
         f"{lost} of the Ray cluster on this machine is gone: it was killed (by hand, or by the kernel when memory "
@@ -99,7 +100,7 @@ def cluster_ended(lost: str) -> Failure:
 
 @dataclass(frozen=True)
 class Site:
-    """Where calls run, for errors. logs: of each rank."""
+    """The place where calls run, for errors. logs: of each rank."""
 
     role: str
     num_ranks: int
@@ -107,7 +108,7 @@ class Site:
 
 
 def root_cause(failures: Mapping[int, Failure]) -> int:
-    """The rank that failed first for a reason of its own. failures: in the order in which they arrived."""
+    """Return the rank that failed first, not because of another one. failures: in the order of their arrival."""
     own = [rank for rank, failure in failures.items() if not failure.is_echo and not failure.is_interrupt]
     ends = [rank for rank in own if failures[rank].is_end]
     errors = [rank for rank in own if not failures[rank].is_end]
@@ -115,7 +116,7 @@ def root_cause(failures: Mapping[int, Failure]) -> int:
 
 
 def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseException:
-    """The one error for the failures of a call. doing: "update() at training step 3"."""
+    """Make the one error for the failures of a call. doing: "update() at training step 3"."""
     rank = root_cause(failures)
     failure = failures[rank]
     lines = [f"{site.role} rank {rank} of {site.num_ranks} failed in {doing}: {failure.kind}: {failure.message}"]
@@ -139,13 +140,13 @@ def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseExc
 
 
 def summary_of(error: BaseException) -> str:
-    """One line about what ended a call, for errors of later calls. error: from `error_of`, or a Ctrl-C."""
-    told = str(error) if isinstance(error, WorkerError) else "\n".join(getattr(error, "__notes__", ()))
-    return textwrap.shorten((told or type(error).__name__).split("\n")[0], 160, placeholder=" ...")
+    """Describe in one line why a call ended, for errors of later calls. error: from `error_of`, or a Ctrl-C."""
+    said = str(error) if isinstance(error, WorkerError) else "\n".join(getattr(error, "__notes__", ()))
+    return textwrap.shorten((said or type(error).__name__).split("\n")[0], 160, placeholder=" ...")
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a rank's log, or where it crashed; empty if the log is on another machine."""
+    """Read the last lines of a rank's log, or those of its crash; empty if the log is on another machine."""
     try:
         with path.open(errors="replace") as file:
             lines = deque(file, LOG_READ_LINES)
@@ -162,9 +163,6 @@ def _short(failure: Failure) -> str:
 
 
 def _unpickle(error: bytes | None) -> Any:
-    if error is None:
-        return None
-    try:
-        return pickle.loads(error)
-    except Exception:  # noqa: BLE001 - its class may be known to the rank only; the message has its text
-        return None
+    with contextlib.suppress(Exception):  # its class may be known to the rank only; the message has its text
+        return None if error is None else pickle.loads(error)
+    return None

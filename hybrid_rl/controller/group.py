@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Backend(Protocol):
-    """Where the ranks of a group run. label: what the driver is doing, for errors ("training step 3")."""
+    """The ranks of a group. label: the current work of the driver, for errors ("training step 3")."""
 
     role: str
     num_ranks: int
@@ -22,7 +22,7 @@ class Backend(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether there are no ranks any more that could be called."""
+        """Whether no ranks are left to call."""
 
     def call(self, method: Callable[..., object], *args: Any) -> Any:
         """Run a dispatched method of the worker class on all ranks, as its declaration says."""
@@ -62,7 +62,7 @@ class WorkerGroup:
         """The backend, once the calls that were submitted before have ended."""
         if self._submitted is not None and get_ident() != self._lane_thread:
             with deferred_interrupt():
-                wait([self._submitted])  # its error is told to whoever holds the future
+                wait([self._submitted])  # its error is raised by the future
             self._submitted = None
         return self._backend
 
@@ -78,7 +78,7 @@ class WorkerGroup:
 
     @property
     def label(self) -> str:
-        """What the driver is doing; errors of the ranks name it."""
+        """The current work of the driver; errors of the ranks name it."""
         return self._backend.label
 
     @label.setter

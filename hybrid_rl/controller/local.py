@@ -1,31 +1,18 @@
-"""The local backend: one rank, in this process. What it runs is what every other backend runs, under a debugger's
-eyes."""
+"""The local backend: one rank, in this process. It runs the same code as every other backend, and a debugger can
+follow it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Parts, collect
-from hybrid_rl.controller.ranks import RankContext
+from hybrid_rl.controller.ranks import CPU, RankContext
 from hybrid_rl.process.interrupts import deferred_interrupt
-
-
-class Worker(Protocol):
-    """What a backend needs of a worker object."""
-
-    def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
-        """Have these residents in memory inside the block."""
-
-    def close(self) -> None:
-        """Release everything; called once."""
-
-
-CPU = torch.device("cpu")
 
 
 class LocalBackend:
@@ -61,11 +48,7 @@ class LocalBackend:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
             # A Ctrl-C inside a call would leave engine, memory or optimizer half changed: it waits for the call's end.
-            with (
-                deferred_interrupt(),
-                self._on_device(),
-                nullcontext() if record.needs is None else self._worker.lease(record.needs),
-            ):
+            with deferred_interrupt(), self._on_device(), record.leased(self._worker):
                 answer = getattr(self._worker, name)(*args)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")

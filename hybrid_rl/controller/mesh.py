@@ -3,71 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from dataclasses import asdict, dataclass
 
 from hybrid_rl.errors import ConfigError
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
-DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ on the other axes only have the same samples
 
-
+@dataclass(frozen=True)
 class RankMesh:
-    """Ranks 0 .. num_ranks - 1 laid out row by row over AXES, the last axis running fastest.
+    """Ranks 0 .. num_ranks - 1 laid out row by row, the last axis running fastest: sizes by axis.
 
-    shape: sizes by axis; axes left out have size 1. Raises ConfigError for an unknown axis or a size below 1.
+    Ranks that differ on dp_replicate or dp_shard, the data axes, have different samples; those that differ only on the
+    others (two halves of a layer, say) have the same. A batch is split into one part for each data rank. Raises
+    ConfigError for a size below 1.
     """
 
-    def __init__(self, shape: Mapping[str, int]) -> None:
-        check_axes(shape)
-        wrong = {axis: size for axis, size in shape.items() if size < 1}
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = {axis: size for axis, size in asdict(self).items() if size < 1}
         if wrong:
             raise ConfigError(f"mesh axes {wrong} must have at least one rank")
-        self.shape: Mapping[str, int] = MappingProxyType({axis: shape.get(axis, 1) for axis in AXES})
-
-    def __reduce__(self) -> tuple[type[RankMesh], tuple[dict[str, int]]]:
-        return RankMesh, (dict(self.shape),)
-
-    def __repr__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.shape.items() if size > 1) or "one rank"
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the whole mesh."""
-        return math.prod(self.shape.values())
+        return math.prod(asdict(self).values())
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis."""
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts into which a batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """Return the part of a batch that a rank gets."""
         if not 0 <= rank < self.num_ranks:
             raise IndexError(f"rank {rank} of {self.num_ranks}")
-        found = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, self.shape[axis])
-        return {axis: found[axis] for axis in AXES}
+        return rank // (self.num_ranks // self.num_data_ranks)
 
-    def num_shards(self, axes: Collection[str]) -> int:
-        """Parts that a split over `axes` makes."""
-        check_axes(axes)
-        return math.prod(self.shape[axis] for axis in axes)
-
-    def shard_of(self, rank: int, axes: Collection[str]) -> int:
-        """The part that a rank gets of a split over `axes`; ranks that differ on other axes only get the same one."""
-        check_axes(axes)
-        place, shard = self.coordinates(rank), 0
-        for axis in AXES:
-            if axis in axes:
-                shard = shard * self.shape[axis] + place[axis]
-        return shard
-
-    def leaders(self, axes: Collection[str]) -> tuple[int, ...]:
-        """The ranks at coordinate 0 of all axes but `axes`: one for each part, in the order of the parts."""
-        check_axes(axes)
-        places = ((rank, self.coordinates(rank)) for rank in range(self.num_ranks))
-        return tuple(rank for rank, place in places if not any(place[axis] for axis in AXES if axis not in axes))
-
-
-def check_axes(axes: Collection[str]) -> None:
-    """Raises ConfigError for axes that do not exist."""
-    unknown = sorted(set(axes) - set(AXES))
-    if unknown:
-        raise ConfigError(f"mesh axes {unknown} do not exist; there are {', '.join(AXES)}")
+    @property
+    def data_leaders(self) -> range:
+        """The first rank of each part, in the order of the parts."""
+        return range(0, self.num_ranks, self.num_ranks // self.num_data_ranks)

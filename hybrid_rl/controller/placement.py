@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 from hybrid_rl.errors import ConfigError
@@ -21,10 +22,10 @@ class RayOptions:
 
     placement: pack fills one node before the next, spread deals ranks out over the nodes. gpus_per_rank: 0 or 1.
     threads_per_rank: None shares the cores of a node between its ranks. env_vars: set in the process of every rank
-    before it starts; they win over what is set here. start_seconds: for the cluster to give the resources, and for the
-    processes to start. grace_seconds: for other ranks to end after a failure, before they are killed. watchdog_seconds:
-    without progress on any rank, until a call counts as hung. collective_seconds: PyTorch's own limit for a collective;
-    the watchdog comes first.
+    before it starts; they override what the library sets. start_seconds: for the cluster to give the resources, and for
+    the processes to start. grace_seconds: for other ranks to end after a failure, before they are killed.
+    watchdog_seconds: without progress on any rank, until a call counts as hung. collective_timeout: PyTorch's own limit
+    for a collective; the watchdog comes first.
     """
 
     placement: Literal["pack", "spread"] = "pack"
@@ -35,12 +36,12 @@ class RayOptions:
     start_seconds: float = 120.0
     grace_seconds: float = 5.0
     watchdog_seconds: float = 1800.0
-    collective_seconds: float = 7200.0
+    collective_timeout: timedelta = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster: its id, address, and what it has of each resource."""
+    """A machine of the cluster: its id, its address, and how much it has of each resource."""
 
     id: str
     address: str
@@ -49,8 +50,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the process of one bundle runs. gpu: the place of its GPU among those that it sees, None for none; visible:
-    its CUDA_VISIBLE_DEVICES, None if all are."""
+    """The place where the process of one bundle runs. gpu: the place of its GPU among those that it sees, None for
+    none; visible: its CUDA_VISIBLE_DEVICES, None if all are."""
 
     bundle: int
     node: str
@@ -62,7 +63,7 @@ class Place:
 
 
 def bundle_of(options: RayOptions) -> dict[str, float]:
-    """The resources that one rank takes of its node."""
+    """Return the resources that one rank takes of its node."""
     gpus = options.gpus_per_rank
     return {"CPU": options.cpus_per_rank} | ({"GPU": float(gpus)} if gpus else {})
 
@@ -80,8 +81,8 @@ def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node
 
 
 def rank_order(places: Sequence[Place]) -> list[Place]:
-    """Rank 0 first. By node, GPU and bundle, so that neighbours are near each other and a restart on the same nodes
-    gives the same order."""
+    """Sort places into the order of ranks: by node, GPU and bundle, so that neighbours are near each other and a
+    restart on the same nodes gives the same order."""
 
     def key(place: Place) -> tuple[object, ...]:
         address = tuple(int(part) if part.isdigit() else part for part in place.address.split("."))
@@ -92,7 +93,7 @@ def rank_order(places: Sequence[Place]) -> list[Place]:
 
 
 def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loopback: bool) -> dict[str, str]:
-    """The environment of a rank's process, complete before it starts: libraries read it when they are loaded.
+    """Return the environment of a rank's process, complete before it starts: libraries read it when they are loaded.
 
     cores: of the node. loopback: the whole cluster is this machine, and nothing of it may listen on a network.
     """

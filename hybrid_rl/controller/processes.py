@@ -1,4 +1,4 @@
-"""The processes of ranks that run on this machine, as the operating system sees them."""
+"""Processes of ranks on this machine, as the operating system sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_rl.controller.placement import Place
 
 
 def own_cores() -> int:
-    """The number of cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -33,7 +33,7 @@ def end_processes(places: Sequence[Place], seconds: float) -> None:
 
 
 def family(pids: Sequence[int]) -> list[psutil.Process]:
-    """These processes and all that they started."""
+    """Find these processes and all that they started."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -59,7 +59,7 @@ def end_family(processes: Sequence[psutil.Process], seconds: float) -> None:
 
 
 def _process(place: Place) -> psutil.Process | None:
-    """The process, if it runs on this machine and is still one of Ray's: ids are reused."""
+    """Find the process, if it runs on this machine and is still one of Ray's: ids are reused."""
     if place.host != socket.gethostname():
         return None
     with contextlib.suppress(psutil.Error):

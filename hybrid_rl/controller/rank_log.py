@@ -1,4 +1,4 @@
-"""The log of a rank: its output in a file of its own; warnings of the library go to the driver as well."""
+"""Log of a rank: a file for its output; warnings of the library go to the driver as well."""
 
 from __future__ import annotations
 

@@ -7,20 +7,21 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.controller.mesh import DATA_AXES, RankMesh
+from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.errors import ConfigError
 
 CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# What `take_device` has taken in this process, if it is the process of a rank: the device, and the id of the GPU.
+# The device that `take_device` has taken in this process, if it is the process of a rank, and the id of the GPU.
 _taken: tuple[torch.device, str] = (CPU, "")
 
 
@@ -33,11 +34,12 @@ def _alone(value: Any) -> list[Any]:
 
 
 def gpu_place(gpu_ids: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """The place of a rank's GPU among those of its process, None for a rank without one.
+    """Return the place of a rank's GPU among those of its process, None for a rank without one.
 
-    gpu_ids: what the cluster gave the rank, as CUDA_VISIBLE_DEVICES names them (numbers, UUIDs, MIG instances), or
-    numbers of the machine if nothing restricts them. Raises ConfigError unless it is one GPU, among those that the
-    process sees: those before the first entry that names none (CUDA programming guide, environment variables).
+    gpu_ids: of the GPUs that the cluster gave the rank, as CUDA_VISIBLE_DEVICES names them (numbers, UUIDs, MIG
+    instances), or numbers of the machine if nothing restricts them. Raises ConfigError unless it is one GPU, among
+    those that the process sees: those before the first entry that names none (CUDA programming guide, environment
+    variables).
     """
     if not gpu_ids:
         return None
@@ -62,8 +64,8 @@ def take_device(gpu_ids: Sequence[str]) -> torch.device:
     """Make the GPU that the cluster gave this rank the current device; the CPU for a rank without one. The first thing
     that a rank does: whatever touches CUDA before does so on the first GPU of the machine, as all other ranks.
 
-    All GPUs of the machine stay visible, so that ranks can reach each other's memory. Only of MIG instances a process
-    can use no more than one (NVIDIA's MIG guide, CUDA device enumeration): it then sees only its own.
+    All GPUs of the machine stay visible, so that ranks can reach each other's memory. Of MIG instances, however, a
+    process can use only one (NVIDIA's MIG guide, CUDA device enumeration): it then sees only its own.
 
     Raises ConfigError for a GPU that PyTorch does not find.
     """
@@ -78,7 +80,7 @@ def take_device(gpu_ids: Sequence[str]) -> torch.device:
     if place >= found:
         raise ConfigError(
             f"this rank was given GPU {gpu_ids[0]}, and PyTorch finds {found} here ({VISIBLE}="
-            f"{os.environ.get(VISIBLE)!r}); start Ray with as many GPUs as there are, and see what nvidia-smi says"
+            f"{os.environ.get(VISIBLE)!r}); start Ray with as many GPUs as there are, and check nvidia-smi's output"
         )
     _taken = (torch.device("cuda", place), gpu_ids[0])
     enter_device()
@@ -93,27 +95,26 @@ def enter_device() -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment variables for a process that this rank starts: it sees only the rank's GPU."""
+    """Return the environment variables for a process that this rank starts: it sees only the rank's GPU."""
     return {VISIBLE: _taken[1]} if _taken[0].type == "cuda" else {}
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank gets to build its worker from; by default the only rank, on the CPU.
+    """Everything that a rank gets to build its worker; by default the only rank, on the CPU.
 
-    gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. put, get: leave an object
-    where other processes find it, by the handle that `put` returns; in one process the object is its own handle.
+    gather: the objects of all ranks, in rank order, on every rank; all ranks must call it. get: the object of a
+    handle of the object store; in one process an object is its own handle.
 
-    Ranks that differ on the data axes of the mesh have samples of their own; ranks that differ on other axes only (two
-    halves of a layer, say) have the same. Whatever is counted, summed or measured over samples goes by data ranks.
+    Ranks that differ only on other axes than the data axes of the mesh have the same samples (`RankMesh`). Whatever is
+    counted, summed or measured over samples goes by data ranks.
     """
 
     role: str = "policy"
     rank: int = 0
-    mesh: RankMesh = field(default_factory=lambda: RankMesh({}))
+    mesh: RankMesh = RankMesh()
     device: torch.device = CPU
     gather: Callable[[Any], list[Any]] = _alone
-    put: Callable[[Any], Any] = _itself
     get: Callable[[Any], Any] = _itself
 
     @property
@@ -123,27 +124,28 @@ class RankContext:
 
     @property
     def num_data_ranks(self) -> int:
-        """Into how many parts a batch is split."""
-        return self.mesh.num_shards(DATA_AXES)
+        """Parts into which a batch is split."""
+        return self.mesh.num_data_ranks
 
     @property
     def data_rank(self) -> int:
         """The part of a batch that this rank has, from 0."""
-        return self.mesh.shard_of(self.rank, DATA_AXES)
+        return self.mesh.data_rank(self.rank)
 
     @property
     def is_data_leader(self) -> bool:
         """Whether this rank reports for its samples: one of those that have the same ones."""
-        return self.rank in self.mesh.leaders(DATA_AXES)
+        return self.rank in self.mesh.data_leaders
 
     def data_gather(self, value: Any) -> list[Any]:
         """Return one object for each part of the batch, in order, the same on every rank. All ranks must call it."""
         everywhere = self.gather(value)
-        return [everywhere[rank] for rank in self.mesh.leaders(DATA_AXES)]
+        return [everywhere[rank] for rank in self.mesh.data_leaders]
 
 
 def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
-    """The store through which ranks find each other, and its port: a free one that nobody else can take in between.
+    """Open the store through which ranks find each other. Returns it and its port, a free one that no other process can
+    take in between.
 
     It listens on `host` only; the one that PyTorch makes would listen on every interface.
     """
@@ -156,23 +158,22 @@ def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
 
 
 def join_ranks(store: dist.Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta) -> None:
-    """Set up torch.distributed in this process: gloo on CPUs, and NCCL beside it on CUDA."""
+    """Set up torch.distributed in this process: gloo on CPUs, with NCCL in addition on CUDA."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[Any]]:
-    """`RankContext.gather` over all ranks, on a group of its own: it meets no collective of the worker."""
+    """Return `RankContext.gather` over all ranks, on a separate group: it meets no collective of the worker."""
     if num_ranks == 1:
         return _alone
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    return partial(_gather_objects, dist.new_group(backend="gloo", timeout=timeout))
 
-    def gather(value: Any) -> list[Any]:
-        found: list[Any] = [None] * num_ranks
-        dist.all_gather_object(found, value, group=control)
-        return found
 
-    return gather
+def _gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class BlockGather:
@@ -190,12 +191,8 @@ class BlockGather:
         self._group = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
 
     def __call__(self, value: Any) -> list[Any]:
-        """The objects of the block, in rank order."""
-        if self._group is None:
-            return [value]
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        """Return the objects of the block, in rank order."""
+        return [value] if self._group is None else _gather_objects(self._group, value)
 
     def numbers(self, values: Sequence[int]) -> list[list[int]]:
         """Gather equally many 64-bit integers of each rank: one message, and nothing is pickled."""
@@ -208,6 +205,6 @@ class BlockGather:
 
 
 def leave_ranks() -> None:
-    """Take torch.distributed down again in this process."""
+    """Shut down torch.distributed in this process."""
     if dist.is_initialized():
         dist.destroy_process_group()

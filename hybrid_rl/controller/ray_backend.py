@@ -6,10 +6,8 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import psutil
@@ -21,14 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.controller import placement, session
-from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
-from hybrid_rl.controller.local import Worker
-from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
 from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running, own_cores
-from hybrid_rl.controller.ranks import RankContext
-from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.controller.server import Health, Outcome, RankServer
 from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
 from hybrid_rl.process.environment import environment_kept
@@ -74,11 +67,11 @@ class RayCluster:
         self.is_local = connection.is_loopback
 
     def hold(self) -> RayCluster:
-        """Another hold on the same cluster."""
+        """Return another hold on the same cluster."""
         return RayCluster()
 
     def nodes(self) -> list[Node]:
-        """The machines that are up."""
+        """List the machines that are up."""
         return [
             Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
         ]
@@ -88,11 +81,11 @@ class RayCluster:
         return ray.put(self._if_open(value))
 
     def get(self, handle: Any) -> Any:
-        """The object behind a handle. Raises HybridRLError if the hold is closed."""
+        """Return the object of a handle. Raises HybridRLError if the hold is closed."""
         return ray.get(self._if_open(handle))
 
     def is_open(self) -> bool:
-        """Whether Ray may be asked; if it is not connected, it would start or join another cluster by itself."""
+        """Whether Ray may be called; if it is not connected, it would start or join another cluster by itself."""
         return self._end.alive and not self._connection.is_closed and ray.is_initialized()
 
     def _if_open(self, value: Any) -> Any:
@@ -101,7 +94,7 @@ class RayCluster:
         return value
 
     def lost(self) -> str:
-        """The names of the processes of a cluster started here that are gone; empty if all run."""
+        """Name the processes of a cluster started here that are gone; empty if all run."""
         return self._connection.lost()
 
     def abandon(self) -> None:
@@ -134,7 +127,13 @@ class _Connection:
     @classmethod
     def open(cls, address: str | None, object_store_memory_bytes: int | None) -> _Connection:
         if ray.is_initialized():
-            return cls._of_the_user(address)
+            connected = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", connected):
+                raise ConfigError(
+                    f"ray address {address!r}: ray.init has connected this process to {connected!r} already; leave the "
+                    f"address out to use that cluster, or call ray.shutdown() before"
+                )
+            return cls(address, is_ours=False)
         connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
         found, before = connection.address, signal.getsignal(signal.SIGTERM)
         try:
@@ -153,16 +152,6 @@ class _Connection:
             raise ConfigError(f"{what}{where} cannot be used: {type(error).__name__}: {error}") from error
         return connection
 
-    @classmethod
-    def _of_the_user(cls, address: str | None) -> _Connection:
-        connected = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", connected):
-            raise ConfigError(
-                f"ray address {address!r}: ray.init has connected this process to {connected!r} already; leave the "
-                f"address out to use that cluster, or call ray.shutdown() before"
-            )
-        return cls(address, is_ours=False)
-
     def _start(self, object_store_memory_bytes: int | None) -> None:
         folder = self.resources.enter_context(session.temporary_folder("hrl-ray-"))
 
@@ -170,9 +159,9 @@ class _Connection:
             with session.private_token(), environment_kept(SMALL), ray_names.quiet():
                 ray_names.start_cluster(
                     LOOPBACK,
-                    str(folder / "r"),  # Ray opens it to every user; nobody gets through the one above
+                    str(folder / "r"),  # Ray lets every user read it; the folder above lets no other user in
                     num_cpus=LOCAL_CPU_SLOTS,
-                    num_gpus=torch.cuda.device_count(),  # as PyTorch counts, which is what num_ranks=auto goes by
+                    num_gpus=torch.cuda.device_count(),  # as PyTorch counts, and so num_ranks=auto
                     include_dashboard=False,
                     object_store_memory=object_store_memory_bytes,
                     log_to_driver=False,
@@ -192,13 +181,13 @@ class _Connection:
             )
 
     def lost(self) -> str:
-        """The vital processes that are gone, by name and pid."""
+        """List the vital processes that are gone, by name and pid."""
         if self.is_closed or not ray.is_initialized():
             return ""
         return ", ".join(f"{name} (pid {one.pid})" for one, name in self.vital.items() if not is_running(one))
 
     def let_go(self) -> None:
-        """One user less; without any the connection ends."""
+        """Release one user's hold; the last one ends the connection."""
         self.num_users -= 1
         if self.num_users == 0:
             self.close()
@@ -214,43 +203,22 @@ class _Connection:
         self.resources.close()
 
 
-class RayBackend(RemoteBackend):
-    """Runs the calls of a group on one Ray actor per rank. Same arguments as RemoteBackend; cluster: where to run, of
-    which the backend keeps its own hold."""
+class RayActors:
+    """The `Ranks` of a group as Ray actors. cluster: where they run; they keep a hold on it until they are closed."""
 
-    def __init__(
-        self,
-        role: str,
-        make_worker: Callable[[RankContext], Worker],
-        *,
-        mesh: RankMesh,
-        splitter: Splitter,
-        cluster: RayCluster,
-        options: RayOptions,
-        log_folder: Path,
-    ) -> None:
-        ranks = _Ranks(cluster.hold(), role, mesh.num_ranks, options)
-        super().__init__(
-            role, make_worker, mesh=mesh, splitter=splitter, ranks=ranks, options=options, log_folder=log_folder
-        )
-
-
-class _Ranks:
-    """The actors of a group, by rank: the `Ranks` of a RayBackend."""
-
-    def __init__(self, cluster: RayCluster, role: str, num_ranks: int, options: RayOptions) -> None:
+    def __init__(self, cluster: RayCluster) -> None:
         self.is_dead = False
-        self._cluster, self._role, self._num_ranks, self._options = cluster, role, num_ranks, options
+        self._cluster = cluster.hold()
         self._places: list[Place] = []
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
         self._pending: dict[int, Any] = {}
         self._asked: dict[int, Any] = {}
 
-    def open(self, timeout: timedelta) -> tuple[str, int]:
-        self._place(self._role, self._num_ranks, self._options)
-        host, first = self._places[0].address, self._actors[0]
-        return _get_all([first.open_store.remote(host, timeout)], self._options.start_seconds, "rank 0")[0]
+    def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
+        self._place(role, num_ranks, options)
+        host, first, timeout = self._places[0].address, self._actors[0], options.collective_timeout
+        return _get_all([first.open_store.remote(host, timeout)], options.start_seconds, "rank 0")[0]
 
     def _place(self, role: str, num_ranks: int, options: RayOptions) -> None:
         """Reserve room for all ranks at once, start their processes, and put them in order."""
@@ -336,7 +304,7 @@ class _Ranks:
             self._control(rank, "interrupt", call_id)
 
     def _control(self, rank: int, method: str, *args: Any) -> Any:
-        """Call a method beside the one that runs."""
+        """Call a method while another one runs."""
         return getattr(self._actors[rank], method).options(concurrency_group="control").remote(*args)
 
     def describe(self, rank: int) -> str:
@@ -356,7 +324,7 @@ class _Ranks:
         actors, self._actors = self._actors, []
         group, self._group = self._group, None
         if self._cluster.lost():
-            # Nothing may be asked of Ray any more.
+            # Ray must not be called any more.
             end_processes(self._places, CLOSE_SECONDS)
             self._cluster.abandon()
             return
@@ -374,7 +342,7 @@ def _is_handle(value: Any) -> bool:
 
 
 def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
-    """The values of all references. Raises WorkerError if they have not all come after so many seconds."""
+    """Return the values of all references. Raises WorkerError if they have not all come after so many seconds."""
     try:
         return ray.get(list(references), timeout=seconds)
     except (GetTimeoutError, RayActorError) as error:

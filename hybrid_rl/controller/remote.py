@@ -1,18 +1,16 @@
-"""Many ranks in processes of their own: the part of a backend that does not depend on who runs them."""
+"""Ranks in separate processes: the part of a backend that does not depend on how they are run."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
 from hybrid_rl.controller.failures import Site, summary_of
-from hybrid_rl.controller.local import Worker
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ranks import RankContext
@@ -30,8 +28,8 @@ class Ranks(Transport, Protocol):
 
     is_dead: bool
 
-    def open(self, timeout: timedelta) -> tuple[str, int]:
-        """Start them, and open the store where they meet; its address. Raises ConfigError where there is no room."""
+    def open(self, role: str, num_ranks: int, options: RayOptions) -> tuple[str, int]:
+        """Start them, open the store where they meet; return its address. Raises ConfigError if there is no room."""
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         """Start a method of the servers; messages: its arguments on each rank."""
@@ -40,10 +38,10 @@ class Ranks(Transport, Protocol):
         """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
 
     def get(self, handle: Any) -> Any:
-        """The object behind a handle."""
+        """Return the object of a handle."""
 
     def is_handle(self, value: Any) -> bool:
-        """Whether this is what `put` returns."""
+        """Whether this is a handle that `put` returned."""
 
     def close(self, call_id: int) -> None:
         """Let the workers close, for a bounded time, then end their processes."""
@@ -54,7 +52,7 @@ class RemoteBackend:
 
     make_worker: makes the worker of a rank from its RankContext; sent to the ranks by cloudpickle. splitter: cuts a
     batch for the shards of a "groups" call. log_folder: gets one log per rank, `<role>-rank<r>.log`. Raises ConfigError
-    where there is no room or make_worker cannot be sent, and what a rank raised while it made its worker.
+    if there is no room or make_worker cannot be sent, and whatever a rank raised while it made its worker.
     """
 
     def __init__(
@@ -70,22 +68,19 @@ class RemoteBackend:
     ) -> None:
         self.role, self.label, self.num_ranks = role, "", mesh.num_ranks
         self._mesh, self._splitter, self._options, self._ranks = mesh, splitter, options, ranks
-        # Why the ranks were killed, where they were.
-        self._reason = ""
+        self._reason = ""  # why the ranks were killed
         self._ids = itertools.count(1)
         logs = {rank: log_folder.resolve() / f"{role}-rank{rank}.log" for rank in range(mesh.num_ranks)}
         self._site = Site(role, mesh.num_ranks, logs)
         self._end = at_end(self, _close, ranks, self._ids)
         try:
             data, handles = pack(make_worker, ranks.is_handle, "make_worker")
-            timeout = timedelta(seconds=options.collective_seconds)
-            store = ranks.open(timeout)
-            call_id = next(self._ids)
-            driver = Driver.here()
+            store = ranks.open(role, mesh.num_ranks, options)
+            call_id, driver, timeout = next(self._ids), Driver.here(), options.collective_timeout
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
             ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
-            # Imports and weights take their time: the limit for starting holds, where it is the longer one.
+            # Imports and weights take time: the limit for starting applies if it is the longer one.
             patient = replace(options, watchdog_seconds=max(options.watchdog_seconds, options.start_seconds))
             supervise(ranks, self._site, call_id, "the start of its worker", patient)
         except BaseException:
@@ -110,13 +105,13 @@ class RemoteBackend:
                 f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
                 f"checkpoint)"
             )
-        parts = cut(name, record, args, self._mesh.num_shards(record.axes), self._splitter)
+        parts = cut(name, record, args, self._mesh.num_data_ranks, self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
         self._ranks.send(
             "call",
             [
-                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.shard_of(rank, record.axes)])
+                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.data_rank(rank)])
                 for rank in range(self.num_ranks)
             ],
         )
@@ -134,7 +129,7 @@ class RemoteBackend:
         self._end()
 
     def _pack(self, name: str, parts: Sequence[Arguments]) -> list[tuple[Any, list[Any]]]:
-        """The arguments of each part as bytes and handles; what all parts have in common is packed once."""
+        """Pack the arguments of each part as bytes and handles; arguments that all parts share are packed once."""
         packed: dict[int, tuple[Any, list[Any]]] = {}
         for arguments in parts:
             if id(arguments) not in packed:
@@ -144,8 +139,7 @@ class RemoteBackend:
         return [packed[id(arguments)] for arguments in parts]
 
     def _share(self, data: bytes) -> Any:
-        """Bytes for several ranks: large ones lie in the object store, once on every node, instead of being sent to
-        every rank."""
+        """Return bytes for several ranks: large ones go into the object store, once per node instead of per rank."""
         return self._ranks.put(data) if self.num_ranks > 1 and len(data) > SHARED_ARGUMENT_BYTES else data
 
 

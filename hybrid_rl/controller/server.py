@@ -1,4 +1,4 @@
-"""The side of a rank: holds the worker, runs calls on it, and tells how it is while it does."""
+"""The server of a rank: holds the worker, runs calls on it, and reports its health meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,8 +56,8 @@ class Seat:
 
 @dataclass(frozen=True)
 class Call:
-    """One call for one rank. known: columns that the driver has of the batch that was cut; wants_answer: False where
-    the answer would be thrown away."""
+    """One call for one rank. known: columns that the driver has of the batch that was cut; wants_answer: False if the
+    answer would be thrown away."""
 
     id: int
     method: str
@@ -78,10 +77,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Health:
-    """How a rank is. call_id: of the call under way, or None; idle_seconds: since it last got on; stack: of the thread
-    that works."""
+    """How a rank is. idle_seconds: since it last made progress; stack: of the thread that works."""
 
-    call_id: int | None
     idle_seconds: float
     stack: str = ""
     warnings: Sequence[tuple[int, str]] = ()
@@ -111,7 +108,7 @@ class RankServer:
         return socket.gethostname(), os.getpid(), place, os.environ.get(VISIBLE)
 
     def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
-        """Open the meeting point of all ranks; its address."""
+        """Open the meeting point of all ranks, and return its address."""
         self._store, port = open_store(host, timeout)
         return host, port
 
@@ -121,20 +118,19 @@ class RankServer:
         def start() -> None:
             device = take_device([*map(str, self.gpu_ids())])
             self._log = RankLog(seat.log_path)
-            gather = object_gather(1, seat.collective_timeout)
             if seat.mesh.num_ranks > 1:
                 meeting = self._store or dist.TCPStore(
                     *seat.store, is_master=False, wait_for_workers=False, timeout=seat.collective_timeout
                 )
                 join_ranks(meeting, seat.rank, seat.mesh.num_ranks, device, seat.collective_timeout)
-                gather = object_gather(seat.mesh.num_ranks, seat.collective_timeout)
+            gather = object_gather(seat.mesh.num_ranks, seat.collective_timeout)
             logger.info(
                 "%s rank %d of %d: pid %d on %s, %s, %d threads",
                 *(seat.role, seat.rank, seat.mesh.num_ranks, os.getpid(), socket.gethostname(), device),
                 torch.get_num_threads(),
             )
             seat.driver.adopt()
-            context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.put, self.get)
+            context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.get)
             self._worker = unpack(data, handles)(context)
 
         return self._run(call_id, start)
@@ -148,7 +144,7 @@ class RankServer:
             def resolve(value: Any) -> Any:
                 return value.resolve(self.get, objects=record.objects) if isinstance(value, BatchRef) else value
 
-            with nullcontext() if record.needs is None else self._worker.lease(record.needs):
+            with record.leased(self._worker):
                 answer = getattr(self._worker, call.method)(*map(resolve, unpack(data, handles)))
             if not call.wants_answer:
                 return None
@@ -168,14 +164,14 @@ class RankServer:
         return self._run(call_id, close)
 
     def health(self) -> Health:
-        """How this rank is."""
+        """Report how this rank is."""
         warnings = self._log.drain() if self._log is not None else ()
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None and self._call_id is not None else ""
-        return Health(self._call_id, seconds_since_progress(), stack, warnings)
+        return Health(seconds_since_progress(), stack, warnings)
 
     def interrupt(self, call_id: int) -> None:
-        """Ask a call to end at its next safe point; nothing where it has ended."""
+        """Ask a call to end at its next safe point; do nothing if it has ended."""
         with self._guard:
             self._interrupted_id = call_id
             if self._call_id == call_id:
@@ -202,7 +198,7 @@ class RankServer:
         return Outcome(value, failure, self._log.drain() if self._log is not None else ())
 
     def _keep(self, answer: Any, known: frozenset[str]) -> Any:
-        """Batches of an answer stay here; the driver gets references."""
+        """Keep the batches of an answer here; the driver gets references."""
         if isinstance(answer, Batch):
             return store(answer, self.put, known)
         if isinstance(answer, tuple) and answer and isinstance(answer[0], Batch):

@@ -1,4 +1,4 @@
-"""Resources of a started cluster: its folder, its thread, its signal handler. Nothing of them is left behind."""
+"""Resources of a started cluster: its folder, its thread, its signal handler. All of them are removed at its end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finalize:
     """Call `end` when the owner is dropped, or at the end of the program before the libraries imported so far take
-    themselves down; the result ends it at once. Whatever comes first; once, and in this process only."""
+    themselves down; calling the result ends it at once. It happens once, and in this process only."""
     finalizer = weakref.finalize(owner, _end_in, os.getpid(), end, *args)
     # weakref's own hook may run after that of a library which `end` needs.
     finalizer.atexit = False
@@ -133,13 +133,13 @@ def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finali
 
 
 def _end_in(pid: int, end: Callable[..., Any], *args: Any) -> None:
-    """A forked child inherits what its parent would end: it is not the child's."""
+    """Do nothing in a forked child: the resource belongs to its parent."""
     if os.getpid() == pid:
         end(*args)
 
 
 def check_reachable(address: str) -> None:
-    """Raise OSError if nobody listens at "host:port"; other forms of address are not checked."""
+    """Raise OSError if nothing listens at "host:port"; other forms of address are not checked."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in address:
         socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Transport(Protocol):
 
 
 def supervise(transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions) -> dict[int, Any]:
-    """The answers of all ranks to a call that was sent to them.
+    """Return the answers of all ranks to a call that was sent to them.
 
     Raises one error if it fails, after killing the ranks, unless all came back and can still talk to each other. A
     Ctrl-C is passed on to the ranks and raised here when they are back; a second one kills them.
@@ -58,7 +58,7 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
                     raise KeyboardInterrupt
                 raise error_of(site, doing, watch.failures)
     except BaseException:
-        # A second Ctrl-C, or a SIGTERM: nobody waits for what is under way.
+        # A second Ctrl-C, or a SIGTERM: do not wait for the call under way.
         if watch.pending:
             transport.kill()
         raise
@@ -74,14 +74,14 @@ class _Watch:
         self.failures: dict[int, Failure] = {}
         self._transport, self._site, self._call_id, self._options = transport, site, call_id, options
         start = time.monotonic()
-        # Of each rank: when it last made progress, as far as the driver knows, and where it was then.
+        # For each rank: when it last made progress, as far as the driver knows, and its stack then.
         self._moved = dict.fromkeys(self.pending, start)
         self._stacks: dict[int, str] = {}
         self._answered = dict.fromkeys(self.pending, start)
         self._health_every = min(MAX_HEALTH_SECONDS, max(POLL_SECONDS, options.watchdog_seconds / 4))
 
     def run(self) -> None:
-        """Until all are back, or no more can be expected."""
+        """Wait until all are back, or no more can be expected."""
         deadline: float | None = None
         is_interrupted = False
         next_health = time.monotonic() + self._health_every
@@ -101,25 +101,20 @@ class _Watch:
                 self._look(now)
 
     def _take(self, outcomes: Mapping[int, Outcome]) -> None:
-        said: dict[tuple[int, str], list[int]] = {}
         for rank, outcome in outcomes.items():
             self.pending.discard(rank)
-            for warning in outcome.warnings:
-                said.setdefault(warning, []).append(rank)
             if outcome.failure is None:
                 self.answers[rank] = outcome.value
             else:
                 self.failures[rank] = outcome.failure
-        forward_warnings(self._site.role, said)
+        _forward_warnings(self._site.role, outcomes)
 
     def _look(self, now: float) -> None:
-        said: dict[tuple[int, str], list[int]] = {}
-        for rank, health in self._transport.health(self.pending).items():
+        reports = self._transport.health(self.pending)
+        for rank, health in reports.items():
             self._moved[rank] = max(self._moved[rank], now - health.idle_seconds)
             self._answered[rank], self._stacks[rank] = now, health.stack
-            for warning in health.warnings:
-                said.setdefault(warning, []).append(rank)
-        forward_warnings(self._site.role, said)
+        _forward_warnings(self._site.role, reports)
         # A rank may wait for another one as long as it takes: the call hangs only if none makes progress.
         if now - max(self._moved[rank] for rank in self.pending) > self._options.watchdog_seconds:
             self._hang(now)
@@ -145,13 +140,12 @@ class _Watch:
         self._options = replace(self._options, grace_seconds=0.0)
 
 
-def forward_warnings(role: str, said: Mapping[tuple[int, str], Sequence[int]]) -> None:
+def _forward_warnings(role: str, reports: Mapping[int, Outcome | Health]) -> None:
     """Log the warnings of ranks; what several ranks say is logged once."""
+    said: dict[tuple[int, str], list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        for warning in report.warnings:
+            said.setdefault(warning, []).append(rank)
     for (level, message), ranks in said.items():
-        logger.log(level, "[%s %s] %s", role, name_ranks(ranks), message)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", or "ranks 0, 1"."""
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        logger.log(level, "[%s %s %s] %s", role, noun, ", ".join(map(str, ranks)), message)

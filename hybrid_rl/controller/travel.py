@@ -24,7 +24,7 @@ NUMPY_TYPES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool, torc
 
 
 def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes, list[Any]]:
-    """`value` as bytes, and the handles anywhere in it, which the transport must carry itself to know that they
+    """Return `value` as bytes, and the handles anywhere in it, which the transport must carry itself to know that they
     are in use. what: names the value in errors. Raises ConfigError naming the part that cannot be pickled.
     """
     stream = io.BytesIO()
@@ -35,7 +35,7 @@ def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes
         path, part, reason = _offender(value, is_handle, what) or (what, value, error)
         kind = type(part)
         if isinstance(value, functools.partial):
-            # The user knows what it is given, not the function.
+            # The user knows its arguments, not the function.
             path = path.removeprefix(f"{what}.args[0].")
         remedy = "make it inside the function" if " -> " in path else "make it where it is used"
         if kind.__module__ not in sys.stdlib_module_names:
@@ -53,22 +53,22 @@ def unpack(data: bytes, handles: Sequence[Any]) -> Any:
         return _Unpickler(io.BytesIO(data), handles).load()
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error}, which is needed by what was sent to {socket.gethostname()}: install it on all nodes, or define "
-            f"what needs it in the script or notebook itself, so that it travels along"
+            f"{error}, which is needed by an object sent to {socket.gethostname()}: install it on all nodes, or define "
+            f"the object in the script or notebook itself, so that its code is sent along"
         ) from error
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What modules of the driver's process may look at when a rank imports them. path: folders and archives in which
-    modules are found, absolute; argv: the command line."""
+    """Parts of the driver's process that modules may look at when a rank imports them. path: folders and archives in
+    which modules are found, absolute; argv: the command line."""
 
     path: tuple[str, ...]
     argv: tuple[str, ...]
 
     @classmethod
     def here(cls) -> Driver:
-        """Of this process."""
+        """Describe this process."""
         found = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
         return cls(tuple(entry for entry in found if os.path.exists(entry)), tuple(sys.argv))
 
@@ -116,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
 def _offender(
     value: Any, is_handle: Callable[[Any], bool], path: str, depth: int = 0
 ) -> tuple[str, Any, Exception] | None:
-    """The deepest part that cannot be pickled by itself: its path, itself, and why; None if the value can be."""
+    """Find the deepest part that cannot be pickled by itself: its path, itself, and why; None if the value can be."""
     if is_handle(value):
         return None
     try:

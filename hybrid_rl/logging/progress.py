@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -14,6 +15,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from hybrid_rl.batch import SampleKey
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
@@ -32,8 +35,8 @@ STILL_SECONDS = 20.0  # between messages about something slow
 
 @contextlib.contextmanager
 def still(tell: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
-    """Report repeatedly, with the hint, that something is still going on while the block lasts, so that nobody takes a
-    silent program for a dead one."""
+    """Report repeatedly, with the hint, that something is still going on while the block lasts, so that a
+    silent program is not taken for a dead one."""
     begun, is_over = time.monotonic(), threading.Event()
 
     def remind() -> None:
@@ -96,29 +99,29 @@ class ProgressDisplay:
         elif step % self._every == 0 or step in (1, self._max_steps) or "eval/reward" in metrics:
             self.message(f"step {step}/{self._max_steps}  {line_of(metrics)}  {handoff_line(metrics)}")
 
-    def completions(self, step: int, samples: Sequence[tuple[str, str, float | None]]) -> None:
-        """Print a table of (prompt, completion, reward)."""
+    def completions(self, step: int, samples: Sequence[tuple[SampleKey, str, str, float]]) -> None:
+        """Print a table of samples. samples: key, prompt, completion and reward (NaN = none) of each."""
         table = Table(title=f"completions of step {step}", title_justify="left")
         for title in ("prompt", "completion", "reward"):
             table.add_column(title, overflow="fold")
-        for prompt, completion, reward in samples:
+        for _, prompt, completion, reward in samples:
             # Text, not str, so that markup and emoji codes from a model are shown as they are.
-            table.add_row(Text(prompt), Text(completion), "masked" if reward is None else number("{:.3f}", reward))
+            table.add_row(Text(prompt), Text(completion), "masked" if math.isnan(reward) else number("{:.3f}", reward))
         self.console.print(table)
 
 
 def line_of(metrics: Mapping[str, float]) -> str:
-    """The main metrics, those that exist, as one line."""
+    """Format the main metrics, those that exist, as one line."""
     return "  ".join(f"{title} {number(form, metrics[name])}" for title, name, form in COLUMNS if name in metrics)
 
 
 def number(form: str, value: float) -> str:
-    """A number in its format, or in exponential form if it is very large."""
+    """Format a number; in exponential form if it is very large."""
     return f"{value:g}" if abs(value) >= LARGE else form.format(value)
 
 
 def handoff_line(metrics: Mapping[str, float]) -> str:
-    """The last handoff in words: version, bytes of the rank with the most, seconds, and how it was verified."""
+    """Describe the last handoff: version, bytes of the rank with the most, seconds, and how it was verified."""
     if "handoff/version" not in metrics:
         return ""
     gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ""

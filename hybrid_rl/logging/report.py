@@ -102,9 +102,7 @@ class RunFolder:
         self.is_continued = keep
         name = name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = _claim(Path(output_dir).absolute(), name, keep)
-        self.taken = (
-            self.path.with_name(name) if self.path.name != name else None
-        )  # the requested name, if it was taken
+        self.taken = None if self.path.name == name else self.path.with_name(name)  # the name that was asked for
         self.metrics = JsonLines(self.path / "metrics.jsonl")
 
     def write_text(self, name: str, text: str) -> None:
@@ -146,7 +144,7 @@ class RunFolder:
         return Dropped(num_steps, unreadable)
 
     def _keep_aside(self, path: Path, dropped: bytes) -> None:
-        """Append what is dropped from a log to its file, without repeating what a killed process had appended."""
+        """Append the dropped lines of a log to its file, without repeating those that a killed process had appended."""
         target = path.with_name(f"{path.name}.dropped")
         try:
             with open(target, "a+b") as file:
@@ -172,8 +170,7 @@ class RunFolder:
         if lost:
             raise HybridRLError(
                 f"{', '.join(map(str, lost))}: the disk is full or read-only, and the records of the last steps could "
-                f"not be written; "
-                "the model in memory is complete: free space and call trainer.save()"
+                "not be written; the model in memory is complete: free space and call trainer.save()"
             )
         try:
             draw_curves(self.metrics.path, self.path / "curves.png")
@@ -188,7 +185,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Draw the main metrics of a metrics.jsonl over training steps as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = read_jsonl(metrics)
@@ -198,7 +194,6 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         return
     rows = -(-len(shown) // 2)
     figure = Figure(figsize=(10, 2.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (title, names) in zip(figure.subplots(rows, 2, squeeze=False).flat, shown, strict=False):
         for name in names:
             points = [(r["step"], r[name]) for r in records if name in r]
@@ -259,7 +254,6 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
         self._writer: Any = None
         self._wandb: Any = None
-        check_trackers(names)
         if "tensorboard" in names:
             from torch.utils.tensorboard import SummaryWriter
 

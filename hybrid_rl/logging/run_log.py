@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rl.batch import AnyBatch, SampleKey
+from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
 from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
@@ -34,6 +33,7 @@ class RunLog:
 
     checkpoint: the one that the run resumes from, None for a new run.
     lock: of the resumed run's folder; None if a new folder is made, or locked here.
+    display: the console.
 
     Existing files stay unchanged until `take_up`, before the first write: a run that cannot start leaves no trace.
     Raises ConfigError if another run has the folder.
@@ -47,22 +47,22 @@ class RunLog:
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
-        self._display = ProgressDisplay(max_steps)
+        self.display = ProgressDisplay(max_steps)
         self._has_warned = False
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
             self._write_config()
         if self._run.taken is not None:
-            self.message(f"the run folder is {self.path}, because {self._run.taken} exists")
+            self.display.message(f"the run folder is {self.path}, because {self._run.taken} exists")
 
     def tell_resumed(self, state: Mapping[str, Any]) -> None:
         """Log where the run resumes, and which keys have changed. state: of the checkpoint."""
         is_elsewhere = self._checkpoint is not None and self._checkpoint.parent.resolve() != self.path.resolve()
         place = f" in {self.path}" if is_elsewhere else ""
-        self.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
+        self.display.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
         if changed := changes(state.get("config", {}), to_dict(self._config)):
-            self.message(f"changed: {changed}")
+            self.display.message(f"changed: {changed}")
 
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
@@ -77,7 +77,7 @@ class RunLog:
     def take_up(self) -> None:
         """Take a resumed folder into use before anything is written to it: checkpoints, records and rollouts of later
         steps (of all steps, if there is no checkpoint) are set aside, because they will be made again. Nothing is
-        deleted, and the next call completes what was interrupted.
+        deleted, and the next call completes an interrupted one.
 
         Raises HybridRLError if the folder was taken over or cannot be written.
         """
@@ -98,7 +98,7 @@ class RunLog:
         if moved:
             logger.warning(
                 "%s: %s, so checkpoints of another branch are set aside: %s. resume=auto ignores them; "
-                "resume= with the path of one of them starts a run folder of its own",
+                "resume= with the path of one of them starts a separate run folder",
                 *(self.path, after, ", ".join(path.name for path in moved)),
             )
         if dropped.num_steps:
@@ -113,7 +113,7 @@ class RunLog:
             )
 
     def _config_problem(self) -> str:
-        """What is wrong with the existing config.yaml; "" if nothing is."""
+        """Return what is wrong with the existing config.yaml; "" if nothing is."""
         path = self.path / "config.yaml"
         if not path.exists():
             return "the file is missing"
@@ -158,14 +158,6 @@ class RunLog:
         """The run folder."""
         return self._run.path
 
-    def start(self, step: int) -> None:
-        """Show progress from this step on."""
-        self._display.start(step)
-
-    def message(self, text: str) -> None:
-        """Print a line for the person who watches."""
-        self._display.message(text)
-
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, or (step 0) of the evaluation before the first."""
         assert self._trackers is not None
@@ -174,17 +166,12 @@ class RunLog:
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
         if step:
-            self._display.step(step, metrics)
-
-    def completions(self, step: int, texts: Iterable[tuple[SampleKey, str, str, float]]) -> None:
-        """Show samples in the console. texts: key, prompt, completion and reward (NaN = none) of each."""
-        shown = [(prompt, text, None if math.isnan(reward) else reward) for _, prompt, text, reward in texts]
-        self._display.completions(step, shown)
+            self.display.step(step, metrics)
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot
         write."""
-        self._display.stop()
+        self.display.stop()
         if self._is_taken_up:
             self._run.finish(lost)
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set `variables` inside the block; after it all variables are as before, also others that the block changed."""
+    """Set `variables` inside the block; after it all variables are as before, including those that the block
+    changed."""
     # The mapping that os.environ decodes from: copying it takes a microsecond, copying the decoded one a hundred.
     encoded: dict[bytes, bytes] = vars(os.environ)["_data"]
     before = encoded.copy()

@@ -182,10 +182,11 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
 
-def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a teacher is needed but not named, or has another vocabulary."""
+def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the name or folder of the model to distil, if the algorithm has one. Raises ConfigError if it is needed
+    but not named, or has another vocabulary."""
     if Needs.TEACHER_LOGPROBS not in config.advantage.needs:
-        return
+        return None
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
@@ -196,12 +197,16 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
             f"teacher_path={path!r} has another vocabulary ({len(theirs)} tokens) than the model ({len(tokenizer)}), "
             "so its logprobs are of other tokens; choose a teacher of the same family"
         )
+    return path
 
 
-def check_critic(config: TrainerConfig) -> None:
-    """Raise ModelError if the critic's own model cannot be found."""
-    if isinstance(config.critic, ValueHeadConfig) and config.critic.critic_path is not None:
-        load_settings(config.critic.critic_path, config)
+def check_critic(config: TrainerConfig) -> str | None:
+    """Return the name or folder of the model that the critic starts from, if that is not the policy. Raises ModelError
+    if it cannot be found."""
+    path = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
+    if path is not None:
+        load_settings(path, config)
+    return path
 
 
 def check_demonstrations_of(

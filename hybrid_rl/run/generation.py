@@ -18,7 +18,7 @@ COUNTS = ("num_generations", "max_completion_length")
 
 def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that are not numbers, or not whole numbers if they must be. given: fields of
-    SamplingParams, which knows their ranges; None for what training does."""
+    SamplingParams, which knows their ranges; None for those of training."""
     if num_generations is None:
         raise ConfigError("num_generations=None: give the number of completions per prompt")
     for name, value in {"num_generations": num_generations, **given}.items():
@@ -33,8 +33,8 @@ def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
 def generation_of(
     run: Run, prompts: Sequence[Any], given: Mapping[str, Any], stop_strings: Sequence[str] | str | None
 ) -> tuple[list[PromptRow], SamplingParams]:
-    """The rows of prompts without a data set, and how their tokens are chosen. given: fields of SamplingParams, None
-    for what training does."""
+    """Return the rows of prompts without a data set, and their sampling parameters. given: fields of SamplingParams,
+    None for those of training."""
     chosen = {**given, "stop_strings": check_stop_strings(stop_strings, run.choice.tokenizer)}
     params = replace(run.train_params, **{name: value for name, value in chosen.items() if value is not None})
     encoded = run.data.encoder.encode(prompts)

@@ -1,4 +1,4 @@
-"""Guard of a training step: it is whole, or it did not happen."""
+"""Guard of a training step: it is completed, or it did not happen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybrid_rl.process.interrupts import deferred_interrupt
 
 
 class StepGuard:
-    """Owns what must hold if a training step is broken off by an error or by Ctrl-C.
+    """Keeps a training step whole if an error or Ctrl-C breaks it off.
 
     Before `commit` the step is taken back: its prompts come again in the next one. From `commit` to the end of the step
     Ctrl-C waits (a second one does not). Between `commit` and `complete` the weights belong to no step: if the step
@@ -18,7 +18,7 @@ class StepGuard:
 
     data_position: state of the sampler after the last complete step.
     is_stepping: whether a step is under way that is not complete.
-    is_torn: whether the weights lie between two training steps.
+    is_torn: whether the weights are between two training steps.
     """
 
     def __init__(self, sampler: PromptSampler) -> None:
@@ -29,7 +29,7 @@ class StepGuard:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A training step, and what is due after it."""
+        """Enclose a training step, and the work that is due after it."""
         with self._hold:
             self.is_stepping = True
             try:
@@ -42,11 +42,11 @@ class StepGuard:
                 self.is_stepping = False
 
     def commit(self) -> None:
-        """The weights are changed from here on."""
+        """Note that the weights change from here on."""
         self._hold.enter_context(deferred_interrupt())
         self.is_torn = True
 
     def complete(self) -> None:
-        """The step is done: what fails from here on does not take it back."""
+        """Note that the step is done: an error from here on does not take it back."""
         self.data_position = self._sampler.state_dict()
         self.is_stepping = self.is_torn = False

@@ -1,4 +1,4 @@
-"""Trainers that share a process: resources that only one may hold, shared modules, attributes that users may set."""
+"""Trainers in one process: resources that only one may hold, shared modules, attributes that users may set."""
 
 from __future__ import annotations
 
@@ -151,26 +151,25 @@ class Tenant:
             _trained_by[self.module] = self.run_folder
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or not self._is_made:
-            super().__setattr__(name, value)
-        elif name == "max_steps":
+        if self._is_made and not name.startswith("_"):
+            self._check_set(name, value)
+        super().__setattr__(name, value)
+
+    def _check_set(self, name: str, value: Any) -> None:
+        """Raise ConfigError for an attribute that may not be set, or not to this value."""
+        if name == "max_steps":
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
-            super().__setattr__(name, value)
         elif name in ARGUMENTS or name in leaf_names():
             raise ConfigError(
                 f"trainer.{name} would do nothing: it is fixed when a Trainer is made. Make another one: "
                 f"Trainer(..., resume=trainer.save()) keeps the optimizer state, Trainer(str(trainer.save()), ...) "
                 f"starts a new run from these weights"
             )
-        elif not hasattr(self, name) and type(self).__bases__ == (
-            Tenant,
-        ):  # a user's subclass has attributes of its own
+        elif not hasattr(self, name) and type(self).__bases__ == (Tenant,):  # a user's subclass may add attributes
             raise ConfigError(
                 f"trainer.{name} would do nothing: a Trainer has no such attribute; only max_steps can be set"
             )
-        else:
-            super().__setattr__(name, value)
 
 
 def has_folder(folder: Path) -> bool:
@@ -179,12 +178,12 @@ def has_folder(folder: Path) -> bool:
 
 
 def _open_here() -> list[Tenant]:
-    """The open Trainers of this process, without copies made by a fork."""
+    """List the open Trainers of this process, without copies made by a fork."""
     return [other for other in _open if other._pid == os.getpid()]
 
 
 def make_way(config: TrainerConfig, folder: Path | None) -> None:
-    """Close the Trainers that hold what a new one needs and only one can have: its run folder, the vLLM of the process.
+    """Close the Trainers that hold what a new one needs exclusively: its run folder, the vLLM of the process.
     They are often left over: a notebook keeps the Trainer of a cell that is run again.
 
     Raises ConfigError while one of them is in a training step.
@@ -204,7 +203,7 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
 
 
 def _colocated(config: TrainerConfig) -> str | None:
-    """The engine with weights of its own in this process, if there is one."""
+    """Return the colocated engine of this process, if there is one."""
     is_here = config.rollout.placement == "colocated" and not isinstance(config.controller, RayControllerConfig)
     return config.rollout.engine if is_here else None
 
@@ -227,5 +226,5 @@ def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
 
 
 def steps_of(module: nn.Module | None) -> int:
-    """Training steps of a module in this process, by any Trainer."""
+    """Count the training steps of a module in this process, by any Trainer."""
     return 0 if module is None else _steps.get(module, 0)

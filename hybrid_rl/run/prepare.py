@@ -1,4 +1,4 @@
-"""Preparation of a run from what the user gave, cheapest checks first: nothing is loaded that a check could refuse."""
+"""Preparation of a run from the user's arguments, cheapest checks first, so that nothing is loaded in vain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.algos import Needs
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
 from hybrid_rl.checkpoint.manifest import check_model_texts
@@ -83,11 +82,11 @@ class ModelChoice:
         )
 
     def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
-        """The module; without weights if it was given by path."""
+        """Return the module; without weights if it was given by path."""
         return self.module or build_on_meta(self.recipe(config), DTYPES[config.model.dtype])
 
     def recipe(self, config: TrainerConfig) -> ModelRecipe:
-        """The recipe with which other processes build a model that was given by path."""
+        """Return the recipe with which other processes build a model that was given by path."""
         assert self.path is not None
         return ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
 
@@ -95,7 +94,7 @@ class ModelChoice:
 def record_arguments(
     config: TrainerConfig, given: frozenset[str], model: Any, train: Any, evaluation: Any
 ) -> TrainerConfig:
-    """Return the config with what was passed as arguments, so that the run folder records it: paths, a module's dtype.
+    """Return the config with the values passed as arguments, which the run folder records: paths, a module's dtype.
 
     Raises ConfigError if argument and key disagree, and ModelError for a module whose dtype cannot be trained.
     """
@@ -153,7 +152,7 @@ def find_hardware(config: TrainerConfig, module_device: Device | None = None) ->
 
 
 def device_of(model: Any) -> Device | None:
-    """The kind of device that a module is on; None for anything else. Raises ModelError for unsupported kinds."""
+    """Return the kind of device that a module is on, None for anything else. Raises ModelError for other kinds."""
     if not isinstance(model, PreTrainedModel):
         return None
     if model.device.type not in ("cpu", "cuda"):
@@ -162,7 +161,7 @@ def device_of(model: Any) -> Device | None:
 
 
 def tell_devices(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> None:
-    """Log what may surprise a user with a GPU."""
+    """Warn of choices that may surprise a user with a GPU."""
     is_local = not isinstance(config.controller, RayControllerConfig)
     if module_device == "cpu" and is_local and hardware.num_gpus:
         logger.warning(
@@ -234,6 +233,8 @@ class Run:
     config: TrainerConfig
     choice: ModelChoice
     skeleton: PreTrainedModel  # the module; without weights if it was given by path
+    teacher_path: str | None  # of the model to distil, if there is one
+    critic_path: str | None  # of the model that the critic starts from, if that is not the policy
     data: Data
     rewards: RewardSetup
     reward_names: list[str]
@@ -253,19 +254,6 @@ class Run:
         """The prompts of the evaluation data."""
         data = self.data.eval
         return [] if data is None else [data[index] for index in range(len(data))]
-
-    @property
-    def teacher_path(self) -> str | None:
-        """The model to distil, if the algorithm has one."""
-        if Needs.TEACHER_LOGPROBS not in self.config.advantage.needs:
-            return None
-        path: str | None = self.config.advantage.teacher_path  # type: ignore[attr-defined]
-        return path
-
-    @property
-    def critic_path(self) -> str | None:
-        """The model that the critic starts from, if that is not the policy."""
-        return self.config.critic.critic_path if isinstance(self.config.critic, ValueHeadConfig) else None
 
     @property
     def max_length(self) -> int:
@@ -298,8 +286,8 @@ def prepare(
     *,
     closing: contextlib.ExitStack,
 ) -> Run:
-    """Check what the user gave, cheapest first. closing: releases the run folder when it is closed. Raises ConfigError,
-    DataError, ModelError or CheckpointError."""
+    """Check the user's arguments, cheapest checks first. closing: releases the run folder when it is closed. Raises
+    ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
     module_device = device_of(model)
@@ -330,8 +318,7 @@ def prepare(
             "resume will not find one either; set save_steps, or call trainer.save()"
         )
     choice = choose_model(model, tokenizer, resolved)
-    check_teacher(resolved, choice.tokenizer)
-    check_critic(resolved)
+    teacher_path, critic_path = check_teacher(resolved, choice.tokenizer), check_critic(resolved)
     media = media_of(choice.settings)
     data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
@@ -347,7 +334,8 @@ def prepare(
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     if resume is not None:
         check_resumed(resume, is_auto=resolved.resume == "auto")
-    return Run(resolved, choice, skeleton, data, rewards, names, training, evaluating, max_steps, resume, lock)
+    models = (choice, skeleton, teacher_path, critic_path)
+    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, lock)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

@@ -17,6 +17,7 @@ from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
+from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
@@ -64,17 +65,17 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of a rank in this process for a resolved `model.device`: the CPU, or the current GPU."""
+    """Return the device of a rank in this process for a resolved `model.device`: the CPU, or the current GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _recipe(path: str | None, config: TrainerConfig) -> ModelRecipe | None:
-    """The recipe with which ranks build a frozen model that is named by path."""
+    """Return the recipe with which ranks build a frozen model that is named by path."""
     return None if path is None else ModelRecipe.of_folder(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> PreTrainedModel | None:
-    """A frozen model that is named by path, loaded in this process."""
+    """Load a frozen model that is named by path in this process."""
     if path is None:
         return None
     settings = config.model
@@ -139,15 +140,15 @@ class RayRanks:
         fsdp: FSDPConfig | None = None,
     ) -> Backend:
         """Start the ranks of a group. fsdp: of a sharded model; without it all ranks are shards of one copy."""
-        from hybrid_rl.controller.ray_backend import RayBackend
+        from hybrid_rl.controller.ray_backend import RayActors
 
         dp_replicate = fsdp.dp_replicate if fsdp else 1
-        backend = RayBackend(
+        backend = RemoteBackend(
             role,
             make_worker,
-            mesh=RankMesh({"dp_replicate": dp_replicate, "dp_shard": num_ranks // dp_replicate}),
+            mesh=RankMesh(dp_replicate, num_ranks // dp_replicate),
             splitter=splitter,
-            cluster=self.cluster,
+            ranks=RayActors(self.cluster),
             options=self._options,
             log_folder=self._log_folder,
         )
@@ -169,7 +170,7 @@ def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
 
 
 def attention_cost(skeleton: PreTrainedModel) -> float:
-    """The `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
+    """Return the `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())

@@ -23,7 +23,7 @@ ROLES = {"policy": "", "critic": "critic/"}
 
 @contextlib.contextmanager
 def broken_model_told(doing: str, run: Path) -> Iterator[None]:
-    """Add to the error of an engine whose model gives logits that are not finite what was being done, and a remedy."""
+    """Add the work in progress and a remedy to the error of an engine whose model gives logits that are not finite."""
     try:
         yield
     except BrokenModelError as error:
@@ -113,7 +113,7 @@ class SignalWatch:
         )
 
     def _reason(self, metrics: Mapping[str, float]) -> str:
-        """Name the likely cause in the last of these steps, and what to do."""
+        """Name the likely cause in the last of these steps, and a remedy."""
         reward = metrics.get("reward", float("nan"))
         if self._masks_truncated and metrics.get("completions/clipped_ratio") == 1.0:
             return (

@@ -106,8 +106,8 @@ def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> Sh
     # memory of a host there is room for them, and its network is slower.
     default_sync = device_type != "cpu"
     return ShardOptions(
-        dp_replicate=mesh.shape["dp_replicate"],
-        dp_shard=mesh.shape["dp_shard"],
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
         param_dtype=DTYPES[config.model.dtype],
         reduce_dtype=DTYPES[fsdp.reduce_dtype],
         reshard_after_forward=fsdp.reshard_after_forward,

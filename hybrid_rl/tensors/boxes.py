@@ -1,4 +1,4 @@
-"""Boxes of a global tensor: the part that lies on a rank."""
+"""Boxes of a global tensor: the part that a rank holds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Box = tuple[slice, ...]  # one slice per dim, with start and stop, without step
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part, without its gradient history; the tensor itself if it is not sharded."""
+    """Return this rank's part, without its gradient history; the tensor itself if it is not sharded."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_box(tensor: Tensor) -> Box:
-    """The box of this rank's part in the global tensor (torch.chunk semantics; it may be empty)."""
+    """Return the box of this rank's part in the global tensor (torch.chunk semantics; it may be empty)."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, extent) for extent in tensor.shape)
     shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -39,12 +39,12 @@ def is_first_copy(tensor: Tensor, rank: int) -> bool:
 
 
 def num_elements(box: Box) -> int:
-    """Elements of a box; 1 for the box of a scalar."""
+    """Count the elements of a box; 1 for the box of a scalar."""
     return math.prod(part.stop - part.start for part in box)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if there is none."""
+    """Return the common part of two boxes; None if there is none."""
     common = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return None if any(part.start >= part.stop for part in common) else common
 

@@ -1,4 +1,4 @@
-"""Copies between host and device without either waiting for the other.
+"""Copies between host and device in which neither waits for the other.
 
 A plain `tensor.to("cuda")` of memory that is not pinned blocks the host until the copy is done, and `tensor.cpu()`
 until the device has finished all of its work. Here uploads go through pinned memory, many tensors in one copy;
@@ -16,7 +16,8 @@ ALIGNMENT = 64  # bytes: the alignment that kernels with wide loads, such as Tri
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to a device, contiguous, in one copy that nobody waits for; on the CPU return them as they are.
+    """Copy tensors to a device, contiguous, in one copy that the host does not wait for; on the CPU return them as they
+    are.
 
     tensors: on the CPU, without gradient. The results are views of one allocation.
     """
@@ -50,12 +51,12 @@ def finish_downloads(device: torch.device) -> None:
 
 
 def _part(packed: Tensor, start: int, like: Tensor) -> Tensor:
-    """The view of packed uint8 memory, from byte `start`, with the dtype and shape of `like`."""
+    """Return the view of packed uint8 memory, from byte `start`, with the dtype and shape of `like`."""
     num_bytes = like.numel() * like.element_size()
     return packed[start : start + num_bytes].view(like.dtype).view(like.shape)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers of a module, without those of the modules inside, to a device."""
+    """Move the buffers of a module, but not of its submodules, to a device."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         setattr(module, name, buffer.to(device))

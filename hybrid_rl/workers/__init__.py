@@ -1,1 +1,1 @@
-"""Workers: what runs on a rank."""
+"""Workers: the code that runs on a rank."""

@@ -1,4 +1,4 @@
-"""What every worker has."""
+"""Base class of workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerBase:
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        # An engine's memory comes from the device itself: PyTorch must not sit on what an update has freed.
+        # An engine's memory comes from the device itself: PyTorch must not keep memory that an update has freed.
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
 
@@ -27,8 +27,8 @@ class WorkerBase:
 
     @dispatch(collect="all")
     def memory_metrics(self) -> dict[str, float]:
-        """Bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since the
-        last call."""
+        """Return bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since
+        the last call."""
         metrics = {f"memory/{tag}_bytes": float(size) for tag, size in self.leases.resident_bytes().items()}
         metrics.update({f"memory/{name}_bytes": float(size) for name, size in measure().items()})
         moved = self.leases.drain_transitions()
@@ -38,8 +38,8 @@ class WorkerBase:
 
     @dispatch(collect="all")
     def probe_rank(self) -> RankProbe:
-        """Versions and speed of this rank, for `preflight`."""
+        """Measure versions and speed of this rank, for `preflight`."""
         return probe_rank(self._context)
 
     def close(self) -> None:
-        """Release what the worker holds; subclasses extend."""
+        """Release all resources of the worker; subclasses extend."""

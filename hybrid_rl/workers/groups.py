@@ -68,7 +68,7 @@ class PolicyGroup(RankGroup):
         try:
             made: BatchRef = self._ranks.call(HybridWorker.score, batch, step)
         except BaseException:
-            referring.exception()  # waits for the reference; the policy's error is the one that is told
+            referring.exception()  # waits for the reference; the policy's error is the one that is raised
             raise
         referred = result_of(referring)
         assert isinstance(referred, BatchRef)
@@ -91,18 +91,19 @@ class PolicyGroup(RankGroup):
         return self._ranks.call(HybridWorker.update_weights_again, version)
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
-        """Tell which update was the last that policy and critic skipped."""
+        """Return the last update that policy and critic each skipped."""
         return self._ranks.call(HybridWorker.skipped_updates)
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 
     def log_samples(self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int]) -> None:
-        """Append each rank's samples to a file of its own in the run folder. What cannot be written now waits. first:
-        the smallest group and trajectory of the step, from which records count."""
+        """Append the samples of each rank to its file in the run folder. Samples that cannot be written now wait.
+        first: the smallest group and trajectory of the step, from which records count."""
         self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
 
     def lost_samples(self) -> list[Path]:
-        """Write what waits, and return the files that cannot be written. Dead ranks were reported when they died."""
+        """Write the samples that wait, and return the files that cannot be written. Dead ranks were reported when they
+        died."""
         try:
             files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:

@@ -1,4 +1,4 @@
-"""The hybrid worker: actor, reference and rollout engine of one rank, in one process. Only here do they meet."""
+"""The hybrid worker: actor, reference and rollout engine of one rank, in one process. They meet only here."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 def causes(gap: float, proof: str | None) -> str:
-    """Why engine and trainer may differ, likeliest first. gap: of their logprobs, NaN or inf if one of them gives none.
-    proof: as `RolloutSide.proof` gives it."""
+    """Explain why engine and trainer may differ, likeliest cause first. gap: of their logprobs, NaN or inf if one of
+    them gives none. proof: as `RolloutSide.proof` gives it."""
     if not math.isfinite(gap):
-        return "the weights, or what one of them computes from them, are not finite"
+        return "the weights, or numbers that one of them computes from them, are not finite"
     others = "own code for the architecture, an argument of the engine, an activation, hook or buffer changed by hand"
     if proof is None:
         return (
-            f"the engine does not hold the trainer's weights (nobody compared them in this handoff; verify_steps=1 "
-            f"does), or it computes otherwise ({others})"
+            f"the engine does not hold the trainer's weights (they were not compared in this handoff; verify_steps=1 "
+            f"does), or it computes differently ({others})"
         )
     return (
-        f"the engine computes this architecture otherwise ({others}); {proof}. rollout.engine=inplace or hf runs the "
+        f"the engine computes this architecture differently ({others}); {proof}. rollout.engine=inplace or hf runs the "
         "trainer's own modules; probe_tolerance accepts such a gap"
     )
 
@@ -122,10 +122,8 @@ class HybridWorker(WorkerBase):
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
-        self.leases.add(self._reward_models.resident)
-        self.leases.add(module_resident(ACTOR, model.module))
-        self.leases.add(optimizer_resident(self._actor.optimizer))
-        for resident in (*self._roles.residents, *self._side.residents):
+        trained = (module_resident(ACTOR, model.module), optimizer_resident(self._actor.optimizer))
+        for resident in (self._reward_models.resident, *trained, *self._roles.residents, *self._side.residents):
             self.leases.add(resident)
 
     # ------------------------------------------------------------------------------------------------ training
@@ -135,19 +133,19 @@ class HybridWorker(WorkerBase):
 
     @dispatch(split="groups", collect="concat", needs=SCORING)
     def score(self, batch: Batch, step: int) -> Batch:
-        """Add what the algorithm needs of the batch: logprobs of policy, reference and teacher, values."""
+        """Add the columns that the algorithm needs: logprobs of policy, reference and teacher, values."""
         plan = self._plan(batch, step)
         batch = batch.with_columns(**self._actor.columns(batch, plan))
         return batch.with_columns(**self._roles.columns(batch, plan))
 
     @dispatch(split="groups", collect="concat")
     def advantages(self, batch: Batch) -> Batch:
-        """Add advantages, one per completion token, and returns where there is a critic; needs whole groups."""
+        """Add advantages, one per completion token, and returns if there is a critic; needs whole groups."""
         return with_advantages(batch, self._advantages, self._context, self._actor.kl_weight.beta)
 
     @dispatch(split="groups", collect="all", needs=TRAINING)
     def update(self, batch: Batch, step: int) -> MetricSums:
-        """All optimizer steps of a training step; this rank's part of their metrics."""
+        """Take all optimizer steps of a training step. Returns this rank's part of their metrics."""
         plan = self._plan(batch, step)
         self._version = None
         sums = self._roles.update_critic(batch, plan)
@@ -159,7 +157,7 @@ class HybridWorker(WorkerBase):
 
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
-        """Of policy and critic the last update that was skipped."""
+        """Return the last update that policy and critic each skipped."""
         return {"policy": self._actor.skipped, "critic": self._roles.skipped_update}
 
     # ------------------------------------------------------------------------------------------------- rollout
@@ -169,7 +167,7 @@ class HybridWorker(WorkerBase):
         """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
         often as configured, that it has them and computes with them. Leases PUBLISHING, and GENERATING for the probe.
 
-        Raises HandoffError where it does not: the run stops before anything is generated with such weights.
+        Raises HandoffError if it does not: the run stops before anything is generated with such weights.
         """
         self._version = None
         with self.lease(PUBLISHING):
@@ -196,12 +194,12 @@ class HybridWorker(WorkerBase):
 
     @dispatch(collect="all")
     def update_weights_again(self, version: int) -> dict[str, float]:
-        """The same for a version that the engine holds already: its weights were changed by somebody else."""
+        """Do the same for a version that the engine already holds, if its weights were changed by somebody else."""
         self._invalidate()
         return self.update_weights(version)
 
     def _is_probed(self, version: int) -> bool:
-        """Whether this handoff is: all ranks, or none; one that failed alone wants it where the others do not."""
+        """Whether this handoff is probed. All ranks are, or none; a rank that failed alone makes all probe."""
         every = self._config.rollout.probe_steps
         if not every:
             return False
@@ -209,7 +207,7 @@ class HybridWorker(WorkerBase):
 
     def _publish_lost(self, version: int) -> None:
         """Publish this version again if it was published and an engine has lost it since. If that fails, the next call
-        tries again: the actor's weights are what they were."""
+        tries again: the actor's weights have not changed."""
         # A rank may have failed alone the last time; all publish together.
         stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
         if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
@@ -221,13 +219,13 @@ class HybridWorker(WorkerBase):
             self._version = version
 
     def _invalidate(self) -> None:
-        """The engine generates nothing before it is given weights, and the handoffs that follow are probed again."""
+        """Have the engine generate nothing until it is given weights, and probe the handoffs that follow again."""
         self._num_unproved = FIRST_PROBES
         self._engine.invalidate()
 
     @contextmanager
     def _or_invalidate(self) -> Iterator[None]:
-        """What fails inside leaves an engine that generates nothing."""
+        """Invalidate the engine if the block fails."""
         try:
             yield
         except BaseException:
@@ -256,8 +254,8 @@ class HybridWorker(WorkerBase):
 
     @dispatch(split="items", collect="concat")
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """Scored samples of this rank's prompts. Leases GENERATING, and PUBLISHING before it where the engine has given
-        its weights up since they were published: it sleeps without a copy."""
+        """Generate and score samples of this rank's prompts. Leases GENERATING, and before it PUBLISHING if the engine
+        has given up its weights since they were published: it sleeps without a copy."""
         self._actor.optimizer.check()
         self._publish_lost(call.version)
         with self.lease(GENERATING | {REWARD_MODELS}):
@@ -269,14 +267,14 @@ class HybridWorker(WorkerBase):
 
     @dispatch(split="items", collect="concat")
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """The dataset's own completions of this rank's prompts."""
+        """Score the dataset's own completions of this rank's prompts."""
         return self._demonstrations.run(tasks, call)
 
     # --------------------------------------------------------------------------------------------- samples as text
 
     @dispatch(split="groups", collect="leader", objects=True)
     def log_samples(self, batch: Batch, step: int, folder: Path, first: tuple[int, int]) -> None:
-        """Append this rank's samples to a file of its own in the run folder; what cannot be written now waits. first:
+        """Append this rank's samples to its file in the run folder; samples that cannot be written now wait. first:
         the smallest group and trajectory of the step."""
         context = self._context
         if not context.is_data_leader:
@@ -289,13 +287,13 @@ class HybridWorker(WorkerBase):
 
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
-        """Key, prompt, completion and reward of this rank's samples."""
+        """Return key, prompt, completion and reward of this rank's samples."""
         columns = (sample_keys(batch), map(str, batch["prompt"]), batch["completion"])
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")
     def flush_samples(self) -> Path | None:
-        """Write what waits; the file where that fails."""
+        """Write the samples that wait. Returns the file if that fails."""
         return None if self._samples is None or self._samples.flush() else self._samples.path
 
     @dispatch(split="groups", collect="leader", objects=True)

@@ -1,9 +1,9 @@
-"""Before a run: do all ranks run the same software, each on a device of its own, and about equally fast?
+"""Comparison of ranks before a run: the same software, a device for each, and about the same speed.
 
 Ranks work in step, so one slow rank slows all of them, and one that runs other code gives other numbers, both without
 any error. Either is cheap to see before the first step and costly to find out after a day. What seems slow is measured
-again, some times over a few seconds: a program that happened to want the same core is no reason to refuse a run. A CPU
-that stays slow is only warned of, since who else wants it may be gone in a minute.
+again, some times over a few seconds: a program that happened to use the same core is not a reason to refuse a run. A
+CPU that stays slow only causes a warning, since the other program may be gone in a minute.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PAUSES = (0.3, 1.0, 2.0)  # seconds before measuring ranks again of which one se
 
 @dataclass(frozen=True)
 class RankProbe:
-    """What a rank found out about itself.
+    """Software, device and speed of a rank.
 
-    device: kind and name. device_id: which one on its host, empty for CPUs. versions: of what its numbers depend on.
-    seconds: the best of a few runs of each test.
+    device: kind and name. device_id: which one on its host, empty for CPUs. versions: of all that its numbers depend
+    on. seconds: the best of a few runs of each test.
     """
 
     rank: int
@@ -72,24 +72,24 @@ def probe_rank(context: RankContext) -> RankProbe:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        # Instances of one MIG GPU are devices of their own, and a rank on one sees nothing else.
+        # Each instance of a MIG GPU is a device, and a rank on one sees no other.
         name, device_id = f"cuda {properties.name}", visible if visible.startswith("MIG") else str(properties.uuid)
     seconds = _measure_seconds(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # whoever sizes a cache later asks the device what is free
+        torch.cuda.empty_cache()  # the size of a cache will depend on the free memory of the device
     return RankProbe(context.rank, socket.gethostname(), name, device_id, torch.get_num_threads(), versions(), seconds)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what a rank's numbers depend on; "missing" for what is not installed."""
+    """Return the versions of all that a rank's numbers depend on; "missing" if it is not installed."""
     found = {"python": platform.python_version()}
     for name in ("hybrid_rl", "torch", "transformers", "numpy", "ray"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing"
-    vllm = [metadata.version(name) for name in metadata.packages_distributions().get("vllm", ())]
+    vllm = [f"{metadata.version(name)} ({name})" for name in metadata.packages_distributions().get("vllm", ())]
     found["vllm"] = vllm[0] if vllm else "missing"
     # Two checkouts have one version number, but not one set of sources.
     found["hybrid_rl"] += f" ({_source_digest()})"
@@ -108,8 +108,8 @@ def _source_digest() -> str:
 
 @torch.inference_mode()
 def _measure_seconds(device: torch.device) -> dict[str, float]:
-    """Large enough to show a device's speed, small enough to go unnoticed. On a core about 15 ms each: shorter than the
-    turns that programs take on a core, a test would be all luck."""
+    """Time the tests, which are large enough to show a device's speed and small enough to go unnoticed. On a core about
+    15 ms each: a test shorter than the turns that programs take on a core would be a matter of luck."""
     is_cuda = device.type == "cuda"
     size, num_mib = (4096, 256) if is_cuda else (1024, 32)
     matrix = torch.ones(size, size, dtype=torch.bfloat16 if is_cuda else torch.float32, device=device)
@@ -142,23 +142,20 @@ class ProbedRanks(Protocol):
     """A group of ranks that can be compared."""
 
     def probe_rank(self) -> list[RankProbe]:
-        """What each rank found out about itself."""
+        """Probe each rank."""
 
 
 def preflight(group: ProbedRanks) -> None:
-    """Compare the ranks of a group. Raises HybridRLError with everything that does not
-    fit; slow CPUs are warned of."""
-    probes = probe_ranks(group)
-    problems = check(probes)
+    """Compare the ranks of a group. Raises HybridRLError with everything that does not fit; warns of slow CPUs."""
+    problems, doubts = check(probe_ranks(group))
     if problems:
         raise HybridRLError("\n - ".join(["the ranks do not fit together:", *problems]))
-    for doubt in slow_cpus(probes):
+    for doubt in doubts:
         logger.warning("%s", doubt)
 
 
 def probe_ranks(group: ProbedRanks) -> list[RankProbe]:
-    """What the ranks of a group found out about themselves. Where one seems slow all measure again, and the best time
-    of each counts."""
+    """Probe the ranks of a group. If one seems slow, all measure again, and the best time of each counts."""
     probes = group.probe_rank()
     for pause in PAUSES:
         if not slow_ranks(probes):
@@ -172,8 +169,9 @@ def _best(before: RankProbe, now: RankProbe) -> RankProbe:
     return replace(now, seconds={test: min(s, before.seconds.get(test, s)) for test, s in now.seconds.items()})
 
 
-def check(probes: Sequence[RankProbe]) -> list[str]:
-    """What does not fit between ranks, a sentence each."""
+def check(probes: Sequence[RankProbe]) -> tuple[list[str], list[str]]:
+    """Compare ranks. Returns what does not fit between them, and what is doubtful, a sentence each: slow CPUs slow all
+    ranks, but the run may go on."""
     problems = []
     for name in dict.fromkeys(name for probe in probes for name in probe.versions):
         for odd, other, rest in _minorities([probe.versions.get(name, "missing") for probe in probes]):
@@ -183,35 +181,25 @@ def check(probes: Sequence[RankProbe]) -> list[str]:
             )
     for odd, other, rest in _minorities([probe.device_type for probe in probes]):
         problems.append(f"{_ranks(probes, other)} runs on {odd}, the others on {rest}; give all ranks the same kind")
-    shared = Counter((probe.host, probe.device_id) for probe in probes if probe.device_id)
-    for key, count in shared.items():
-        if count > 1:
-            which = [i for i, probe in enumerate(probes) if (probe.host, probe.device_id) == key]
+    users: dict[tuple[str, str], list[int]] = {}
+    for place, probe in enumerate(probes):
+        users.setdefault((probe.host, probe.device_id), []).append(place)
+    for (_, gpu), which in users.items():
+        if gpu and len(which) > 1:
             problems.append(
-                f"{_ranks(probes, which)} share the GPU {key[1]}; each rank needs its own: lower num_ranks, and start "
-                f"Ray with as many GPUs as there are"
+                f"{_ranks(probes, which)} share the GPU {gpu}; each rank needs its own: lower num_ranks, and start Ray "
+                f"with as many GPUs as there are"
             )
-    return problems + ([] if _are_cpus(probes) else slow_ranks(probes))
+    slow = slow_ranks(probes)
+    return (problems, slow) if all(probe.device_type == "cpu" for probe in probes) else (problems + slow, [])
 
 
-def slow_cpus(probes: Sequence[RankProbe]) -> list[str]:
-    """Ranks on CPUs that are much slower than the others, a sentence each: they slow all, but the run may go on."""
-    return slow_ranks(probes) if _are_cpus(probes) else []
-
-
-def _are_cpus(probes: Sequence[RankProbe]) -> bool:
-    return all(probe.device_type == "cpu" for probe in probes)
-
-
-def slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None = None) -> list[str]:
-    """Ranks that are much slower than the others, a sentence each.
-
-    max_slowdown: how many times longer than the median of the others a rank may take for a test; None = 5 on GPUs, 20
-    on CPUs.
-    """
+def slow_ranks(probes: Sequence[RankProbe]) -> list[str]:
+    """Name the ranks that are much slower than the others, a sentence each: that take more than MAX_SLOWDOWN times as
+    long for a test as the median of the others."""
     problems = []
     for index, probe in enumerate(probes):
-        limit = MAX_SLOWDOWN[probe.device_type] if max_slowdown is None else max_slowdown
+        limit = MAX_SLOWDOWN[probe.device_type]
         others = [other for other in probes if other is not probe]
         for test, seconds in probe.seconds.items():
             times = [other.seconds[test] for other in others if test in other.seconds]
@@ -225,7 +213,7 @@ def slow_ranks(probes: Sequence[RankProbe], max_slowdown: float | None = None) -
 
 
 def _minorities(values: Sequence[Hashable]) -> list[tuple[Hashable, list[int], Hashable]]:
-    """For every value but the most frequent one (the first of equals): the value, where it is, the most frequent."""
+    """List every value but the most frequent one (the first of equals), with its places and the most frequent one."""
     usual = Counter(values).most_common(1)[0][0] if values else None
     return [
         (value, [i for i, other in enumerate(values) if other == value], usual)

@@ -36,7 +36,7 @@ class Reference:
 
     @torch.no_grad()
     def take(self, policy: CausalLM, share: float = 1.0) -> None:
-        """Become what the policy is now, in the memory that is there; both lie on the ranks in the same way. share: of
+        """Copy the policy's present weights into this model's memory; both are sharded in the same way. share: of
         the policy in the new reference, the rest is the old one's: (1 - share) * old + share * policy (TRL's
         SyncRefModelCallback), in the wider dtype of the two."""
         theirs = dict(policy.module.named_parameters())

@@ -1,4 +1,4 @@
-"""What the workers keep in memory, as residents of the lease machine."""
+"""Residents of the workers: the contents of their memory, for leases."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CRITIC_OPTIMIZER = "critic_optimizer"
 
 
 def module_resident(tag: str, module: nn.Module) -> Resident:
-    """Weights that stay where they are, on whatever device that is."""
+    """Make the resident of weights that stay on their device."""
     return Resident(tag, lambda: sum(_local_bytes(p) for p in module.parameters()))
 
 
 def optimizer_resident(optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
-    """Masters and Adam moments, which stay where they are: on the device, or with fsdp.cpu_offload in host memory."""
+    """Make the resident of masters and Adam moments, which stay on the device (fsdp.cpu_offload: on the host)."""
     return Resident(tag, lambda: optimizer.num_bytes)
 
 
 def engine_weights_resident(model: CausalLM, client: EngineClient) -> Resident:
-    """What an embedded engine decodes from beside the actor: the full weights, gathered while they are published and
-    generated with where the actor is sharded; nothing where it is not."""
+    """Make the resident of the weights that an embedded engine decodes from, in addition to the actor: if the actor is
+    sharded, the full weights, gathered while they are published and generated with; otherwise nothing."""
     if not isinstance(model, ShardedCausalLM):
         client.at_rest().wake({WEIGHTS})  # they are the actor's, which stay
         return Resident(ENGINE_WEIGHTS, lambda: 0)
@@ -57,7 +57,7 @@ def _local_bytes(parameter: Tensor) -> int:
 
 
 def kv_cache_resident(client: EngineClient) -> Resident:
-    """An embedded engine's cache: given back while the actor trains, its content is lost."""
+    """Make the resident of an embedded engine's cache: released while the actor trains, when its content is lost."""
     return Resident(
         KV_CACHE,
         lambda: client.engine.kv_cache_bytes,

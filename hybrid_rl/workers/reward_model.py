@@ -38,7 +38,7 @@ from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.residents import module_resident
 
 REWARD_MODELS = "reward_models"
-# Of no weight: what a rank computes while others still have samples.
+# Computed by a rank while others still have samples; the result is not used.
 FILLER = (((0,), ()),)
 
 
@@ -46,11 +46,11 @@ class RewardModel:
     """One reward model on this rank: whole with one rank, sharded with more.
 
     entry: its model is a folder or hub name, a module of this process or a recipe; its tokenizer is loaded with it
-    where it has none. policy_tokenizer: where both have the same vocabulary (and, for chat prompts, the same template)
-    token ids are scored as they are. Otherwise prompt and completion, as text, are tokenised anew: messages by the
+    if none is given. policy_tokenizer: if both have the same vocabulary (and, for chat prompts, the same template),
+    token ids are scored as they are. Otherwise prompt and completion are tokenised again from text: messages by the
     reward model's own chat template, text as one text without special tokens, as TRL does.
 
-    Collective where there are several ranks. Raises ModelError for a model that cannot be used.
+    Collective if there are several ranks. Raises ModelError for a model that cannot be used.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> Tensor:
-        """The score of every sample, float64 [N]; NaN of those that are longer than the model takes.
+        """Compute the score of every sample, float64 [N]; NaN for those that are longer than the model takes.
 
-        Collective: ranks with fewer micro-batches run what has no weight.
+        Collective: ranks with fewer micro-batches run FILLER meanwhile.
         """
         sequences = [self._sequence(batch, row) for row in range(batch.num_samples)]
         limit = self.model.length_limit
@@ -105,7 +105,7 @@ class RewardModel:
         return found
 
     def _sequence(self, batch: Batch, row: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens of a sample: prompt and completion, or all of them as the first."""
+        """Return the tokens of a sample: prompt and completion, or all of them as the first."""
         prompt, completion = batch["prompt"][row], batch["completion"][row]
         is_text = isinstance(prompt, str)
         if self._has_same_ids and (is_text or self._has_same_template):
@@ -128,7 +128,7 @@ class RewardModel:
 
 
 class RewardModels:
-    """All reward models of a run, by their places in reward_funcs. Arguments as of RewardModel."""
+    """All reward models of a run, by their places in reward_funcs. Same arguments as RewardModel."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class RewardModels:
         }
 
     def check_prompts(self, prompt: Any) -> None:
-        """Raise ModelError where a model cannot be asked about a prompt of this kind: messages without a template."""
+        """Raise ModelError if a model cannot score prompts of this kind: messages without a chat template."""
         for model in self._models.values():
             if not isinstance(prompt, str) and not getattr(model._tokenizer, "chat_template", None):
                 raise ModelError(
@@ -176,7 +176,7 @@ class RewardModels:
 
 
 def build_reward_model(entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> CausalLM:
-    """The model of an entry on this rank, frozen. Collective where there are several."""
+    """Build the model of an entry on this rank, frozen. Collective if there are several ranks."""
     model = entry.model
     # They need not be of the policy's architecture, and run packed whatever the policy does.
     options = call_options(config, is_trained=False) | {"attention": config.model.attention}

@@ -1,4 +1,4 @@
-"""The models of a rank beside the policy: reference, teacher and critic, each there where the algorithm wants it."""
+"""Models of a rank other than the policy: reference, teacher and critic, each only if the algorithm needs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFERENCE_FOLDER, CRITIC_FOLDER = "reference", "critic"
 
 
 class Roles:
-    """What stands beside the actor of a rank. A role that is not wanted is a resident of no bytes, so that one
+    """Reference, teacher and critic of a rank. A role that is not needed is a resident of no bytes, so that one
     declaration of needs serves all algorithms."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
@@ -87,7 +87,7 @@ class Roles:
         return columns
 
     def update_critic(self, batch: Batch, plan: Plan) -> MetricSums:
-        """All optimizer steps of the critic in a training step. Collective."""
+        """Take all optimizer steps of the critic in a training step. Collective."""
         return MetricSums() if self._critic is None else self._critic.update(batch, plan)
 
     @property
@@ -101,8 +101,8 @@ class Roles:
         return isinstance(critic, ValueHeadConfig) and step <= critic.critic_warmup_steps
 
     def after_update(self, actor: Actor, step: int) -> None:
-        """Where it is due, the reference moves towards the policy (Trust Region DPO, arXiv:2404.09656), or becomes the
-        policy, whose optimizer starts afresh (ProRL, arXiv:2505.24864, section 3.3)."""
+        """If it is due, move the reference towards the policy (Trust Region DPO, arXiv:2404.09656), or make it equal to
+        the policy, whose optimizer then starts afresh (ProRL, arXiv:2505.24864, section 3.3)."""
         kl = self._config.kl
         if not isinstance(kl, (KLInLoss, KLInReward)) or self._reference is None:
             return
@@ -121,7 +121,7 @@ class Roles:
     # --------------------------------------------------------------------------------------------- checkpoints
 
     def save_models(self, folder: Path) -> None:
-        """Write what a resumed run cannot build anew into folders of the checkpoint. Collective."""
+        """Write the models that a resumed run cannot build again into folders of the checkpoint. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
             self._critic.save_model(folder / CRITIC_FOLDER)
@@ -130,7 +130,7 @@ class Roles:
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Optimizer state of the roles by their folder in a checkpoint; tensors are the memory itself."""
+        """Return optimizer state of the roles by their folder in a checkpoint; tensors are the memory itself."""
         return {} if self._critic is None else {CRITIC_FOLDER: self._critic.optimizer_state()}
 
     def load_models(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rollout engine of a rank, bound to its actor: where its weights come from, and its memory as residents."""
+"""The rollout engine of a rank, bound to its actor: the source of its weights, and its memory as residents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAME_MEMORY = "its weights are the trainer's own memory"
 
 
 class RolloutSide(ABC):
-    """An engine with what binds it to the actor of the same rank. client: of the engine. residents: its memory, for the
+    """An engine bound to the actor of the same rank. client: of the engine. residents: its memory, for the
     leases."""
 
     client: EngineClient
@@ -47,14 +47,14 @@ class RolloutSide(ABC):
         """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
 
     def verify(self, version: int) -> dict[str, float]:
-        """Prove, if that is due, that the engine holds what the trainer holds, byte by byte; metrics of it, none if it
+        """Prove, if that is due, that the engine holds the trainer's weights, byte by byte. Returns metrics, none if it
         is not due, or if both are the same memory. Collective. Raises HandoffError."""
         return {}
 
     @abstractmethod
     def proof(self, verified: Mapping[str, float]) -> str | None:
-        """How it is known that the engine holds the trainer's weights, as a clause; None if nobody has looked.
-        verified: what `verify` gave in this handoff."""
+        """Say how it is known that the engine holds the trainer's weights, as a clause; None if it is not known.
+        verified: the result of `verify` in this handoff."""
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -62,24 +62,24 @@ class RolloutSide(ABC):
 
 
 def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> RolloutSide:
-    """The engine that the configuration names, bound to the actor. Collective.
+    """Make the engine that the configuration names, bound to the actor. Collective.
 
-    Raises ConfigError if it cannot run here. An engine in a process of its own (placement "separate") needs a side here
+    Raises ConfigError if it cannot run here. An engine in a separate process (placement "separate") needs a side here
     that starts it, reaches its weights through an IpcSource, and gives it a client that forwards the calls of
-    EngineClient; there is none yet.
+    EngineClient; none exists yet.
     """
     config = setup.config.rollout
     sides: dict[str, type[EmbeddedSide | ColocatedSide]] = {"embedded": EmbeddedSide, "colocated": ColocatedSide}
     if config.placement not in sides:
         raise ConfigError(
-            f"rollout.engine={config.engine} runs in a process of its own (placement={config.placement}), but workers "
+            f"rollout.engine={config.engine} runs in a separate process (placement={config.placement}), but workers "
             f"step engines in their own process only; choose an engine that is embedded or colocated"
         )
     return sides[config.placement](setup, model, context)
 
 
 def engine_setup(setup: WorkerSetup, model: CausalLM, context: RankContext) -> EngineSetup:
-    """What the engine of this rank is made from. Collective."""
+    """Return the arguments of this rank's engine. Collective."""
     config = setup.config.rollout
     return EngineSetup(
         model,
@@ -108,7 +108,7 @@ class EmbeddedSide(RolloutSide):
         return replace(report, num_bytes=gathered_bytes(self._model))
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
-        """The clause: a handoff checks that every tensor lies where the trainer's does."""
+        """Say that the memory is the same: a handoff checks that every tensor has the address of the trainer's."""
         return SAME_MEMORY
 
 
@@ -186,7 +186,7 @@ class ColocatedSide(RolloutSide):
         return {"timing/verify": seconds, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
-        """The clause: compared in this handoff, the same memory, or not known."""
+        """Say that they were compared in this handoff, or are the same memory; None if it is not known."""
         if not verified:
             return SAME_MEMORY if self._config.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
@@ -194,7 +194,7 @@ class ColocatedSide(RolloutSide):
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
     def _source(self, version: int) -> Source:
-        """Where the weights come from, as rollout.transport says; made once."""
+        """Return the source of the weights for rollout.transport; it is made once."""
         transport = self._config.transport
         if transport == "disk":
             return self._disk_source(version)
@@ -216,7 +216,7 @@ class ColocatedSide(RolloutSide):
         return self._sources[transport]
 
     def _disk_source(self, version: int) -> Source:
-        """Files of this version, written if they are not there yet."""
+        """Return the files of this version, written if they do not exist yet."""
         assert self._config.weights_path is not None
         if self._files is None or self._files[0] != version:
             root, rank, gather = Path(self._config.weights_path), self._context.rank, self._context.gather
@@ -244,5 +244,5 @@ class ColocatedSide(RolloutSide):
 
 
 def num_ranks_of_host(context: RankContext) -> int:
-    """Ranks that share the host memory from which this rank takes what is not on an accelerator."""
+    """Count the ranks that share the host memory of this rank; 1 if it computes on an accelerator."""
     return context.gather(socket.gethostname()).count(socket.gethostname()) if context.device.type == "cpu" else 1

@@ -1,4 +1,4 @@
-"""What workers are made from."""
+"""Arguments of workers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RewardSetup:
     num_added: int = 0
 
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
-        """Weights of all functions, from those that the user gave for his own."""
+        """Return the weights of all functions, from those that the user gave."""
         return None if given is None else [*given, *([1.0] * self.num_added)]
 
     def runner(self, config: TrainerConfig) -> RewardRunner:
-        """Their runner. Raises ConfigError for functions that cannot be used."""
+        """Make their runner. Raises ConfigError for functions that cannot be used."""
         return RewardRunner(
             self.functions,
             weights=self.weights(config.rewards.reward_weights),
@@ -42,16 +42,16 @@ class RewardSetup:
 
 
 def demonstration_encoder(tokenizer: PreTrainedTokenizerBase, config: TrainerConfig) -> DemonstrationEncoder:
-    """What turns the dataset's own completions into tokens."""
+    """Make the encoder that turns the dataset's own completions into tokens."""
     return DemonstrationEncoder(tokenizer, chat_template_kwargs=config.data.chat_template_kwargs)
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a rank needs to build itself. model: a module of this process, or how to build it in any. probe_ids: the
-    prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher: the model that is
-    distilled, if any; critic: what the critic is made from where that is not the policy. fingerprint: what the live
-    module gave that the recipe copies."""
+    """Arguments from which a rank builds its worker. model: a module of this process, or how to build it in any.
+    probe_ids: the prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher:
+    the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
+    fingerprint: outputs of the live module that the recipe copies."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -68,17 +68,17 @@ class WorkerSetup:
 
     @property
     def engine_length(self) -> int:
-        """Tokens of the longest sequence that the engine is to take: a sample, or what a judge is asked."""
+        """Tokens of the longest sequence that the engine must take: a sample, or a question to a judge."""
         return RewardList.of(self.rewards.functions).max_length(self.max_length)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether somebody must compute the reference's logprobs."""
+        """Whether the reference's logprobs are needed."""
         return needs_reference(self.config)
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether that is the policy's own ranks."""
+        """Whether the policy's own ranks compute them."""
         return self.needs_reference and not reference_ranks(self.config)
 
     @property
@@ -88,5 +88,5 @@ class WorkerSetup:
         return self.has_own_reference or bool(wanted) or self.config.algorithm.old_logprobs != "detach"
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -34,15 +34,16 @@ from pathlib import Path
 import psutil, ray
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.controller.ray_backend import RayBackend, RayCluster
+from hybrid_rl.controller.ray_backend import RayActors, RayCluster
+from hybrid_rl.controller.remote import RemoteBackend
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
 from tests.groups import OpenGroup
 
 FOLDER = Path(sys.argv[1])
 
 def make(cluster, num_ranks=1, role="policy", **options):
-    backend = RayBackend(role, Probe, mesh=RankMesh({"dp_shard": num_ranks}), splitter=split_whole_groups,
-                         cluster=cluster, options=RayOptions(**options), log_folder=FOLDER)
+    backend = RemoteBackend(role, Probe, mesh=RankMesh(dp_shard=num_ranks), splitter=split_whole_groups,
+                         ranks=RayActors(cluster), options=RayOptions(**options), log_folder=FOLDER)
     return OpenGroup(Probe, backend)
 
 def tell(**values):
@@ -86,7 +87,8 @@ def forked_ranks(cluster: Any, forks: Forks) -> Iterator[Any]:
 @pytest.fixture
 def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., OpenGroup]]:
     """Groups of Probe workers, closed when the test ends. Arguments: shape of the mesh, and options."""
-    from hybrid_rl.controller.ray_backend import RayBackend
+    from hybrid_rl.controller.ray_backend import RayActors
+    from hybrid_rl.controller.remote import RemoteBackend
     from tests.distributed.workers import Probe, split_whole_groups
 
     made: list[OpenGroup] = []
@@ -99,13 +101,13 @@ def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., OpenGroup
         splitter: Any = split_whole_groups,
         **options: Any,
     ) -> OpenGroup:
-        mesh = RankMesh({"dp_shard": shape} if isinstance(shape, int) else shape)
-        backend = RayBackend(
+        mesh = RankMesh(dp_shard=shape) if isinstance(shape, int) else RankMesh(**shape)
+        backend = RemoteBackend(
             role,
             make_worker,
             mesh=mesh,
             splitter=splitter,
-            cluster=cluster,
+            ranks=RayActors(cluster),
             options=RayOptions(**options),
             log_folder=tmp_path / "logs",
         )

@@ -65,7 +65,7 @@ def run_ranks(
 
     The function is one of a module, which the processes import; arguments and results are pickled. preloaded: modules
     that cost seconds to import, for the server, if this call is the one that starts it. Raises RankError
-    with the tracebacks of the ranks that fail, or, where not all are done by the deadline, with the stacks of those
+    with the tracebacks of the ranks that fail, or, if not all are done by the deadline, with the stacks of those
     that are not. No process is left behind in any case, but for the server.
     """
     context = forking(*preloaded)

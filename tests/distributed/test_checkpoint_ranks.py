@@ -34,7 +34,7 @@ def values(kind: str, name: str) -> Tensor:
 
 
 def state_of(mesh: DeviceMesh | None, *, filled: bool) -> dict[str, Any]:
-    """An optimizer's state, plain or sharded; zeros where it is to be filled."""
+    """An optimizer's state, plain or sharded; zeros if it is to be filled."""
 
     def tensor(kind: str, name: str) -> Tensor:
         whole = values(kind, name) if filled else torch.zeros(SHAPES[name])

@@ -83,7 +83,7 @@ def on_ranks(rank: int, num_ranks: int, root: Path, policy: ModelRecipe) -> dict
 
 
 def on_mesh(rank: int, num_ranks: int, root: Path, policy: ModelRecipe, dp_replicate: int) -> dict[str, Any]:
-    mesh = RankMesh({"dp_replicate": dp_replicate, "dp_shard": num_ranks // dp_replicate})
+    mesh = RankMesh(dp_replicate=dp_replicate, dp_shard=num_ranks // dp_replicate)
     context = RankContext(rank=rank, mesh=mesh, device=torch.device("cpu"), gather=gather)
     recipe = ModelRecipe.of_folder(str(root / "critic"))
     critic = make_critic(context, recipe)
@@ -103,7 +103,7 @@ def on_mesh(rank: int, num_ranks: int, root: Path, policy: ModelRecipe, dp_repli
 
 def bf16_on_ranks(rank: int, num_ranks: int, root: Path) -> tuple[torch.dtype, bool, bool]:
     """fp32 shards computed with in bfloat16: its dtype; whether its weights were saved rounded; whether it resumes."""
-    context = RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks}), device=torch.device("cpu"), gather=gather)
+    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), device=torch.device("cpu"), gather=gather)
     recipe = ModelRecipe.of_folder(str(root / "critic"))
     config = config_of(dtype="bfloat16")
     critic, again = (Critic(recipe, config, context, num_optimizer_steps=20, options=OPTIONS) for _ in range(2))

@@ -76,7 +76,7 @@ def update_on_ranks(rank: int, num_ranks: int, dp_replicate: int) -> dict[str, A
     seen["state"] = {kind: {n: t.full_tensor() for n, t in state[kind].items()} for kind in ("exp_avg", "exp_avg_sq")}
     seen["steps"] = {name: float(step) for name, step in state["step"].items()}
     seen["bytes"] = optimizer.num_bytes
-    # One rank's gradient is no number: nobody updates.
+    # One rank's gradient is NaN: no rank updates.
     give_gradients(module, STEPS)
     if rank == num_ranks - 1:
         module.even.grad.to_local().fill_(math.nan)

@@ -15,11 +15,11 @@ START = """
 import torch
 from hybrid_rl.run.prepare import find_hardware
 from hybrid_rl.config import load_config
-from hybrid_rl.controller.ray_backend import RayCluster, _Ranks
+from hybrid_rl.controller.ray_backend import RayActors, RayCluster
 
 def places(cluster, num_ranks):
-    ranks = _Ranks(cluster.hold(), "policy", num_ranks, RayOptions(gpus_per_rank=1))
-    ranks._place("policy", num_ranks, ranks._options)
+    ranks = RayActors(cluster)
+    ranks._place("policy", num_ranks, RayOptions(gpus_per_rank=1))
     return ranks, [[place.gpu, place.visible] for place in ranks._places]
 
 """

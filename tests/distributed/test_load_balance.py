@@ -43,7 +43,7 @@ def on_ranks(rank: int, num_ranks: int, checkpointing: bool) -> dict[str, Any]:
     batch, config = with_advantages(case_batch()), case_config(loss_type="dapo")
     balance = LoadBalance.of(model, COEF)
     assert balance is not None
-    context = RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks}), gather=gathered)
+    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gathered)
     spec = LossSpec.of(config)
     mini = look_ahead(model, batch, SPLIT[rank], spec, MiniBatch.of(batch, spec), balance, context)
     beside = SideModels(balance=balance)

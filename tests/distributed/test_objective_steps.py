@@ -26,7 +26,7 @@ def gather(value: object) -> list[object]:
 
 def on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torch.Tensor], torch.Tensor]]:
     """By step: this rank's part of the loss, gradients put together from the shards, what is learned beside them."""
-    context = RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks}), gather=gather)
+    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gather)
     options = ShardOptions(1, num_ranks, torch.float32)
     module = grpo_case.build_model(torch.float32)
     model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
@@ -36,7 +36,7 @@ def on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torc
         whole = step_batch(config)
         mine = whole.select([row for rows in SPLIT[rank] for row in rows])
         counts = Counts.of(whole, LossSpec.of(config))
-        # Micro-batches of this rank's own batch, whose samples lie one after the other.
+        # Micro-batches of this rank's own batch, whose samples are one after the other.
         starts = [sum(map(len, SPLIT[rank][:index])) for index in range(len(SPLIT[rank]))]
         micro_batches = [[start + i for i in range(len(rows))] for start, rows in zip(starts, SPLIT[rank], strict=True)]
         mine = prepared_batch(mine, config, [rows for rows in micro_batches if rows], context)

@@ -42,17 +42,18 @@ class Odd(WorkerBase):
 
 @pytest.fixture
 def start(forked_ranks: Any, tmp_path: Path) -> Any:
-    from hybrid_rl.controller.ray_backend import RayBackend
+    from hybrid_rl.controller.ray_backend import RayActors
+    from hybrid_rl.controller.remote import RemoteBackend
 
     made: list[RankGroup] = []
 
     def make(make_worker: Callable[[RankContext], WorkerBase]) -> RankGroup:
-        backend = RayBackend(
+        backend = RemoteBackend(
             "policy",
             make_worker,
-            mesh=RankMesh({"dp_shard": 2}),
+            mesh=RankMesh(dp_shard=2),
             splitter=split_whole_groups,
-            cluster=forked_ranks,
+            ranks=RayActors(forked_ranks),
             options=RayOptions(),
             log_folder=tmp_path,
         )
@@ -89,7 +90,7 @@ def test_a_slow_rank_is_warned_of(start: Any, caplog: pytest.LogCaptureFixture) 
 
 
 def probe(rank: int, num_ranks: int) -> RankProbe:
-    return probe_rank(RankContext(rank=rank, mesh=RankMesh({"dp_shard": num_ranks})))
+    return probe_rank(RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks)))
 
 
 def test_without_a_controller_too() -> None:

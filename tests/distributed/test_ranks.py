@@ -25,7 +25,7 @@ def misbehave(rank: int, num_ranks: int, how: str) -> list[float]:
         os._exit(3)
     if how == "hangs":
         time.sleep(600)
-    dist.all_reduce(total)  # for which nobody comes
+    dist.all_reduce(total)  # which no other rank joins
     return total.tolist()
 
 

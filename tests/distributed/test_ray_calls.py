@@ -14,7 +14,8 @@ import torch
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.controller.ray_backend import RayBackend
+from hybrid_rl.controller.ray_backend import RayActors
+from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import ConfigError
 from tests.distributed import workers
 from tests.distributed.conftest import wait_until
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def group(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenGroup]:
     """Two ranks for everything that breaks nothing."""
-    backend = RayBackend(
+    backend = RemoteBackend(
         "policy",
         Probe,
-        mesh=RankMesh({"dp_shard": 2}),
+        mesh=RankMesh(dp_shard=2),
         splitter=split_whole_groups,
-        cluster=cluster,
+        ranks=RayActors(cluster),
         options=RayOptions(env_vars={"CHOSEN": "yes"}),
         log_folder=tmp_path_factory.mktemp("logs"),
     )
@@ -158,7 +159,7 @@ def test_blocks_are_freed_with_the_last_reference(group: OpenGroup) -> None:
     part = scored.select([0])
     del batch, scored
     gc.collect()
-    wait_until(lambda: group.references()[1] == 0, "blocks that no sample lies in are kept")
+    wait_until(lambda: group.references()[1] == 0, "blocks without samples are kept")
     assert group.references()[0] == 3, "two blocks of the rollout, one of the scores"
     del part
     gc.collect()
@@ -235,7 +236,7 @@ def test_logs_of_ranks(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Everything is in the rank's file; warnings also reach the driver, once where ranks say the same."""
+    """Everything is in the rank's file; warnings also reach the driver, once if ranks say the same."""
     group = make_group(2)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         group.warn("thrice")

@@ -118,7 +118,7 @@ def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
     assert process.stdout is not None
     told = json.loads(next(line for line in process.stdout if line.startswith("TELLS ")).removeprefix("TELLS "))
     process.terminate()
-    # Ray makes 1 of it where the signal comes while it waits.
+    # Ray makes 1 of it if the signal comes while it waits.
     assert process.wait(DEADLINE_SECONDS) in (1, 143)
     assert_nothing_left(**told)
 

@@ -13,7 +13,8 @@ import pytest
 
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.controller.ray_backend import RayBackend
+from hybrid_rl.controller.ray_backend import RayActors
+from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, WorkerError
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.distributed.forks import Forks
@@ -58,12 +59,12 @@ def lasting(cluster: Any, forks: Forks, tmp_path_factory: pytest.TempPathFactory
     options = RayOptions(grace_seconds=60.0)
     logs = tmp_path_factory.mktemp("logs")
     with forks.used():
-        backend = RayBackend(
+        backend = RemoteBackend(
             "policy",
             Probe,
-            mesh=RankMesh({"dp_shard": 2}),
+            mesh=RankMesh(dp_shard=2),
             splitter=split_whole_groups,
-            cluster=cluster,
+            ranks=RayActors(cluster),
             options=options,
             log_folder=logs,
         )

@@ -29,7 +29,7 @@ def settings(**keys):
 def sharded_scores(rank, num_ranks, path):
     context = RankContext(
         rank=rank,
-        mesh=RankMesh({"dp_replicate": 1, "dp_shard": num_ranks}),
+        mesh=RankMesh(dp_shard=num_ranks),
         device=torch.device("cpu"),
         gather=object_gather(num_ranks, timedelta(seconds=60)),
     )

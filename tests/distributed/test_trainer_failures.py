@@ -91,7 +91,7 @@ def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str,
     message = str(raised.value)
     for part in ("policy rank 1 of 2", "update()", "training step 2", "policy-rank1.log", *says):
         assert part in message, message
-    # The weights may lie between two steps: nothing goes on from there.
+    # The weights may be between two steps: nothing continues from there.
     with pytest.raises(Exception, match="make a new Trainer"):
         trainer.step()
     assert [line["step"] for line in read_jsonl(trainer.run_folder / "metrics.jsonl")] == [1]

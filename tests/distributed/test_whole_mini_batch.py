@@ -40,7 +40,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def context_of(rank: int, num_ranks: int) -> RankContext:
-    return RankContext(rank=rank, mesh=RankMesh({"dp_replicate": 1, "dp_shard": num_ranks}), gather=gathered)
+    return RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gathered)
 
 
 def rollout() -> Batch:
@@ -101,7 +101,7 @@ def alone(batch: Batch, target: float) -> dict[str, Any]:
 
 
 def test_what_is_known_of_the_mini_batch_is_that_of_all_ranks() -> None:
-    """The target lies between the entropies of the updates, so that the bonus is paid after some of them only."""
+    """The target is between the entropies of the updates, so that the bonus is paid after some of them only."""
     entropies = [weight["entropy"] for weight in alone(rollout(), 0.1)["weights"]]
     target = (min(entropies) + max(entropies)) / 2
     expected = alone(rollout(), target)

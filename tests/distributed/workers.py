@@ -97,7 +97,7 @@ class Probe:
     def shown(self, value: Any, keyword: Any = None) -> tuple[int, Any, Any]:
         return self.context.rank, value, keyword
 
-    @dispatch(collect="all", needs=("actor", "kv_cache"))
+    @dispatch(collect="all", needs=frozenset({"actor", "kv_cache"}))
     def leasing(self) -> list[list[str]]:
         return self.leased
 
@@ -115,7 +115,7 @@ class Probe:
         mark = torch.full((batch.num_samples,), float(self.context.rank), dtype=torch.float64)
         return batch.with_columns(rewards=mark, old_logprobs=ids.with_values(ids.values.float() * factor))
 
-    @dispatch(split="groups", collect="concat", axes=("dp_shard",))
+    @dispatch(split="groups", collect="concat")
     def score_replicated(self, batch: Batch) -> Batch:
         return batch.with_columns(rewards=batch["trajectory"].double())
 
@@ -155,7 +155,7 @@ class Probe:
 
     @dispatch(collect="all")
     def patient(self, seconds: float, can_break_off: bool) -> int:
-        """Gets on for `seconds`; ends early, by KeyboardInterrupt, where it may."""
+        """Make progress for `seconds`; end early, by KeyboardInterrupt, if possible."""
         self.wait(seconds, can_break_off)
         return self.context.rank
 
@@ -205,7 +205,7 @@ def _raise(error: Callable[[], BaseException]) -> Callable[[Probe], None]:
 
 
 class LocalTrouble(Exception):
-    """Cannot be unpickled: its constructor wants more than its message."""
+    """Cannot be unpickled: its constructor needs more than its message."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")

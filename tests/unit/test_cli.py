@@ -26,8 +26,9 @@ def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixtur
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
-    lines = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["hybrid_rl"] == hybrid_rl.__version__ and lines["torch"] == torch.__version__
+    out = capsys.readouterr().out
+    for name, version in (("hybrid_rl", hybrid_rl.__version__), ("torch", torch.__version__)):
+        assert re.search(rf"^{name} +{re.escape(version)}( |$)", out, re.MULTILINE)
 
 
 def test_keys_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:

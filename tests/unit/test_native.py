@@ -27,14 +27,14 @@ EXTREMES = [0, 1, -1, 2**31, 2**32 - 1, -(2**32), 2**63 - 1, -(2**63), 0x1234567
 
 @pytest.fixture(autouse=True)
 def fresh_choice() -> Iterator[None]:
-    """The choice of a form is made once per process; each test here makes it anew."""
+    """The choice of a form is made once per process; each test here makes it again."""
     forget()
     yield
     forget()
 
 
 def forget() -> None:
-    native._why_missing.cache_clear()
+    native.why_missing.cache_clear()
     native.operator.cache_clear()
 
 
@@ -169,7 +169,7 @@ def test_missing_and_broken_libraries_are_said(
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "was not built" in caplog.records[0].getMessage()
     assert "cannot be loaded" in caplog.records[1].getMessage()
-    assert "cannot be loaded" in (native.why_missing() or "")
+    assert "cannot be loaded" in (native.why_missing("cpu") or "")
 
 
 def test_what_is_missing_for_a_gpu_is_the_extension_or_its_kernels(
@@ -177,13 +177,13 @@ def test_what_is_missing_for_a_gpu_is_the_extension_or_its_kernels(
 ) -> None:
     monkeypatch.setenv("HYBRID_RL_NATIVE", "0")
     with caplog.at_level(logging.INFO, logger="hybrid_rl"):
-        assert native.why_missing("cuda") == native.why_missing() == "HYBRID_RL_NATIVE=0"
+        assert native.why_missing("cuda") == native.why_missing("cpu") == "HYBRID_RL_NATIVE=0"
     assert len(caplog.records) == 1
     forget()
     monkeypatch.setenv("HYBRID_RL_NATIVE", "1")
     if not native.is_available():
         pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
-    assert native.why_missing() is None
+    assert native.why_missing("cpu") is None
     monkeypatch.setattr(native, "_CUDA_LIBRARY_PATH", tmp_path / "_native_cuda.so")
     assert "no kernels for cuda (to have those for cuda, install nvcc" in (native.why_missing("cuda") or "")
     forget()

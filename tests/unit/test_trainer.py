@@ -344,7 +344,7 @@ def test_a_callback_that_is_none_is_refused_before_anything_is_loaded(make_train
 
 
 def test_a_giant_reward_ends_the_run_with_its_value(make_trainer) -> None:
-    """Advantages of 1e300 are no float32: every update would be skipped. What was learned before is left as it is."""
+    """Advantages of 1e300 do not fit into float32: every update would be skipped. Earlier learning is kept."""
 
     def giant(completions, trainer_state, **_):
         return [1e300 * index if trainer_state.global_step == 2 else float(index) for index in range(len(completions))]

@@ -172,7 +172,7 @@ def test_a_module_that_is_passed_stays(
     keys: dict[str, Any],
     told: int,
 ) -> None:
-    """Where it is and what it is; that a GPU lies idle is told once, with what to do."""
+    """Where it is and what it is; that a GPU is idle is said once, with a remedy."""
     gpus(bfloat16=False)  # which is of no interest to a module in float32
     monkeypatch.setattr(Qwen2ForCausalLM, "device", torch.device(module_device))
     with caplog.at_level(logging.WARNING, "hybrid_rl"), pytest.raises(Loaded):

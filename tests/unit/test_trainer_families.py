@@ -38,7 +38,7 @@ KINDS = ("qwen2", "mistral", "gemma2", "gpt2", "cohere", "phi")
 def test_a_step_has_the_gradient_of_the_plain_model(name: str, make_trainer) -> None:
     model = build(name)
     before = copy.deepcopy(model)
-    # A load-balancing loss, where there is one, has tests of its own.
+    # A load-balancing loss, if there is one, has separate tests.
     keys = {"tokens_per_micro_batch": 40, "max_completion_length": 9, "router_aux_loss_coef": 0.0}
     trainer = make_trainer(model, temperature=TEMPERATURE, **keys)
     batch, metrics = trainer.step()

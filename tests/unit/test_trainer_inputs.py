@@ -97,7 +97,7 @@ def test_epochs_decide_the_number_of_steps(make_trainer) -> None:
     assert trainer.global_step == 3
     prompts = sorted(row["prompt"] for row in sums(6))
     assert sorted(seen[:6]) == sorted(seen[6:12]) == prompts
-    assert seen[:6] != seen[6:12]  # shuffled anew
+    assert seen[:6] != seen[6:12]  # shuffled again
 
 
 def test_chat_prompts(make_trainer, records) -> None:

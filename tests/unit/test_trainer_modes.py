@@ -131,7 +131,7 @@ def test_saved_rollouts_are_trained_on_at_the_temperature_that_they_were_made_at
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
 def test_a_trajectory_teaches_the_same_in_one_turn_and_in_two(make_trainer, records, tmp_path, loss_type) -> None:
-    """Turns of a trajectory lie in several micro-batches; a KL and mini-batches take part."""
+    """Turns of a trajectory are in several micro-batches; a KL and mini-batches take part."""
     keys = {
         "max_steps": 1,
         "prompts_per_mini_batch": 2,
@@ -166,7 +166,7 @@ def test_training_mode_generates_nothing_but_probes(make_trainer, monkeypatch) -
     path = str(recorded.run_folder / "rollouts")
 
     def refuses(completion_ids, **_):
-        raise AssertionError("a saved rollout was scored anew")
+        raise AssertionError("a saved rollout was scored again")
 
     replayed = make_trainer(reward_funcs=refuses, mode="train", rollouts_path=path)
     monkeypatch.setattr(replayed.collector, "rollout", refuses)

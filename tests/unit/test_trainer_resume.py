@@ -74,7 +74,7 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, records, keys: dict, broken
 
 
 def test_reference_of_a_resumed_run_is_the_initial_model(make_trainer) -> None:
-    """Not the model of the checkpoint: the KL term goes on where it was."""
+    """Not the model of the checkpoint: the KL term continues as before."""
     keys = {"max_steps": 3, "beta": 0.1, "save_steps": 2, "run_name": "run"}
     broken = make_trainer(**keys)
     broken.step()

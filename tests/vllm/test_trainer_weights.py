@@ -59,7 +59,7 @@ def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     trainer.fit()
     worker = trainer.policy._backend._worker
     worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
-    why = "the engine computes this architecture otherwise .*; its weights were compared .* byte by byte"
+    why = "the engine computes this architecture differently .*; its weights were compared .* byte by byte"
     with pytest.raises(HandoffError, match=f"policy version 5: .*: {why}"):
         trainer.policy.update_weights(5)
     with pytest.raises(HandoffError, match="policy version 6: .*: the engine does not hold the trainer's weights"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rl.controller import Dispatch, dispatch
-from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
+from hybrid_rl.controller.dispatch import Dispatch, dispatch, dispatch_of
 from hybrid_rl.errors import ConfigError
+from tests.groups import dispatched_methods
 
 
 class Worker:
-    @dispatch(split="groups", collect="concat", axes=("dp_shard",), needs=["actor", "kv_cache"])
+    @dispatch(split="groups", collect="concat", needs=frozenset({"actor", "kv_cache"}))
     def declared(self) -> int:
         """Its own docstring."""
         return 41
@@ -18,7 +18,7 @@ class Worker:
     @dispatch()
     def plain(self) -> None: ...
 
-    @dispatch(needs=())
+    @dispatch(needs=frozenset())
     def without_memory(self) -> None: ...
 
     def undeclared(self) -> None: ...
@@ -33,8 +33,8 @@ class Child(Worker):
 
 
 def test_what_was_declared() -> None:
-    assert dispatch_of(Worker.declared) == Dispatch("groups", "concat", ("dp_shard",), frozenset({"actor", "kv_cache"}))
-    assert dispatch_of(Worker.plain) == Dispatch("replicate", "leader", ("dp_replicate", "dp_shard"), None)
+    assert dispatch_of(Worker.declared) == Dispatch("groups", "concat", frozenset({"actor", "kv_cache"}))
+    assert dispatch_of(Worker.plain) == Dispatch("replicate", "leader", None)
 
 
 def test_needing_nothing_is_not_leaving_memory_alone() -> None:
@@ -57,11 +57,6 @@ def test_what_is_not_declared_cannot_be_called() -> None:
     with pytest.raises(TypeError, match=r"Worker.undeclared cannot be called on a group: declare it with @dispatch"):
         dispatch_of(Worker.undeclared)
     assert sorted(dispatched_methods(Worker)) == ["declared", "plain", "without_memory"]
-
-
-def test_axes_that_do_not_exist() -> None:
-    with pytest.raises(ConfigError, match=r"mesh axes \['pp'\] do not exist; there are dp_replicate"):
-        dispatch(axes=("tp", "pp"))
 
 
 def test_ways_that_do_not_exist() -> None:

@@ -32,7 +32,7 @@ class Worker:
         if self.close_error is not None:
             raise self.close_error
 
-    @dispatch(needs={"actor", "kv_cache"})
+    @dispatch(needs=frozenset({"actor", "kv_cache"}))
     def leased(self, *args: int) -> tuple[int, ...]:
         self.log.append("ran")
         return args
@@ -41,17 +41,17 @@ class Worker:
     def free(self) -> str:
         return "answer"
 
-    @dispatch(needs=())
+    @dispatch(needs=frozenset())
     def empty(self) -> None: ...
 
     @dispatch(collect="all")
     def everyone(self) -> str:
         return "answer"
 
-    @dispatch(needs={"missing"})
+    @dispatch(needs=frozenset({"missing"}))
     def unleasable(self) -> None: ...
 
-    @dispatch(needs={"actor"})
+    @dispatch(needs=frozenset({"actor"}))
     def failing(self, error: BaseException) -> None:
         raise error
 
@@ -112,7 +112,7 @@ def test_the_worker_learns_that_it_is_alone() -> None:
     (context,) = seen
     assert (context.role, context.rank, context.num_ranks) == ("critic", 0, 1)
     value = object()
-    assert context.gather(value) == [value] and context.get(context.put(value)) is value
+    assert context.gather(value) == [value] and context.get(value) is value
     backend.close()
 
 

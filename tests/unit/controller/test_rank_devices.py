@@ -107,7 +107,7 @@ class Worker:
 def served(gpu_ids: list[str], folder: Path) -> tuple[RankServer, list[Any]]:
     """A rank that has started, and its outcomes so far."""
     server = RankServer(lambda value: value, lambda value: value, lambda value: False, lambda: gpu_ids)
-    mesh = RankMesh({"dp_shard": 1})
+    mesh = RankMesh(dp_shard=1)
     seat = Seat("policy", 0, mesh, ("", 0), folder / "log", timedelta(seconds=9), Driver.here())
     data, handles = pack(Worker, lambda value: False, "make_worker")
     return server, [server.start(1, seat, data, handles)]

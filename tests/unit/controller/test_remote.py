@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from benchmarks.controller import Counted, InProcessRanks, NoWork, NoWorkGroup, train_step
 from hybrid_rl.batch import Batch, BatchRef, Jagged
-from hybrid_rl.controller import AXES, RankContext, RankMesh, dispatch
+from hybrid_rl.controller import RankContext, RankMesh, dispatch
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import WorkerError
 from tests.groups import OpenGroup
-
-DATA = ("dp_replicate", "dp_shard")
 
 
 class Worker:
@@ -77,7 +75,7 @@ def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[Open
     backend = RemoteBackend(
         "policy",
         Worker,
-        mesh=RankMesh(shape),
+        mesh=RankMesh(**shape),
         splitter=splitter,
         ranks=ranks,
         options=RayOptions(),
@@ -86,7 +84,7 @@ def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[Open
     return OpenGroup(Worker, backend), ranks
 
 
-sizes = {axis: st.integers(1, 2) for axis in AXES} | {"dp_shard": st.integers(1, 4)}
+sizes = {axis: st.integers(1, 2) for axis in ("dp_replicate", "cp", "tp", "ep")} | {"dp_shard": st.integers(1, 4)}
 shapes = st.fixed_dictionaries({}, optional=sizes)
 
 
@@ -96,7 +94,7 @@ def test_batches_come_back_whole_and_in_order(shape: dict[str, int], ids: list[i
     """Over any mesh, with any order of samples and fewer of them than ranks."""
     group, _ = make(shape)
     ids = ids[: max(1, num)]
-    num_parts = RankMesh(shape).num_shards(DATA)
+    num_parts = RankMesh(**shape).num_data_ranks
     batch, lengths, units = group.roll(ids, "s")
     assert batch["trajectory"].tolist() == [i for part in range(num_parts) for i in ids[part::num_parts]]
     assert units == ["s"] * num_parts and sum(lengths) == len(ids)
@@ -113,11 +111,11 @@ def test_batches_come_back_whole_and_in_order(shape: dict[str, int], ids: list[i
 @given(shapes, st.integers(1, 12))
 def test_every_sample_is_once_among_leaders_and_replicas_are_equal(shape: dict[str, int], num: int) -> None:
     group, _ = make(shape)
-    mesh = RankMesh(shape)
+    mesh = RankMesh(**shape)
     seen = group.seen(rows(list(range(num))))
-    leaders = [seen[rank] for rank in mesh.leaders(DATA)]
+    leaders = [seen[rank] for rank in mesh.data_leaders]
     assert sorted(i for part in leaders for i in part) == list(range(num))
-    assert all(part == leaders[mesh.shard_of(rank, DATA)] for rank, part in enumerate(seen))
+    assert all(part == leaders[mesh.data_rank(rank)] for rank, part in enumerate(seen))
     for i in range(num):
         assert sum(any(j // 3 == i // 3 for j in part) for part in leaders) == 1, "a group is cut"
 
@@ -146,7 +144,7 @@ def test_the_driver_moves_the_same_bytes_for_any_length() -> None:
         backend = RemoteBackend(
             "policy",
             partial(NoWork, length=length),
-            mesh=RankMesh({"dp_shard": 4}),
+            mesh=RankMesh(dp_shard=4),
             splitter=whole_groups,
             ranks=ranks,
             options=RayOptions(),

@@ -53,7 +53,7 @@ class Ranks:
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
         return {
-            rank: Health(1, idle, self.stacks.get(rank, f"stack of {rank}\n"))
+            rank: Health(idle, self.stacks.get(rank, f"stack of {rank}\n"))
             for rank in ranks
             if (idle := self.idle.get(rank, 0.0)) is not None
         }

@@ -1,8 +1,9 @@
-"""What a person sees: lines where nobody watches live, a live line on a terminal, and text exactly as it is."""
+"""Progress for a person: plain lines if nobody watches live, a live line on a terminal, and text exactly as it is."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import threading
 import time
@@ -69,7 +70,9 @@ def test_text_is_never_markup(file: io.StringIO, text: str) -> None:
 
 
 def test_completions_as_they_are(file: io.StringIO) -> None:
-    ProgressDisplay(1, file=file).completions(5, [("[b]2+2=", "[/b]4\\", 0.5), ("3+3=", ":smile:", None)])
+    ProgressDisplay(1, file=file).completions(
+        5, [((0, 0), "[b]2+2=", "[/b]4\\", 0.5), ((1, 0), "3+3=", ":smile:", math.nan)]
+    )
     text = file.getvalue()
     assert "completions of step 5" in text
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if "=" in line]
@@ -126,7 +129,7 @@ def test_stop_without_start(file: io.StringIO) -> None:
 def test_a_number_without_end_is_shown_by_its_exponent(file: io.StringIO) -> None:
     display = ProgressDisplay(1, file=file)
     display.step(1, {"reward": 1e299, "eval/reward": -2.5e6, "grad_norm": 999999.0})
-    display.completions(1, [("p", "c", 1e299)])
+    display.completions(1, [((0, 0), "p", "c", 1e299)])
     lines = file.getvalue().splitlines()
     assert lines[0].rstrip() == "step 1/1  reward 1e+299  eval reward -2.5e+06  |g| 999999.00"
     assert max(map(len, lines)) < 80 and "1e+299" in lines[-2]

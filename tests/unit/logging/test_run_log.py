@@ -110,7 +110,7 @@ def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path, monke
 
 def branched(folder: Path) -> tuple[Path, dict[str, bytes]]:
     """A run with checkpoints and rollouts of steps 1 to 4, of which one of step 3 was set aside before; and what has
-    to lie there once a training from step 2 begins to write."""
+    to be there once a training from step 2 begins to write."""
     path = run_until(folder, 4)
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-3.abandoned", "checkpoint-10"):
         (path / name).mkdir(exist_ok=True)
@@ -241,8 +241,8 @@ def test_a_name_that_is_taken_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_auto_without_a_checkpoint_takes_the_folder_of_its_name(tmp_path: Path) -> None:
-    """A job that died before its first checkpoint begins anew under the same name; if it cannot, what was there stays,
-    and where nothing was nothing is left."""
+    """A job that died before its first checkpoint begins again under the same name; if it cannot, existing files stay,
+    and no new ones are left."""
     log = RunLog(config(tmp_path, resume="auto"), 5, None)
     log.close()
     assert list(tmp_path.iterdir()) == []
@@ -319,7 +319,7 @@ def test_a_run_whose_config_was_lost_goes_on_where_it_was(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_elsewhere_begins_a_folder_of_its_own(tmp_path: Path) -> None:
-    """Beside it lies no run that could go on."""
+    """No run that could continue is beside it."""
     kept = tmp_path / "kept" / "checkpoint-2"
     kept.mkdir(parents=True)
     log = RunLog(config(tmp_path / "runs", resume=str(kept)), 5, kept)
@@ -355,8 +355,8 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
 
 def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), 5, None)
-    log.start(0)
-    log.completions(1, [(0, "1+1=", "two", 0.5), (1, "2+1=", "three", float("nan"))])
+    log.display.start(0)
+    log.display.completions(1, [(0, "1+1=", "two", 0.5), (1, "2+1=", "three", float("nan"))])
     log.stop()
     shown = capsys.readouterr().err
     for part in ("1+1=", "two", "three", "0.5"):
@@ -369,7 +369,7 @@ def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_what_a_step_cost(is_kept: bool) -> None:
-    """From [N]-sized columns, wherever the samples lie."""
+    """From [N]-sized columns, wherever the samples are."""
     lengths = {"prompt_length": torch.tensor([3, 5]), "completion_length": torch.tensor([10, 2])}
     batch = Batch({**lengths, "prompt": ["a", "b"]})
     timings = Timings()

@@ -386,7 +386,7 @@ def test_without_kernels_for_a_device_the_log_says_so_once(caplog: pytest.LogCap
     if not native.is_available():
         pytest.skip("the compiled extension was not built (no C++ compiler when installing, or HYBRID_RL_NATIVE=0)")
     native.operator.cache_clear()
-    native._why_missing.cache_clear()
+    native.why_missing.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
         assert native.operator("strided_copy", "xpu") is None
         assert native.operator("strided_copy", "xpu") is None

@@ -85,7 +85,7 @@ class Workers:
         for rank, (scored, arguments) in enumerate(zip(self.ranks, parts.arguments, strict=True)):
             batch, report = scored.run(*arguments)
             answers[rank] = (self._reference(batch) if self.keep else batch), report
-        mesh = RankMesh({"dp_shard": num_ranks})
+        mesh = RankMesh(dp_shard=num_ranks)
         return collect("rollout", record, parts, mesh, answers, self.kept.__getitem__)
 
     def _reference(self, batch: Batch) -> BatchRef:

@@ -42,7 +42,7 @@ def test_hooks_may_be_left_out() -> None:
 
 
 class Ends(Callback):
-    """Raises at the end of fit(), and in a step where it is told so."""
+    """Raises at the end of fit(), and in a step if it is asked to."""
 
     def __init__(self, at_step: type[BaseException] | None) -> None:
         self._at_step = at_step

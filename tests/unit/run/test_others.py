@@ -52,8 +52,8 @@ def test_the_advice_is_good(make_trainer) -> None:
     trainer.step()
     other = make_trainer(max_steps=3, learning_rate=1e-4, resume=trainer.save())
     assert other.global_step == 1 and other.step().metrics["learning_rate"] == 1e-4
-    anew = make_trainer(str(other.save()), max_steps=3, learning_rate=1e-2)
-    assert anew.global_step == 0 and anew.step().metrics["learning_rate"] == 1e-2
+    again = make_trainer(str(other.save()), max_steps=3, learning_rate=1e-2)
+    assert again.global_step == 0 and again.step().metrics["learning_rate"] == 1e-2
 
 
 def test_max_steps_may_be_set(make_trainer) -> None:
@@ -198,7 +198,7 @@ def test_a_module_that_was_trained_before_is_told_of_unless_its_weights_come_fro
 
 
 def in_child(action: Callable[[], object]) -> int:
-    """Do it in a fork of this process; 0 where it raised nothing and came to an end."""
+    """Do it in a fork of this process; 0 if it raised nothing and came to an end."""
     pid = os.fork()
     if pid == 0:
         status = 1

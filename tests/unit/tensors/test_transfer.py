@@ -1,4 +1,4 @@
-"""Tensors between host and device: what arrives is what was sent, in one copy, and nobody waits before the end."""
+"""Tensors between host and device: the copy equals the original, is one copy, and nothing waits before the end."""
 
 import torch
 

@@ -289,9 +289,7 @@ def test_metrics_join_over_ranks() -> None:
     def metrics(rank: int, gather: Any) -> Any:
         part = parts[rank]
         mine = torch.ones(len(part["completion_ids"].values), dtype=torch.bool)
-        return value_metrics(
-            part, mine, dataclasses.replace(HERE, rank=rank, mesh=RankMesh({"dp_shard": 3}), gather=gather)
-        )
+        return value_metrics(part, mine, dataclasses.replace(HERE, rank=rank, mesh=RankMesh(dp_shard=3), gather=gather))
 
     for rank in range(3):
         metrics(rank, share)

@@ -53,7 +53,7 @@ def share_of(context: RankContext) -> Batch:
 
 def trained(shape: Mapping[str, int], keys: Mapping[str, Any]) -> tuple[dict[str, float], list[Actor], list[Batch]]:
     """A training step on ranks of a mesh: its metrics, the actors and the batches with advantages."""
-    mesh, config = RankMesh(shape), case_config(**keys)
+    mesh, config = RankMesh(**shape), case_config(**keys)
     meeting = Meeting(mesh.num_ranks)
 
     def run(rank: int) -> tuple[MetricSums, Actor, Batch]:

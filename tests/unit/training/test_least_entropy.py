@@ -39,7 +39,7 @@ def test_all_ranks_count() -> None:
         shown.append(mine)
         return [mine, there]
 
-    context = RankContext(mesh=RankMesh({"dp_shard": 2}), gather=gather)
+    context = RankContext(mesh=RankMesh(dp_shard=2), gather=gather)
     mini, micro_batches = MiniBatch(Counts()), [[3, 0], [], [4]]
     found = look_ahead(model, batch, micro_batches, LossSpec.of(config), mini, None, context).least_entropy  # type: ignore[arg-type]
     chosen = batch.select([3, 0, 4])

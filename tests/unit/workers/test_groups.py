@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from hybrid_rl.batch import AnyBatch, Batch, BatchRef, store
-from hybrid_rl.controller.dispatch import dispatch_of, dispatched_methods
+from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.reference import ReferenceWorker
+from tests.groups import dispatched_methods
 
 PAIRS = [
     pytest.param(group, worker, name, id=f"{group.__name__}.{name}")

@@ -201,7 +201,7 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
     bench.group.update_weights(1)
     with torch.no_grad():
         bench.module.lm_head.weight.normal_()
-    why = "the engine computes this architecture otherwise .*; its weights are the trainer's own memory"
+    why = "the engine computes this architecture differently .*; its weights are the trainer's own memory"
     with pytest.raises(HandoffError, match=rf"policy version 2.*logprobs of the probe prompt .*: {why}"):
         bench.group.update_weights(2)
 
@@ -216,12 +216,12 @@ def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
     derived = prove(side, {"timing/verify": 0.1, "handoff/unproven_bytes": 640.0})
     assert derived == f"{compared}, but for 640 bytes that it derives from them, which may be stale"
     unknown, known = causes(0.5, None), causes(0.5, compared)
-    assert unknown.startswith("the engine does not hold the trainer's weights (nobody compared them in this handoff")
-    assert "or it computes otherwise" in unknown and "verify_steps=1" in unknown
-    assert known.startswith("the engine computes this architecture otherwise") and compared in known
+    assert unknown.startswith("the engine does not hold the trainer's weights (they were not compared in this handoff")
+    assert "or it computes differently" in unknown and "verify_steps=1" in unknown
+    assert known.startswith("the engine computes this architecture differently") and compared in known
     assert "does not hold" not in known
     for gap, proof in ((math.nan, None), (math.inf, compared)):
-        assert causes(gap, proof) == "the weights, or what one of them computes from them, are not finite"
+        assert causes(gap, proof) == "the weights, or numbers that one of them computes from them, are not finite"
 
 
 def test_weights_that_are_not_finite_stop_the_run(make_bench) -> None:

@@ -1,4 +1,4 @@
-"""Reward models, packed: against each module's own padded forward, with tokens as they are and text tokenised anew."""
+"""Reward models, packed: against each module's own padded forward, with tokens as they are and text tokenised again."""
 
 import copy
 import dataclasses

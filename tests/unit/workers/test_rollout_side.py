@@ -14,5 +14,5 @@ def test_an_engine_in_a_process_of_its_own_is_refused():
         placement = "separate"
 
     setup = SimpleNamespace(config=SimpleNamespace(rollout=Separate(engine="far")))
-    with pytest.raises(ConfigError, match=r"rollout.engine=far runs in a process of its own .* embedded or colocated"):
+    with pytest.raises(ConfigError, match=r"rollout.engine=far runs in a separate process .* embedded or colocated"):
         rollout_side(setup, None, None)
