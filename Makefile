@@ -16,6 +16,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Tests start some hundred processes. Each would compile the package, and its own tests, where the environment says so.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=
 PIP_ARGS ?=

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,8 @@ import torch  # noqa: E402
 VLLM = Path(__file__).parent / "vllm"
 # Functions that take long by measurement (`make durations`); others are marked `slow` by hand.
 SLOW = frozenset((Path(__file__).parent / "slow_tests.txt").read_text().split())
+MARKED_SLOW = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
+TEST_FUNCTION = re.compile(r"^def (test_\w+)", re.MULTILINE)
 
 # Tests make many objects and keep few: going through them as often as Python does by itself is a tenth of their time.
 gc.set_threshold(100_000, 20, 50)
@@ -58,6 +61,25 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if module_path.parent == VLLM and without_vllm():
         return WithoutVLLM.from_parent(parent, path=module_path)
     return None
+
+
+def without_slow(config: pytest.Config) -> bool:
+    """Whether `-m` leaves out what is slow. That is the larger half: it is then not collected, which takes seconds."""
+    return "not slow" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file in which all is slow is not imported if nothing of it is to run."""
+    if not (without_slow(config) and collection_path.is_file() and collection_path.name.startswith("test_")):
+        return None
+    text, name = collection_path.read_text(), collection_path.relative_to(config.rootpath).as_posix()
+    tests = TEST_FUNCTION.findall(text)
+    return True if MARKED_SLOW.search(text) or (tests and all(f"{name}::{test}" in SLOW for test in tests)) else None
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module, name: str) -> list[pytest.Item] | None:
+    """No cases of a slow function, of which some have hundreds, if none is to run."""
+    return [] if f"{collector.nodeid}::{name}" in SLOW and without_slow(collector.config) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by these marks

@@ -18,7 +18,7 @@ import pytest
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 # A function is slow if all of its cases together take as long: those that take less are `make check`, in 60 s.
-SLOW_SECONDS = 0.15
+SLOW_SECONDS = 0.12
 
 
 def cpu_seconds() -> float:

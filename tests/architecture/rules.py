@@ -92,10 +92,10 @@ def sizes(root: Path) -> list[str]:
     """Files and functions stay small enough to be read at once."""
     found = []
     for module in read_modules(root, MEASURED):
-        num_lines = num_code_lines(module.text)
+        num_lines = num_code_lines(module)
         if num_lines > MAX_FILE_LINES:
             found.append(f"{module.path}: {num_lines} lines of code; at most {MAX_FILE_LINES}")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, FunctionNode):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
@@ -122,7 +122,7 @@ def private_names(root: Path) -> list[str]:
     An attribute belongs to another library if no file of the tree defines its name.
     """
     modules = read_modules(root)
-    ours = {name for module in modules for name in defined_names(module.tree)}
+    ours = {name for module in modules for name in defined_names(module)}
     ours |= PRIVATE_NAMES_ALLOWED | PRIVATE_NAMES_LEFT
     return [
         f"{module.path}:{line}: uses the private name {name}; only {COMPAT} may"
@@ -259,11 +259,9 @@ def _is_at(path: str, home: str) -> bool:
 
 def _extension_uses(module: Module) -> Iterator[tuple[int, str]]:
     allowed = {
-        id(node.value)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and node.attr in TORCH_OPS_ALLOWED
+        id(node.value) for node in module.nodes if isinstance(node, ast.Attribute) and node.attr in TORCH_OPS_ALLOWED
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             if node.attr in ("load_library", "load_inline"):
                 yield node.lineno, f"calls {node.attr}"

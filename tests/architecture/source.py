@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +13,6 @@ from .layers import PACKAGE, ROOT
 ATTRIBUTE_CALLS = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 IMPORT_CALLS = frozenset({"import_module", "__import__"})
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# Tokens that make no line a line of code.
-NO_CODE = frozenset(
-    {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-)
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,11 @@ class Module:
         """The syntax tree."""
         return ast.parse(self.text, filename=self.path)
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree. Eleven rules look at them, so each file is walked once."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def room(self) -> str:
         """The part of the name directly under the package; ROOT for the package itself."""
@@ -55,7 +54,7 @@ class Module:
         return tuple(self._imports())
 
     def _imports(self) -> Iterator[Import]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (Import(alias.name, None, node.lineno) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -80,12 +79,17 @@ def room_of(name: str) -> str:
     return parts[1] if len(parts) > 1 else ROOT
 
 
+@functools.cache  # the text is an argument: a file that has changed is parsed again
+def module_of(path: str, text: str) -> Module:
+    """The module that a file of this path, relative to the root of the tree, and this text is."""
+    parts = path.removesuffix(".py").split("/")
+    is_package = parts[-1] == "__init__"
+    return Module(path, ".".join(parts[:-1] if is_package else parts), text, is_package)
+
+
 def read_module(root: Path, path: Path) -> Module:
     """Reads one file of the tree under `root`."""
-    relative = path.relative_to(root)
-    parts = list(relative.with_suffix("").parts)
-    is_package = parts[-1] == "__init__"
-    return Module(relative.as_posix(), ".".join(parts[:-1] if is_package else parts), path.read_text(), is_package)
+    return module_of(path.relative_to(root).as_posix(), path.read_text())
 
 
 def read_modules(root: Path, places: tuple[str, ...] = (PACKAGE,)) -> list[Module]:
@@ -105,9 +109,9 @@ def imported_module(item: Import, names: frozenset[str]) -> str | None:
     return item.target if item.target in names else None
 
 
-def defined_names(tree: ast.AST) -> Iterator[str]:
+def defined_names(module: Module) -> Iterator[str]:
     """Names that a file defines: functions, classes, arguments, variables, and attributes that it sets on self."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -121,7 +125,7 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
 def private_uses(module: Module) -> Iterator[tuple[int, str]]:
     """(line, name) of each private attribute, keyword, import, and name given to getattr, hasattr, setattr or delattr;
     operators of torch.ops do not count."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         found: list[str] = []
         if isinstance(node, ast.Attribute):
             chain = dotted_name(node)
@@ -157,15 +161,19 @@ def _last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def num_code_lines(text: str) -> int:
+def num_code_lines(module: Module) -> int:
     """Lines of a module that hold code: no docstring, no comment, not blank. A limit on all lines would be met by
     explaining less."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
-    return len(lines)
+    numbered = enumerate(module.text.splitlines(), start=1)
+    lines = {number for number, line in numbered if line.strip() and not line.lstrip().startswith("#")}
+    docstrings: set[int] = set()
+    for node in module.nodes:
+        if isinstance(node, ast.Constant | ast.JoinedStr):  # a string's own lines may be blank, or begin with #
+            lines.update(_lines_of(node))
+        elif isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(_lines_of(node.body[0]))
+    return len(lines - docstrings)
+
+
+def _lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)

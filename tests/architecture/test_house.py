@@ -16,3 +16,13 @@ ROOT = Path(__file__).parents[2]
 def test_repository_keeps_rule(rule: Callable[[Path], list[str]]) -> None:
     findings = rule(ROOT)
     assert not findings, "\n".join([rule.__doc__ or "", *findings])
+
+
+def test_every_slow_test_is_there() -> None:
+    """Under another name it would be taken for quick, and `make check` would run it."""
+    gone = []
+    for name in (ROOT / "tests" / "slow_tests.txt").read_text().split():
+        path, _, function = name.partition("::")
+        if not (ROOT / path).is_file() or f"\ndef {function}(" not in (ROOT / path).read_text():
+            gone.append(name)
+    assert not gone, f"no such tests; give slow_tests.txt their new names, or run make durations: {gone}"

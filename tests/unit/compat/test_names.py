@@ -50,7 +50,7 @@ def test_a_name_of_vllm_is_there(name: str) -> None:
 def test_a_file_says_why_it_uses_a_name(module: types.ModuleType) -> None:
     """Every private name of a file is in its table, and every name of the table is used."""
     read = read_module(ROOT, Path(str(module.__file__)))
-    used = {name for _, name in private_uses(read)} - set(defined_names(read.tree))
+    used = {name for _, name in private_uses(read)} - set(defined_names(read))
     told = {part for name in module.NAMES for part in re.split(r"[.()]", name)}
     assert used - told == set()
     before, _, rest = read.text.partition("NAMES = {")

@@ -39,9 +39,10 @@ SECTIONS = [section for section, choice in CHOICES.items() if choice.tag and sec
 CHOSEN: list[dict[str, Any]] = [{section: name} for section in SECTIONS for name in CHOICES[section].members]
 CHOSEN += [{"eval_temperature": 0.5}, {"entropy_target": 0.2}, {"dtype": "bfloat16"}]
 GIVEN = [{}, *CHOSEN, *ALGORITHMS]
+SEEN = [visible_leaves(members(given)) for given in GIVEN]
 # Every key, and the first choice in which it exists.
-LEAVES = {path: leaf for given in reversed(GIVEN) for path, leaf in visible_leaves(members(given)).items()}
-NEEDS = {path: given for given in reversed(GIVEN) for path in visible_leaves(members(given))}
+LEAVES = {path: leaf for seen in reversed(SEEN) for path, leaf in seen.items()}
+NEEDS = {path: given for given, seen in zip(reversed(GIVEN), reversed(SEEN), strict=True) for path in seen}
 PACKAGE = Path(hybrid_rl.__file__).parent
 TAGS = {f"{section}.{choice.tag}" for section, choice in CHOICES.items() if choice.tag}
 # Names under which code holds the config or one of its sections.
@@ -66,8 +67,8 @@ def leaf_name(path: str) -> str:
 def test_leaf_names_are_unique() -> None:
     repeated = [
         (given, name)
-        for given in GIVEN
-        for name, count in Counter(map(leaf_name, visible_leaves(members(given)))).items()
+        for given, seen in zip(GIVEN, SEEN, strict=True)
+        for name, count in Counter(map(leaf_name, seen)).items()
         if count > 1
     ]
     assert not repeated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,11 @@ def after(common: int, length: int, identity: int, max_tokens: int = 4, **params
 
 
 def alone(requests):
+    return samples_alone(tuple(requests))
+
+
+@functools.cache
+def samples_alone(requests):
     rig = inplace_compiled(max_num_seqs=1, enable_prefix_caching=False).ready()
     return [rig.run([replace(one, group=None)])[0] for one in requests]
 

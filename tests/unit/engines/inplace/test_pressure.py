@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,11 @@ def is_empty(engine: RolloutEngine) -> bool:
 
 
 def alone(make, requests: list[RolloutRequest]):
+    return samples_alone(make, tuple(requests))
+
+
+@functools.cache
+def samples_alone(make, requests: tuple[RolloutRequest, ...]):
     rig = make(max_num_seqs=1, enable_prefix_caching=False, kv_cache_memory_bytes=64 * TOKEN_BYTES).ready()
     return [rig.run([replace(one, group=None)])[0] for one in requests]
 
