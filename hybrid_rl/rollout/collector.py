@@ -150,7 +150,9 @@ class Collector:
             metrics |= refill.metrics()
         else:
             rows = plan.sampler.take(plan.num_prompts)
-            batch = self._roll_out(rows, call, tally, demonstrates=plan.demonstrates)
+            tasks, call = self._tasks(rows, call)
+            make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
+            batch = self._counted(make(tasks, call), call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
         if plan.greedy_baseline:
@@ -206,15 +208,20 @@ class Collector:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def _roll_out(
-        self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, *, demonstrates: bool = False
-    ) -> AnyBatch:
-        """Return samples for these prompts in their order, with ids that no other call has, and count them."""
+    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
+        """Return samples for these prompts in their order."""
+        tasks, call = self._tasks(rows, call)
+        return self._counted(self._workers.rollout(tasks, call), call, tally)
+
+    def _tasks(self, rows: Sequence[PromptRow], call: RolloutCall) -> tuple[list[RolloutTask], RolloutCall]:
+        """Return a task for each prompt, and the call with ids that no other call has."""
         call = replace(call, first_id=self._next_id)
         self._next_id += len(rows) * call.num_generations
-        make = self._workers.demonstrations if demonstrates else self._workers.rollout
-        batch, reports = make([RolloutTask(place, row) for place, row in enumerate(rows)], call)
-        batch = _in_order(batch)
+        return [RolloutTask(place, row) for place, row in enumerate(rows)], call
+
+    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
+        """Return the samples that a call made, in the order of its prompts, and count them."""
+        batch, reports = _in_order(answer[0]), answer[1]
         tally.add(batch, reports, call)
         self._warn_of_retries(reports, call)
         return batch

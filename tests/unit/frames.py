@@ -21,7 +21,7 @@ from tests.tiny import build_model, build_tokenizer, spread, sums
 PACKAGE = Path(hybrid_rl.__file__).parent
 FIRST = "fit"
 # What is done -> the file that does it, and the function, "" for any. Of several calls the deepest one counts.
-LOSS = {"the loss": ("algos/policy_losses/clip.py", "")}
+LOSS = {"the loss": ("algos/policy_losses/clip.py", "loss")}
 WORK = {
     "inplace": LOSS
     | {
