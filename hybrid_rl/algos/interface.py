@@ -204,7 +204,7 @@ class LossInputs(_Columns):
 @dataclass(frozen=True)
 class WholeMiniBatch:
     """All samples of a mini-batch over all ranks, what `PolicyObjective.prepare` sees: detached, [T] each. Turns of a
-    trajectory are samples of their own.
+    trajectory are separate samples.
 
     old_logprobs, advantages: float; mask: bool; rows: int64, ascending; groups: int64 [N]; num_rows = N. seed: the same
     on all ranks, another one for every mini-batch of a run.
@@ -368,7 +368,7 @@ class PolicyObjective(Record):
 
     @property
     def parameter_learning_rate(self) -> float:
-        """Learning rate of the numbers that are learned beside the model."""
+        """Learning rate of the numbers that are learned in addition to the model."""
         raise NotImplementedError
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor | None:

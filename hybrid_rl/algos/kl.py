@@ -57,7 +57,7 @@ def exact_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = Non
     """Compute KL(policy || reference) at each place, sum over the vocabulary of p (ln p - ln p_ref): float [T].
 
     Its gradient is that of KL(policy || reference) at this place, by whatever policy the tokens were sampled: no
-    importance weight belongs on it. What a token changes about the places after it is left out, as with every penalty
+    importance weight belongs on it. The effect of a token on the places after it is left out, as with every penalty
     in the loss.
 
     log_probs: float [T, V] with gradient, natural logs, normalised; ref_log_probs: [T, V], taken as constant. Tokens
@@ -176,7 +176,8 @@ class _Weighted(KLTerm):
 @register
 @dataclass(frozen=True)
 class KLInLoss(_Weighted):
-    """beta * KL(policy || reference) beside the policy loss (GRPO, arXiv:2402.03300, eq. 3 and 4: k3, beta = 0.04)."""
+    """beta * KL(policy || reference) added to the policy loss (GRPO, arXiv:2402.03300, eq. 3 and 4: k3, beta =
+    0.04)."""
 
     kl_in: Literal["loss"] = key("loss", _PLACE)
     kl_estimator: Literal["k2", "k3", "abs", "exact"] = key(

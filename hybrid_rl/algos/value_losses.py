@@ -43,8 +43,8 @@ def _squares(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | 
 
 @dataclass(frozen=True)
 class ValueFit:
-    """What is needed of values and returns to say how well one predicts the other; sums of these of micro-batches and
-    ranks are those of the whole.
+    """Statistics of values and returns that tell how well one predicts the other; those of micro-batches and ranks add
+    up to those of the whole.
 
     count of tokens; means and sums of squared deviations from them, of the returns R and the errors R - V.
     """

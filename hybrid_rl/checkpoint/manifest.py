@@ -61,7 +61,7 @@ def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> 
         elif problem:
             raise CheckpointError(
                 f"{folder / name} is damaged: {problem}. Use another checkpoint; if it was changed on purpose, delete "
-                f"{MANIFEST_FILE} beside it, and nothing is compared"
+                f"{MANIFEST_FILE} next to it, and nothing is compared"
             )
 
 

@@ -60,7 +60,7 @@ def write_checkpoint(
             agree(lambda: complete(known) if is_leader else None)
     except (CheckpointError, PeerFailedError):
         raise
-    except Exception as error:  # safetensors wraps I/O errors in types of its own
+    except Exception as error:  # safetensors wraps I/O errors in its own types
         if is_disconnect(error):
             # The controller knows which rank ended; what to do about a full disk would be misleading.
             raise PeerFailedError(f"another rank is gone, so checkpoint {folder} was not written") from error

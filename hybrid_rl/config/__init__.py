@@ -1,4 +1,4 @@
-"""Configuration: the schema, how it is loaded, and what is checked before any work starts."""
+"""Configuration: the schema, its loading, and the checks before any work starts."""
 
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.hf import HFConfig

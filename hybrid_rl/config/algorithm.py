@@ -145,7 +145,7 @@ def _check_engine(config: TrainerConfig, old: str) -> None:
     if found and learns_from_demonstrations(config):
         raise ConfigError(
             f"{found[0]} compares with the engine that sampled, but advantage={estimator} learns from the dataset's "
-            f"completions, which no engine did; leave it out, or choose another"
+            f"completions, which no engine sampled; leave it out, or choose another"
         )
     if len(found) > 1 and "old_logprobs=rollout" in found:
         found.remove("old_logprobs=rollout")
@@ -156,7 +156,7 @@ def _check_engine(config: TrainerConfig, old: str) -> None:
     if len(found) > 1:
         remedy = "leave correction out" if found[-1] == "correction" else "use policy_loss=clip or reinforce"
         raise ConfigError(
-            f"{found[0]} weighs what the engine sampled itself, and {found[-1]} would a second time; {remedy}"
+            f"{found[0]} corrects for the engine's sampling itself, and {found[-1]} would do so a second time; {remedy}"
         )
 
 
@@ -198,7 +198,7 @@ def _check_entropy(config: TrainerConfig) -> None:
         )
     if not entropy.entropy_coef_min <= coef <= entropy.entropy_coef_max:
         raise ConfigError(
-            f"entropy_coef={coef:g} is what the weight of the entropy starts from, but entropy_coef_min="
+            f"entropy_coef={coef:g} is the first weight of the entropy, but entropy_coef_min="
             f"{entropy.entropy_coef_min:g} and entropy_coef_max={entropy.entropy_coef_max:g} bound it; give one between"
         )
 

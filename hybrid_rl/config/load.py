@@ -158,7 +158,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if value is None:
             continue
         named[section] = value
-        # What is given later may ask for more than a default that was written down, or for less than a preset.
+        # A later layer may ask for more than a default that was written down, or for less than a preset.
         inferred = choice.infer(_given(layers[layer + 1 :]), named)
         if inferred is not None and choice.default in (value, inferred if layer == 0 else value):
             named[section] = inferred
@@ -193,7 +193,7 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
     if value is None:
         return None, place
     if choice.tag is None:
-        raise ConfigError(f"{section} is a section with keys of its own, not a value: {value!r}")
+        raise ConfigError(f"{section} is a section of keys, not a value: {value!r}")
     if not isinstance(value, str) or value not in choice.members:
         near = difflib.get_close_matches(str(value).lower(), choice.members, n=1)
         raise ConfigError(
@@ -242,7 +242,7 @@ def _flatten(
             rest = rests[path.rpartition(".")[0]]
             found = {rest: {**flat.pop(rest, {}), name.rpartition(".")[2]: value}}
         elif path in sections:
-            raise ConfigError(f"{path} is a section with keys of its own, not a value: {value!r}")
+            raise ConfigError(f"{path} is a section of keys, not a value: {value!r}")
         else:
             raise ConfigError(_unknown(path, value, leaves, tags))
         twice = sorted(set(found) & set(flat))

@@ -148,7 +148,7 @@ class InPlaceConfig(EngineConfig):
     and are computed again."""
 
     max_num_batched_tokens: int = key(
-        8192, "prompt tokens of one pass, besides decoding; longer prompts are computed in chunks", minimum=1
+        8192, "prompt tokens of one pass, in addition to decoding; longer prompts are computed in chunks", minimum=1
     )
     enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
     block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
@@ -172,7 +172,7 @@ class VLLMConfig(EngineConfig):
         True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
     )
     engine_args: dict[str, Any] = key(
-        {}, "every other argument of vLLM, under its own name beside these keys", takes_rest=True
+        {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
     )
 
 
@@ -186,8 +186,8 @@ ENGINES = (
 class RolloutConfig:
     """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
 
-    placement: embedded = it decodes from the actor's own modules; colocated = in the trainer's process, with weights of
-        its own; separate = in a process of its own.
+    placement: embedded = it decodes from the actor's own modules; colocated = in the trainer's process, with its own
+        weights; separate = in its own process.
     is_packed: whether models run packed rows, in training too.
     library: what must be installed, and how, as (module, command).
     """
@@ -218,7 +218,7 @@ class RolloutConfig:
         return 1
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError for what this engine cannot do in this configuration."""
+        """Raise ConfigError if this engine cannot run this configuration."""
         return
 
 
@@ -232,7 +232,7 @@ class InPlaceRolloutConfig(RolloutConfig):
 
 @dataclass(frozen=True)
 class ColocatedRolloutConfig(RolloutConfig):
-    """Keys of all engines in the trainer's process with weights of their own."""
+    """Keys of all engines in the trainer's process that have their own weights."""
 
     placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "colocated"
 
@@ -251,7 +251,7 @@ class ColocatedRolloutConfig(RolloutConfig):
     )
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if the way of the weights does not fit the ranks."""
+        """Raise ConfigError if the transport of the weights does not fit the ranks."""
         if self.transport in ("ipc", "distributed") and num_ranks == 1:
             raise ConfigError(
                 f"rollout.transport={self.transport} carries weights between ranks, but num_ranks=1; leave it out"
@@ -286,7 +286,8 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         return self.vllm.tensor_parallel_size
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if ranks cannot be cut into replicas, or the way of the weights does not fit them."""
+        """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
+        them."""
         if num_ranks % self.ranks_per_engine:
             raise ConfigError(
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
@@ -351,7 +352,7 @@ class SampledEvalConfig(EvalConfig):
         0.0, "lowest probability relative to the most likely token, in evaluation only", minimum=0, maximum=1
     )
     num_generations_eval: int = key(
-        1, "completions per evaluation prompt; above 1, eval/pass@n is logged besides the accuracy", minimum=1
+        1, "completions per evaluation prompt; above 1, eval/pass@n is logged in addition to the accuracy", minimum=1
     )
 
 

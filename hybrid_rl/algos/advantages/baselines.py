@@ -117,8 +117,8 @@ class ReMax(AdvantageEstimator):
     """ReMax: the sum of the rewards from token t on, less the reward of the greedy completion of the prompt.
 
     arXiv:2310.10505. With rewards for whole completions only, as in the paper, that is r - b at every token; with
-    rewards of tokens no token answers for those before it. One greedy completion per prompt is made and scored
-    besides; a sample without one of the two rewards has advantage 0.
+    rewards of tokens no token answers for those before it. One greedy completion per prompt is also made and
+    scored; a sample without one of the two rewards has advantage 0.
     """
 
     estimator: Literal["remax"] = key("remax", "the advantage estimator")
@@ -146,8 +146,8 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     arXiv:2602.07078. The terms of W are squared norms of the gradient of ln p with respect to the logits: the energy of
     the path so far. Only tokens that the policy made are steps, so that position t is its t-th own token. A sample that
-    reaches t alone is its own baseline, and if all who reach t earn the same there is nothing to tell apart: exactly 0
-    in both.
+    is the only one to reach t is its own baseline, and if all that reach t earn the same there is no difference:
+    exactly 0 in both cases.
     """
 
     estimator: Literal["optimal_token_baseline"] = key("optimal_token_baseline", "the advantage estimator")
@@ -210,7 +210,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
 
     arXiv:2501.03262. The paper leaves open what it is normalised over: here over tokens, as without the baseline, so
     that it is the mean of the loss's own terms that is 0. A group whose rewards are all equal gives exactly 0 before
-    normalisation, and a sample that is scored alone too.
+    normalisation, and so does the only scored sample of a group.
     """
 
     estimator: Literal["reinforce_plus_plus_baseline"] = key("reinforce_plus_plus_baseline", "the advantage estimator")

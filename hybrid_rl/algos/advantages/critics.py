@@ -61,7 +61,7 @@ class GAE(CriticEstimator):
 @dataclass(frozen=True)
 class VAPO(CriticEstimator):
     """Value-model-based augmented PPO: GAE with `lam = max(0, 1 - 1 / (alpha T))` for the policy, T the length of the
-    completion; the critic's target with a lambda of its own.
+    completion; the critic's target has another lambda.
 
     arXiv:2504.05118. lam = 0 for T <= 1 / alpha, which the paper leaves out.
     """
@@ -127,7 +127,7 @@ class VTrace(AdvantageEstimator):
     arXiv:1802.01561, eq. 1, remarks 1 and 2, and section 4.2, with p_old the learner at the start of the training step
     and p_roll the engine that sampled. Steps, and what follows the last one, are as in `gae`. With p_old = p_roll,
     lambda and clips 1 the targets are the returns. The advantages hold the weight rho of the policy gradient already: a
-    `correction` of engine to trainer in the loss besides would count it twice, and is refused.
+    `correction` of engine to trainer in the loss would count it twice, and is refused.
     """
 
     estimator: Literal["vtrace"] = key("vtrace", "the advantage estimator")

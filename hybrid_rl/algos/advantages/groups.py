@@ -161,8 +161,8 @@ class GroupEstimator(AdvantageEstimator):
         return 2
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Compute the advantage of each sample, [N], 0 for one without a reward and for one that is scored alone.
-        rewards: float [N], NaN for a sample that could not be scored; groups: int64 [N], any numbers."""
+        """Compute the advantage of each sample, [N], 0 for one without a reward and for the only scored one of its
+        group. rewards: float [N], NaN for a sample that could not be scored; groups: int64 [N], any numbers."""
         raise NotImplementedError
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
@@ -191,7 +191,7 @@ def whitened(values: Tensor, keep: Tensor, gather: Callable[[Any], list[Any]]) -
     counts, sums, lows, highs = zip(*gather((len(kept), float(kept.sum()), low, high)), strict=True)
     count = sum(counts)
     mean = math.fsum(sums) / max(count, 1)
-    # What is squared is of the order of 1 (`power_of_two`): squares of 1e154 and more are not float64.
+    # The squared values are of the order of 1 (`power_of_two`): squares of 1e154 and more are not float64.
     unit = float(power_of_two(torch.tensor(max(highs) - min(lows) if count else 1.0, dtype=torch.float64)))
     squares = math.fsum(gather(float((((kept - mean) / unit) ** 2).sum())))
     if count < 2 or min(lows) == max(highs):

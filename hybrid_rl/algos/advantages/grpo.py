@@ -16,7 +16,7 @@ from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
-# Of the dense rewards of a sample, which are float32: what is left of the total below it is not an outcome.
+# Relative to the dense rewards of a sample, which are float32: a smaller rest of the total is not an outcome.
 ROUNDING = 1e-5
 
 
@@ -33,7 +33,7 @@ class GRPO(GroupEstimator):
 
     `token_level=true` is process supervision (section 4.1.3): the sum over s >= t of the step rewards, each normalised
     against all step rewards of the group. The paper has a list of steps; here a step is a token with a dense reward
-    that is not 0 (one of exactly 0 cannot be told from none). What the total holds beside them is the outcome, added to
+    that is not 0 (one of exactly 0 cannot be distinguished from none). The rest of the total is the outcome, added to
     the reward of the last token; if any sample of a group has one, those of all its samples count, zeros too. Without
     rewards of tokens this is GRPO.
 
@@ -137,7 +137,8 @@ def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards:
     sample (n - 1), as in TRL.
 
     rewards: float [N], NaN if a sample could not be scored; groups: int64 [N]. Returns float64 [N]: 0 for unscored
-    samples, for a group whose rewards are all equal (exactly, not up to rounding), and for one scored sample alone.
+    samples, for a group whose rewards are all equal (exactly, not up to rounding), and for the only scored sample of a
+    group.
     """
     found = Groups.of(rewards, groups)
     scale = found.scale(scale_rewards)[found.index]

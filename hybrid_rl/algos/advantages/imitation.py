@@ -80,15 +80,15 @@ class Distillation(AdvantageEstimator):
 
     arXiv:2306.13649 with reverse KL; as an advantage with discount 0, each token answering for its own divergence only:
     Thinking Machines, On-Policy Distillation, 2025. With REINFORCE's loss and samples of the policy the expected
-    gradient is that of KL(policy, teacher) at the states that the policy visits. Samples without a reward learn from
-    the teacher all the same. The teacher has the policy's vocabulary.
+    gradient is that of KL(policy, teacher) at the states that the policy visits. Samples without a reward also learn
+    from the teacher. The teacher has the policy's vocabulary.
     """
 
     estimator: Literal["distillation"] = key("distillation", "the advantage estimator")
     teacher_path: str | None = key(None, "the teacher: Hugging Face name or local folder, of the policy's tokenizer")
     group_advantage_coef: float = key(
         0.0,
-        "weight of the group-relative advantages of rewards (GRPO's) beside the teacher's; 0 = no rewards",
+        "weight of the group-relative advantages of rewards (GRPO's), added to the teacher's; 0 = no rewards",
         minimum=0,
     )
     needs = frozenset({Needs.LOGPROBS, Needs.TEACHER_LOGPROBS})

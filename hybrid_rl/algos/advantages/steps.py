@@ -82,7 +82,7 @@ class Steps:
 
     def accumulated(self, terms: Tensor) -> Tensor:
         """Sum of terms [K] over the steps up to and with each one, float64 [K]."""
-        # What is ahead comes off the sample's own sum: a running sum over all samples would carry their rounding along.
+        # Subtracted from the sum of the sample: a running sum over all samples would carry their rounding along.
         ahead = self.discounted(terms, 1.0)
         sums = terms.new_zeros(len(self.lengths)).index_add_(0, self.rows, terms)
         return sums[self.rows] - self.next(ahead)
@@ -92,8 +92,8 @@ def step_rewards(rewards: Tensor, token_rewards: Tensor, mask: Tensor, rows: Ten
     """Compute the reward of each step, float64 [T], 0 where masked.
 
     rewards: float [N], the total of a sample, NaN if it could not be scored; token_rewards: float [T], the part of
-    it that belongs to single tokens; mask: bool [T]; rows: int64 [T], ascending. What is left of the total belongs to
-    the last step. A reward at a token that the policy did not make belongs to the step before it, which led there;
+    it that belongs to single tokens; mask: bool [T]; rows: int64 [T], ascending. The rest of the total belongs to the
+    last step. A reward at a token that the policy did not make belongs to the step before it, which led there;
     before the first step, to none. Samples that were not scored have no rewards. Raises ValueError for infinite
     rewards, and for rewards of tokens of a scored sample that are not numbers.
     """

@@ -57,7 +57,7 @@ class ClipRange(PolicyObjective):
     def clipped(self, log_ratio: Tensor, advantages: Tensor, *, delta: float | None = None) -> PolicyLoss:
         """Compute PPO's surrogate, -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A), of each token.
 
-        PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO, arXiv:2503.14476, eq. 10. delta: None = no bound of its own.
+        PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO, arXiv:2503.14476, eq. 10. delta: None = no such bound.
         log_ratio: ln w, float [T], with gradient, 0 where masked; w above e^20 counts as e^20, in value and slope.
         advantages: float [T], 0 where masked, without gradient.
         """
@@ -80,7 +80,7 @@ class Clip(ClipRange):
     """The clipped surrogate of PPO, GRPO, DAPO, GSPO and LUSPO: `-min(w A, clip(w, 1 - epsilon, 1 + epsilon_high) A)`.
 
     PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO, arXiv:2503.14476, eq. 10 (epsilon_high = 0.28). Two options bound
-    what is left open, a large ratio with a negative advantage: `delta` bounds the unclipped w from above (two-sided
+    the remaining case, a large ratio with a negative advantage: `delta` bounds the unclipped w from above (two-sided
     clipping, INTELLECT-2, arXiv:2505.07291, eq. 1); `dual_clip` = c bounds the loss of a token with A < 0 at -c A
     (dual-clip PPO, arXiv:1912.09729; verl: 3). There the two are the same if delta > 1 + epsilon_high.
 
@@ -117,7 +117,7 @@ class Clip(ClipRange):
         return self.importance_sampling_level == "sequence"
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
-        """Compute the clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a metric of its own."""
+        """Compute the clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a separate metric."""
         advantages = inputs.kept(inputs.advantages.detach())
         loss = self.clipped(log_ratio_at(inputs, self.importance_sampling_level), advantages, delta=self.delta)
         per_token, metrics = loss.per_token, {}

@@ -28,14 +28,14 @@ class DPPO(PolicyObjective):
     arXiv:2602.04879, eq. 12 (objective and mask), eq. 23 (C), eqs. 13 to 16 (D): updates that lead back to the old
     policy are never stopped. The weight min(w, C) is detached and multiplies the gradient of ln p; without C the
     gradient is that of -M w A. The binary divergences compare with the engine that sampled, as the paper asks for
-    (section 5.2): their w is policy / engine, so that no further correction of the engine's samples belongs beside
-    them. The top-k divergences compare with the learner at the start of the training step, since engines do not report
-    their best tokens.
+    (section 5.2): their w is policy / engine, so that they take no further correction of the engine's samples. The
+    top-k divergences compare with the learner at the start of the training step, since engines do not report their best
+    tokens.
     """
 
     objective: Literal["dppo"] = key("dppo", "the policy loss")
     divergence_type: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = key(
-        "binary_tv", "total variation or KL, from the sampled token alone or from the best tokens of the old policy too"
+        "binary_tv", "total variation or KL, from the sampled token only, or from the best tokens of the old policy too"
     )
     divergence_threshold: float | None = key(
         None, "divergence from which updates away from the old policy stop; None = 0.15 for TV, 0.05 for KL", above=0
@@ -47,7 +47,7 @@ class DPPO(PolicyObjective):
 
     @property
     def needs(self) -> frozenset[Needs]:
-        """What the chosen divergence asks for."""
+        """The columns that the chosen divergence reads."""
         top = frozenset({Needs.OLD_LOGPROBS, Needs.LOG_PROBS, Needs.OLD_TOP})
         return frozenset() if self.corrects_rollout else top
 
@@ -66,7 +66,7 @@ class DPPO(PolicyObjective):
         """num_top, for the binary divergences."""
         if not self.corrects_rollout:
             return {}
-        reason = f"divergence_type={self.divergence_type} looks at the sampled token alone; use topk_tv or topk_kl"
+        reason = f"divergence_type={self.divergence_type} looks only at the sampled token; use topk_tv or topk_kl"
         return {"num_top": reason}
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:

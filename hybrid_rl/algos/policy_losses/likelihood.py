@@ -20,7 +20,7 @@ class Reinforce(PolicyObjective):
     """REINFORCE: `-A ln p` (Williams, 1992), the gradient of the expected advantage if the policy itself made the
     tokens.
 
-    With advantage 1 for what is to be imitated it is supervised learning (SFT, rejection sampling). The ratio to the
+    With advantage 1 for the samples to imitate it is supervised learning (SFT, rejection sampling). The ratio to the
     old policy is reported and takes no part.
     """
 
@@ -64,7 +64,7 @@ class VESPO(PolicyObjective):
     """Variational sequence-level soft policy optimisation: `-sg(W^k exp(lambda (1 - W))) A ln p`, W = product over the
     completion's tokens of p / p_old.
 
-    arXiv:2602.10693, section 3.4, with the constants of its authors: k and lambda of their own for A >= 0 and for the
+    arXiv:2602.10693, section 3.4, with the constants of its authors: separate k and lambda for A >= 0 and for the
     rest. W is not divided by the length. The paper's W is against the policy that made the completion: that is
     `old_logprobs=rollout`, as the preset has it. The kernel is 1 at W = 1; it is computed from ln W in float64 and
     needs no bounds on W, as it vanishes if W overflows or underflows. With lambda = 0 it does not: it is at most

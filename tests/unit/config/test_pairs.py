@@ -40,8 +40,8 @@ def test_who_weighs_the_engine() -> None:
 @pytest.mark.parametrize("estimator", ENGINE_ESTIMATORS)
 def test_an_estimator_and_a_loss_do_not_both(estimator: str, loss: str) -> None:
     refused(
-        f"advantage={estimator} weighs what the engine sampled itself, and policy_loss={loss} would a second time; use "
-        "policy_loss=clip or reinforce",
+        f"advantage={estimator} corrects for the engine's sampling itself, and policy_loss={loss} would do so a second "
+        "time; use policy_loss=clip or reinforce",
         advantage=estimator,
         policy_loss=loss,
     )
@@ -52,7 +52,7 @@ def test_an_estimator_and_a_loss_do_not_both(estimator: str, loss: str) -> None:
 @pytest.mark.parametrize("correction", ACTIVE)
 def test_a_correction_is_the_only_one(correction: str) -> None:
     for keys in [{"policy_loss": loss} for loss in ENGINE_LOSSES] + [{"advantage": name} for name in ENGINE_ESTIMATORS]:
-        refused("and correction would a second time; leave correction out", correction=correction, **keys)
+        refused("and correction would do so a second time; leave correction out", correction=correction, **keys)
     refused(
         "both are the engine.*use recompute, or leave correction out", correction=correction, old_logprobs="rollout"
     )
@@ -78,7 +78,7 @@ def test_v_trace_does_not_compare_the_engine_with_itself(keys: dict[str, Any]) -
 )
 def test_demonstrations_have_no_engine(keys: dict[str, Any], what: str) -> None:
     refused(
-        f"{what} compares with the engine that sampled, but advantage=sft .* which no engine did",
+        f"{what} compares with the engine that sampled, but advantage=sft .* which no engine sampled",
         advantage="sft",
         **keys,
     )

@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_from_its_weight() -> None:
 
 
 def test_the_start_lies_within_the_bounds() -> None:
-    with pytest.raises(ConfigError, match="entropy_coef=0.2 is what .* entropy_coef_max=0.1 bound it; give one"):
+    with pytest.raises(ConfigError, match="entropy_coef=0.2 is the first .* entropy_coef_max=0.1 bound it; give one"):
         resolved({"entropy_target": 1.0, "entropy_coef": 0.2, "entropy_coef_max": 0.1})
     with pytest.raises(ConfigError, match="entropy_coef is fixed; set entropy_target"):
         resolved({"entropy_coef_delta": 0.1})
