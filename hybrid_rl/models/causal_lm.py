@@ -23,7 +23,7 @@ class CausalLM(PackedModel):
         """
         try:
             if self.attention.is_packed:
-                self.masked_from = check_survey(self.module, self.backbone, self.device)
+                self.masked_from = check_survey(self)
             return check_outputs(self)
         except ModelError as error:
             check_weights(self.module)

@@ -40,16 +40,16 @@ STATEFUL = ("A_log", "time_decay", "recurrent_param")
 
 
 @torch.no_grad()
-def check_survey(module: PreTrainedModel, backbone: PreTrainedModel, device: torch.device) -> LengthLimit | None:
+def check_survey(model: PackedModel) -> LengthLimit | None:
     """Survey a model; return the length up to which its mask lets layers see what packed attention does, None for any.
 
     Raises ModelError if layers do not go through attention, or ask for what packed attention does not have.
     """
-    name = type(module).__name__
+    name = type(model.module).__name__
     with named_failure(name, "in its own forward pass of token ids"):
-        calls = surveyed(backbone, device)
-    config: Any = module.config.get_text_config()
-    _check_layers(name, backbone, calls, config)
+        calls = surveyed(model.backbone, model.device)
+    config: Any = model.module.config.get_text_config()
+    _check_layers(name, model.backbone, calls, config)
     positions = getattr(config, "max_position_embeddings", None) or FARTHEST
     alike = {(call.rule, call.options.window): call for call in reversed(calls)}.values()
     found = [(call.first_difference(positions), call) for call in alike]

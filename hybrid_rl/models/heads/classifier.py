@@ -105,7 +105,7 @@ def verify_scores(model: CausalLM) -> float:
     """
     plain: Any = model.module
     name = type(plain).__name__
-    model.masked_from = check_survey(plain, model.backbone, model.device)
+    model.masked_from = check_survey(model)
     routing, expected, sizes = HeldRouting(plain), [], []
     sequences = [[*prompt, *completion] for prompt, completion in VERIFY_SEQUENCES]
     with own_attention(plain), routing.recording():

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
 
 def block() -> str:
-    """What stands between BEGIN and END."""
+    """Return the text between BEGIN and END."""
     groups = {
         "dense": [*SUPPORTED.values(), *MORE_DENSE.values()],
         "mixtures of experts": [*MIXTURES.values(), *MORE_MIXTURES.values()],

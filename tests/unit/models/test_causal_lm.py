@@ -116,7 +116,7 @@ def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
 
 
 def test_blocks_are_recomputed_in_whatever_thread_the_backward_pass_runs(token_ids):
-    """Autograd has a thread of its own for every GPU."""
+    """Autograd has a separate thread for every GPU."""
     module = build("nemotron")
     model = CausalLM(module)
     expected = gradients(module, model.packed_logprobs(token_ids, LENGTHS, TARGETS, 1.0))

@@ -1,4 +1,4 @@
-"""Products through oneDNN against float64, and what `Linears` switches over and back."""
+"""Products through oneDNN against float64, and the layers that `Linears` switches over and back."""
 
 from __future__ import annotations
 

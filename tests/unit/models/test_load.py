@@ -1,4 +1,4 @@
-"""Loading: what a complete folder gives, and every incomplete one by name."""
+"""Models loaded from a complete folder, and the error for every incomplete one."""
 
 from types import SimpleNamespace
 

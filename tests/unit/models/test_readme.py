@@ -1,4 +1,4 @@
-"""What the README says of families is what tests run."""
+"""The README's statements about families, against the table of families that tests run."""
 
 from tests.unit.models.families import FAMILIES, REFUSED, VISION
 from tests.unit.models.readme import README, written

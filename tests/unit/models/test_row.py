@@ -1,4 +1,4 @@
-"""A packed row: where every token lies, and that each label is predicted from exactly its own past."""
+"""A packed row: the place of every token, and that each label is predicted from exactly its own past."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_hand_computed_row():
 
 
 def test_as_how_many_tokens_each_place_counts():
-    """The row above, with what fills it up: a shared prompt counts for both of its samples."""
+    """The row above with its filler: a shared prompt counts for both of its samples."""
     prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
     completions = jagged([[10, 11], [12], [13], [14, 15], []])
     weights = [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 2.0), (9.0, 9.0)]
@@ -50,7 +50,7 @@ SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(50, 99), ma
 
 @given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=4, max_size=4), samples=SAMPLES)
 def test_every_label_is_predicted_from_its_own_past(prompts, samples):
-    """Whatever is shared: what a label's source sees, in order of position, is the prompt and completion before it."""
+    """Whatever is shared, a label's source sees the prompt and the completion before it, in order of position."""
     chosen = [prompts[which] for which, _ in samples]
     completions = [completion for _, completion in samples]
     row = PackedRow.of(jagged(chosen), jagged(completions), CPU)
@@ -112,7 +112,7 @@ def test_a_large_row_is_filled_up_to_whole_steps(num_tokens, filler):
     row = PackedRow.of(prompts, completions, torch.device("cpu"))
     assert row.layout.roots == (2, num_tokens - 902, *([filler] if filler else []))
     assert len(row.token_ids) == len(row.positions) == row.layout.num_tokens == num_tokens + filler
-    # Every label is predicted from the token before it, whatever stands in between in the row.
+    # Every label is predicted from the token before it, whatever is in between in the row.
     assert row.labels.tolist() == completions.values.tolist()
     starts = completions.offsets[:-1]
     assert row.token_ids[row.sources[starts]].tolist() == [8, 8, 9]

@@ -1,4 +1,4 @@
-"""The start-up check: what it finds however long the sequences would have to be to show it, and what it tells."""
+"""The start-up check: faults that it finds, also those that only long sequences would show, and its messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(kind: str, **settings: Any) -> PreTrainedModel:
 
 
 def gap_at(model: CausalLM, length: int) -> float:
-    """Largest difference of packed logits from the module's own, for one sample of that length behind another."""
+    """Largest difference of packed logits from the module's own, for one sample of that length after another."""
     token_ids = torch.randint(2, VOCABULARY, (4 + length,), generator=torch.Generator().manual_seed(1))
     layout = Layout((4, length))
     context = model.attention.context(layout, model.device)
@@ -96,7 +96,7 @@ def test_a_reach_of_a_few_tokens_is_refused_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "Cohere2"])
 def test_windows_that_layers_ask_for_are_no_limit(kind: str) -> None:
-    """As long as released ones, and a hundred thousand positions: the check costs what it costs for short ones."""
+    """As long as released ones, and a hundred thousand positions: the check costs as much as for short ones."""
     model = CausalLM(made(kind, sliding_window=4096, max_position_embeddings=131072, head_dim=8))
     lengths: list[int] = []
     embeddings = model.module.get_input_embeddings()
@@ -119,7 +119,7 @@ def rule_of(window: int | None = None, chunk: int | None = None) -> Any:
 
 @pytest.mark.parametrize("reach", [1, 2, 3, 7, 16, 17, 1000, 4096, 8192, 65535])
 def test_the_first_position_that_differs(reach: int) -> None:
-    """A window or chunk of R hides the first token of all from position R on, whatever it is compared with."""
+    """A window or chunk of R hides the first token of all from position R on, whatever the other one is."""
     for rule in (rule_of(window=reach), rule_of(chunk=reach)):
         assert LayerCall(0, "A", AttentionOptions(), rule).first_difference(131072) == reach
         assert LayerCall(0, "A", AttentionOptions(), rule).first_difference(reach) is None

@@ -155,7 +155,7 @@ class Trained:
 
 
 def resolved(keys: dict[str, Any]) -> TrainerConfig:
-    """Raises ConfigError where the sections do not go together."""
+    """Raises ConfigError if the sections do not go together."""
     base = {name: value for name, value in BASE.items() if name != "num_generations" or keys.get("advantage") != "sft"}
     loaded, given = load_config(base | keys)
     return resolve(loaded, given, has_eval=False)

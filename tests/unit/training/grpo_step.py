@@ -70,7 +70,7 @@ def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
 
 
 def terms_of(config: TrainerConfig, counts: Counts) -> tuple[LossSpec, MiniBatch]:
-    """The loss, and what is known of the mini-batch in the first training step."""
+    """The loss, and the numbers of the mini-batch in the first training step."""
     spec = LossSpec.of(config)
     return spec, MiniBatch(counts, beta=spec.beta, entropy_coef=spec.entropy_coef)
 

@@ -71,7 +71,7 @@ def step_batch(config: TrainerConfig) -> Batch:
 
 
 def prepared_batch(batch: Batch, config: TrainerConfig, micro_batches: list[list[int]], context: RankContext) -> Batch:
-    """With what the loss wants to know of the whole mini-batch. Collective."""
+    """Add the numbers of the whole mini-batch that the loss needs. Collective."""
     column: Jagged | None = prepared_column(batch, [micro_batches], LossSpec.of(config), context, seed=VERSION)
     return batch if column is None else batch.with_columns(prepared=column)
 
@@ -79,7 +79,7 @@ def prepared_batch(batch: Batch, config: TrainerConfig, micro_batches: list[list
 def backward(
     model: CausalLM, batch: Batch, config: TrainerConfig, micro_batches: list[list[int]], counts: Counts
 ) -> tuple[float, torch.Tensor | None]:
-    """Backward passes of these micro-batches: the loss, and the gradient of what is learned beside the model."""
+    """Backward passes of these micro-batches: the loss, and the gradient of the numbers learned beside the model."""
     numbers = LearnedNumbers(config.policy_loss)
     dtype = next(model.module.parameters()).dtype
     spec, beside = LossSpec.of(config), SideModels()

@@ -37,7 +37,7 @@ def groups_of_lengths(draw: st.DrawFn) -> Lengths:
 
 
 def batch_of(groups: Lengths, order: list[int] | None = None) -> Batch:
-    """Samples with the columns that a driver has, and their tokens. Every group has a prompt of its own."""
+    """Samples with the columns that a driver has, and their tokens. Every group has its own prompt."""
     rows = [(100 + number, prompt, length) for number, (prompt, lengths) in enumerate(groups) for length in lengths]
     rows = [rows[index] for index in order] if order is not None else rows
     return Batch(
@@ -173,7 +173,7 @@ def test_the_largest_share_goes_to_who_had_least() -> None:
     """Mini-batches of 9 and 1, then of 4 and 2: 9 + 2 and 1 + 4, where 9 + 4 and 1 + 2 would do for each alone."""
     batch = batch_of([(1, [8]), (1, [0]), (1, [3]), (1, [1])]).with_columns(mini_batch=torch.tensor([0, 0, 1, 1]))
     assert [part.tolist() for part in split_over_ranks(batch, 2, 0.0)] == [[0, 3], [1, 2]]
-    # Three mini-batches of one group for three ranks: nobody waits for a rank that gets two of them.
+    # Three mini-batches of one group for three ranks: no rank waits for one that gets two of them.
     single = batch_of([(1, [4]), (1, [4]), (1, [4])]).with_columns(mini_batch=torch.tensor([0, 1, 2]))
     assert [part.tolist() for part in split_over_ranks(single, 3, 0.0)] == [[0], [1], [2]]
 

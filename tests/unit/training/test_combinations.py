@@ -69,7 +69,7 @@ def chosen(places: tuple[str, ...]) -> dict[str, Any]:
 
 
 def has_step_rewards(config: TrainerConfig) -> bool:
-    """Rewards of single tokens, where they may stand: else a reward function that gives any is refused."""
+    """Rewards of single tokens, if they are allowed: else a reward function that gives any is refused."""
     return config.advantage.uses_step_rewards and not config.policy_loss.is_per_completion
 
 
@@ -214,7 +214,7 @@ def options() -> Iterator[tuple[str, str, Any]]:
 
 
 class Fingerprints:
-    """All numbers that a training step leaves behind, by its keys and the distance of the engine."""
+    """All numbers that result from a training step, by its keys and the distance of the engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch

@@ -83,7 +83,7 @@ def trained(shape: Mapping[str, int], keys: Mapping[str, Any]) -> tuple[dict[str
     ids=["kl in the loss", "whitened", "entropy", "learned numbers", "whole mini-batch"],
 )
 def test_a_pair_of_ranks_with_the_same_samples_changes_no_number(keys: dict[str, Any]) -> None:
-    """Bit for bit: denominators, norms, what follows the KL or the entropy, and all metrics."""
+    """Bit for bit: denominators, norms, weights that follow the KL or the entropy, and all metrics."""
     metrics, actors, batches = trained({"dp_shard": 2}, keys)
     again, pairs, theirs = trained({"dp_shard": 2, "tp": 2}, keys)
     assert again == metrics and metrics["skipped_updates"] == 0

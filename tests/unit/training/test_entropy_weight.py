@@ -38,7 +38,7 @@ KEYS: dict[str, Any] = {"entropy_coef": 0.1, "old_logprobs": "recompute"}
 def test_each_optimizer_step_pays_what_the_step_before_says(
     share: float, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target lies between the entropies of the steps; the gradient of each is that of a fixed weight."""
+    """The target is between the entropies of the steps; the gradient of each is that of a fixed weight."""
     keys = KEYS | {"num_iterations": 4, "top_entropy_quantile": share, "loss_type": loss_type, "learning_rate": 0.3}
     measured = entropies(train(resolved(keys), monkeypatch, dense=False), share)
     target = (min(measured[:3]) + max(measured[:3])) / 2
@@ -92,7 +92,7 @@ def test_the_start_lies_within_the_bounds() -> None:
 
 
 def test_a_step_without_tokens_in_the_loss_measures_nothing() -> None:
-    """It is no step of entropy 0, which lies below every target: nothing rises, and nothing is paid after it."""
+    """It is not a step of entropy 0, which is below every target: no weight rises, and no bonus is paid after it."""
     config = resolved({"entropy_target": 1.0, "entropy_coef": 0.2})
     weight, high = weight_of(config), MetricSums()
     weight.follow(MetricSums(), RankContext())

@@ -1,5 +1,5 @@
-"""Advantages of a batch: what no gradient can be made of is refused with its value, what stands at masked tokens is
-left out."""
+"""Advantages of a batch: numbers of which no gradient can be made are refused with their value, those at masked tokens
+are left out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rewards_of_any_size_are_normalised_right(scale: str, size: float) -> No
 
 @dataclass(frozen=True)
 class Own(AdvantageEstimator):
-    """Gives the same numbers whatever it is given."""
+    """An estimator that gives the same numbers for all inputs."""
 
     estimator: Literal["own"] = key("own", "the advantage estimator")
     numbers: tuple[float, ...] = key((), "what it gives")

@@ -1,4 +1,4 @@
-"""Tokens that nobody looks at (what fills a row up, a micro-batch without samples) leave every gradient a number."""
+"""Tokens that are not read (the filler of a row, a micro-batch without samples) leave every gradient a number."""
 
 from __future__ import annotations
 

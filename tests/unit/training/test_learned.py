@@ -1,4 +1,4 @@
-"""Numbers that a policy loss learns beside the model: what moves them, and what does not."""
+"""Numbers that a policy loss learns beside the model: the steps that move them, and those that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""top_entropy_quantile is a matter of the whole mini-batch: of all its micro-batches and ranks."""
+"""top_entropy_quantile is computed over the whole mini-batch: all its micro-batches and ranks."""
 
 from __future__ import annotations
 

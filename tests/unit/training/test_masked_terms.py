@@ -1,4 +1,4 @@
-"""Terms of the loss at tokens that are not in it: a tool's answer may hold what the policy can never say."""
+"""Terms of the loss at tokens that are not in it: a tool's answer may hold tokens that the policy can never sample."""
 
 from __future__ import annotations
 

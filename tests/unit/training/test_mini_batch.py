@@ -1,4 +1,4 @@
-"""What a policy loss prepares of whole mini-batches, through the Trainer: the column fits whatever a step holds."""
+"""Numbers of whole mini-batches that a policy loss prepares, through the Trainer: the column fits any step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a mini-batch is cut and ordered changes neither loss nor gradient, whatever the policy loss and its company."""
+"""How a mini-batch is cut and ordered changes neither loss nor gradient, for every policy loss, aggregation and further
+term."""
 
 import pytest
 import torch

@@ -192,7 +192,7 @@ def test_a_resumed_run_takes_its_moments_and_the_rates_of_its_own_config() -> No
 
 
 class Operators(TorchDispatchMode):
-    """Names of what runs inside the block."""
+    """Names of the operators that run inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The temperature of the samples divides the logits, and no other one is asked for."""
+"""The temperature of the samples divides the logits, and no other temperature is used."""
 
 from __future__ import annotations
 

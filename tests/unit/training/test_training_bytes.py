@@ -1,4 +1,4 @@
-"""Bytes of training state per parameter, and what they come to for a published model."""
+"""Bytes of training state per parameter, and their sum for a published model."""
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -150,7 +150,8 @@ LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "sequence_sum")
 
 
 def pieces_of(length: int) -> list[tuple[int, int]]:
-    """Where the turns of a completion begin and end; a token of the environment lies between two of them."""
+    """The places at which the turns of a completion begin and end; a token of the environment is between two of
+    them."""
     if length < 4:
         return [(0, length)]
     return [(0, 1), (2, length)] if length < 7 else [(0, 2), (3, 4), (5, length)]

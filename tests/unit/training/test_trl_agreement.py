@@ -65,7 +65,7 @@ def test_advantages_are_those_of_trl(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_are_those_of_trl(name: str) -> None:
-    """clip_ratio counts tokens, or samples where they share one ratio; kl includes the importance weight."""
+    """clip_ratio counts tokens, or samples if their tokens share one ratio; kl includes the importance weight."""
     case = CASES[name]
     batch, config = ours(case)
     _, _, metrics = loss_and_gradient(batch, config, plan_of(batch, 40)[0])

@@ -76,7 +76,7 @@ def add_kl_rewards(samples: Samples, beta: float, estimator: str) -> None:
 
 
 def advantages(record: Any, samples: Samples) -> Rows:
-    """Of each step of each sample; 0 where it was not scored."""
+    """Of each step of each sample; 0 if it was not scored."""
     rows: Rows = ESTIMATORS[record.estimator](record, samples)
     if record.estimator in ("sft", "distillation"):
         return rows  # they learn without rewards too
@@ -84,7 +84,7 @@ def advantages(record: Any, samples: Samples) -> Rows:
 
 
 def step_rewards(sample: Sample) -> list[float]:
-    """Dense ones at their steps, what is left of the total at the last one."""
+    """Dense ones at their steps, the rest of the total at the last one."""
     earned = [token.dense for token in sample.steps]
     if earned and sample.is_scored:
         earned[-1] += sample.reward - sum(token.dense for token in sample.tokens)
@@ -109,7 +109,7 @@ def of_group(sample: Sample, samples: Samples) -> list[float]:
 
 
 def by_group(samples: Samples, one: Any) -> Rows:
-    """one(reward, rewards of the group), 0 where they are all equal or the sample is not scored."""
+    """one(reward, rewards of the group), 0 if they are all equal or the sample is not scored."""
     found = []
     for sample in samples:
         rewards = of_group(sample, samples)

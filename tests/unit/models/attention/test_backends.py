@@ -22,7 +22,7 @@ def needs(device=GPU, dtype=torch.bfloat16, head_dim=64, softcap=None):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """What a CUDA build of torch says on a machine with a recent GPU and flash-attn."""
+    """Pretend a CUDA build of torch on a machine with a recent GPU and flash-attn."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The function that transformers calls: what it refuses, and which threads use it."""
+"""The function that transformers calls: calls that it refuses, and the threads that use it."""
 
 import copy
 import pickle

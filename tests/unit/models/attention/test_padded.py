@@ -1,4 +1,4 @@
-"""Padded attention against every sequence on its own."""
+"""Padded attention against every sequence alone."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ def close(mine, expected, dtype, what):
 
 
 def test_a_row_becomes_whole_sequences_and_back():
-    """Two roots, of which the first has two children; what fills the row up becomes no sequence."""
+    """Two roots, of which the first has two children; the filler of the row becomes no sequence."""
     layout = Layout((2, 3, 4), (1, 2), (0, 0), is_filled=True)
     row = UnpackedRow(layout)
     spread = row.spread(torch.arange(12))
@@ -129,7 +129,7 @@ def test_what_is_causal_is_not_taken_for_an_encoder(name, dtype):
     ids=["no cache", "cache", "position"],
 )
 def test_nobody_is_sent_to_an_engine_that_refuses_them(build_it, reason):
-    """What the other engine would say is said at once."""
+    """The refusal includes what the other engine would say."""
     with pytest.raises(
         ModelError, match="packed row would mix.*; nor does rollout.engine=hf run it: " + reason
     ) as told:

@@ -1,4 +1,4 @@
-"""Whole distributions against log_softmax and autograd, in chunks of every size, and what is taken from them."""
+"""Whole distributions against log_softmax and autograd, in chunks of every size, and the numbers taken from them."""
 
 import math
 from itertools import product

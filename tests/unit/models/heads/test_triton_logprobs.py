@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bf
 
 @pytest.fixture(scope="module")
 def found(forked: Forked) -> dict[str, Any]:
-    """What all cases found, in a process of their own: whether Triton interprets is decided when it is imported."""
+    """The results of all cases, from a separate process: whether Triton interprets is decided when it is imported."""
     return run_cases(forked, "logprob_cases")
 
 

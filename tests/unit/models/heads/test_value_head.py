@@ -278,7 +278,7 @@ def test_of_tied_weights_the_heads_name_alone_will_do() -> None:
 
 
 class Unrelated(transformers.Qwen2PreTrainedModel):
-    """A language model over a backbone of its own."""
+    """A language model with a separate backbone."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -57,7 +57,7 @@ def test_a_sum_that_bfloat16_cannot_hold() -> None:
 
 
 def test_two_halves_are_good_to_sixteen_bits() -> None:
-    """1 + 2^-9 + 2^-17: the first half is 1, the second holds what is left, but for its last bit."""
+    """1 + 2^-9 + 2^-17: the first half is 1, the second holds the rest, except its last bit."""
     values = torch.tensor([1 + 2.0**-9 + 2.0**-17])
     high, low = halves(values, torch.bfloat16)
     assert (high.dtype, low.dtype) == (torch.bfloat16, torch.bfloat16)
@@ -68,7 +68,7 @@ def test_two_halves_are_good_to_sixteen_bits() -> None:
 
 
 def test_on_a_gpu_the_tensor_cores_sum_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of `torch.mm`, which has an out_dtype on CUDA alone: here a stand-in that does the same."""
+    """Calls of `torch.mm`, whose out_dtype exists on CUDA alone: here a stand-in does the same."""
     calls: list[tuple[torch.dtype, ...]] = []
 
     def mm(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
