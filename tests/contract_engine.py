@@ -30,6 +30,7 @@ from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.models.verify import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from tests.engine_faults import Effect, Fault, Faults
@@ -84,8 +85,7 @@ class ContractEngine(RolloutEngine):
     ) -> None:
         super().__init__(
             vocab_size=vocab_size,
-            max_length=max_positions,
-            why=f"the model has {max_positions} positions",
+            limit=LengthLimit(max_positions, f"the model has {max_positions} positions"),
             max_num_waiting=config.max_num_waiting,
             decode=decode,
         )

@@ -26,13 +26,8 @@ class EmbeddedEngine(RolloutEngine):
     """
 
     def __init__(self, model: CausalLM, *, max_num_waiting: int, decode: Callable[[Sequence[int]], str] | None) -> None:
-        limit = model.length_limit
         super().__init__(
-            vocab_size=model.vocab_size,
-            max_length=None if limit is None else limit.num_tokens,
-            why="" if limit is None else limit.why,
-            max_num_waiting=max_num_waiting,
-            decode=decode,
+            vocab_size=model.vocab_size, limit=model.length_limit, max_num_waiting=max_num_waiting, decode=decode
         )
         self._model = model
         self._weights = named_weights(model.module)

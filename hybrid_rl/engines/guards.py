@@ -25,6 +25,7 @@ from hybrid_rl.engines.base import (
 )
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
+from hybrid_rl.models.verify import LengthLimit
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
@@ -36,9 +37,9 @@ class Generator(ABC):
     version guard every call: an engine generates only when READY, and only with the weights that its caller believes it
     has.
 
-    vocab_size: token ids are below it. max_length: longest prompt and completion together, None = no limit, for the
-    reason in `why`. max_num_waiting: requests that may wait. decode: token ids to text; only requests with stop strings
-    need it. kv_cache_tokens: that the cache holds; no sequence can be longer.
+    vocab_size: token ids are below it. limit: of prompt and completion together, None = no limit. max_num_waiting:
+    requests that may wait. decode: token ids to text; only requests with stop strings need it. kv_cache_tokens: what
+    the cache holds; no sequence can be longer.
     """
 
     kv_cache_tokens: int
@@ -47,15 +48,13 @@ class Generator(ABC):
         self,
         *,
         vocab_size: int,
-        max_length: int | None,
-        why: str,
+        limit: LengthLimit | None,
         max_num_waiting: int,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         self.state = EngineState.ASLEEP
         self.policy_version = -1
-        self._vocab_size, self._max_length, self._max_num_waiting = vocab_size, max_length, max_num_waiting
-        self._why = why
+        self._vocab_size, self._limit, self._max_num_waiting = vocab_size, limit, max_num_waiting
         self._decode = decode
         self._ids: set[int] = set()  # of the requests that are not finished
         self._aborted: set[int] = set()
@@ -138,11 +137,11 @@ class Generator(ABC):
                     f"request {request.id}: token {outside} is outside the vocabulary of {self._vocab_size}"
                 )
         length = len(request.prompt_ids) + params.max_tokens
-        if self._max_length is not None and length > self._max_length:
+        if self._limit is not None and length > self._limit.num_tokens:
             raise DataError(
                 f"request {request.id}: {len(request.prompt_ids)} prompt tokens and a completion of up to "
-                f"{params.max_tokens} exceed {self._max_length} tokens ({self._why}); shorten the prompt, or ask for "
-                f"a shorter completion"
+                f"{params.max_tokens} exceed {self._limit.num_tokens} tokens ({self._limit.why}); shorten the "
+                "prompt, or ask for a shorter completion"
             )
         if length > self.kv_cache_tokens:
             raise DataError(

@@ -33,6 +33,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.models.verify import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.vllm.arguments import engine_arguments
@@ -89,8 +90,9 @@ class VLLMEngine(ColocatedEngine):
         require_none_live()
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
-            max_length=max_length,
-            why="vLLM was built for the longest prompt and max_completion_length, which may be raised",
+            limit=LengthLimit(
+                max_length, "vLLM was built for the longest prompt and max_completion_length, which may be raised"
+            ),
             max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
             decode=decode,
         )
