@@ -1,4 +1,4 @@
-"""Leases on two real processes: agreed before anything moves, refused on all ranks alike, and nobody hangs."""
+"""Leases on two real processes: agreed before anything moves, refused on all ranks, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def agreement(mine: Rank) -> Any:
     leases = Leases([mine.resident("kv"), mine.resident("optimizer")], mine.gather)
     said = [mine.attempt(leases, "kv"), mine.attempt(leases, "kv"), mine.attempt(leases, "optimizer")]
     with leases.lease(("kv",)), leases.lease(("kv",)):
-        pass  # an inner lease asks nobody
+        pass  # an inner lease asks no other rank
     return said, mine.log, mine.num_gathers
 
 
@@ -135,7 +135,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def both(ranks: list[dict[str, Any]], name: str) -> Any:
-    """What both ranks report, where that is the same."""
+    """Return what both ranks report, if it is the same."""
     assert ranks[0][name] == ranks[1][name]
     return ranks[0][name]
 
