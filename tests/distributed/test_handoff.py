@@ -81,7 +81,7 @@ def make_source(kind, rank, num_ranks, tensors, region, gather, folder, version)
 
 
 def check_links(kind, plan, delivered, rank, hosts):
-    """Bytes by link, counted again from the plan: float32 in place, the engine's dtype in messages."""
+    """Check bytes by link against a count from the plan: float32 in place, the engine's dtype in messages."""
     counts, num_sent = {"local": 0, "host": 0, "remote": 0}, 0
     size = delivered.num_bytes // sum(int(bucket.pieces.num_elements.sum()) for bucket in plan.buckets)
     for bucket in plan.buckets:

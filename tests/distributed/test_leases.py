@@ -1,4 +1,4 @@
-"""Leases on two real processes: agreed before anything moves, refused on all ranks alike, and no rank hangs."""
+"""Leases on two real processes: agreed before anything moves, refused on all ranks, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def both(ranks: list[dict[str, Any]], name: str) -> Any:
-    """The report of both ranks, if it is the same."""
+    """Return what both ranks report, if it is the same."""
     assert ranks[0][name] == ranks[1][name]
     return ranks[0][name]
 

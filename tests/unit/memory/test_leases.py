@@ -158,7 +158,7 @@ def resident(memory: Memory, tag: str, *after: str) -> Resident:
 
 
 def test_waking_follows_what_comes_after_what_and_sleeping_goes_back(memory: Memory) -> None:
-    """By name "a" would be first; it waits for "b", which waits for "z". "m" waits for nobody."""
+    """By name "a" would be first; it waits for "b", which waits for "z". "m" waits for none."""
     chain = [resident(memory, "a", "b"), resident(memory, "m"), resident(memory, "b", "z"), resident(memory, "z")]
     leases = Leases(chain)
     with leases.lease({"a", "b", "m", "z"}):
@@ -192,7 +192,7 @@ def test_residents_that_wait_for_each_other_are_refused(memory: Memory) -> None:
 
 @pytest.fixture
 def owned(memory: Memory) -> Leases:
-    """An engine with two residents, beside one of somebody else; `give back` stands for the allocator's free memory."""
+    """An engine with two residents, and one of another owner; `give back` returns the free memory."""
 
     def sleep_all(tags: frozenset[str]) -> None:
         assert tags <= memory.present
@@ -237,7 +237,7 @@ def test_free_memory_is_given_back_once_between_the_last_sleep_and_the_first_wak
     with owned.lease({"m", "actor"}):
         pass
     with owned.lease(()):
-        assert memory.log[6:] == ["sleep m"]  # nothing wakes, so nobody needs it
+        assert memory.log[6:] == ["sleep m"]  # nothing wakes, so it is not needed
 
 
 def test_after_a_failure_between_sleep_and_wake_every_lease_refuses(memory: Memory) -> None:

@@ -1,4 +1,4 @@
-"""A loader written down: what an engine copies from where, done for real and noted as a trace."""
+"""A loader given as rows: the copies of an engine, carried out and recorded as a trace."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def piece(
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor; equal where it is bit for bit."""
+    """Return the bytes of a tensor, to compare bit for bit."""
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 

@@ -70,7 +70,7 @@ def check_same(load: Loader, sources: dict[str, tuple[int, ...]], shapes: dict[s
 
 
 def test_a_shard_of_a_fused_parameter_by_hand() -> None:
-    # Rank 1 of 2 takes rows 2 and 3 of both, and puts `up` behind `gate`.
+    # Rank 1 of 2 takes rows 2 and 3 of both, and puts `up` after `gate`.
     def load(weights: Weights, engine: Weights) -> None:
         engine["gate_up"].narrow(0, 0, 2).copy_(weights["gate"].narrow(0, 2, 2))
         engine["gate_up"].narrow(0, 2, 2).copy_(weights["up"].narrow(0, 2, 2))

@@ -116,7 +116,7 @@ def test_a_parameter_that_was_not_written_is_named():
 
 
 def test_two_parameters_that_a_plan_swaps_are_named():
-    """Every element is written once, from where the plan says: only what the sources know tells that it is wrong."""
+    """Every element is written once, as the plan says: only the sources' own layout shows that it is wrong."""
     tensors = {"a": torch.randn(4, 3), "b": torch.randn(4, 3)}
     trace = trace_of(
         tensors,

@@ -1,4 +1,4 @@
-"""Participants of a handoff begin and end together, and none of them goes on where another cannot."""
+"""Participants of a handoff begin and end together, and none of them continues if another cannot."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_where_one_rank_cannot_write_there_is_no_version(tmp_path):
 
     first, second = run_threads(work, 2)
     assert isinstance(first, HandoffError) and "files of policy version 1" in str(first)
-    assert isinstance(second, PeerError) and second.__cause__ is None  # it is an echo, and nobody is gone
+    assert isinstance(second, PeerError) and second.__cause__ is None  # repeats another's failure; none is gone
     assert "another participant failed over the files of policy version 1: rank 0: " in str(second)
     with pytest.raises(HandoffError, match="does not hold policy version 1; it holds none"):
         DiskSource(tmp_path, 1)

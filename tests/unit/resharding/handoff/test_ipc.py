@@ -1,4 +1,4 @@
-"""Shards read where they lie: what is mapped, what is copied, what is refused, and that nothing is left open."""
+"""Shards read in place: what is mapped, copied and refused, and that nothing is left open."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_lies_in_no_region_is_copied_before_every_handoff():
     tensors = globals_of()
     layout = layout_of(tensors, 1)
     region, mine = in_region({"q": tensors["q"]})
-    # Neither lies in a region, and one is not contiguous.
+    # Neither is in a region, and one is not contiguous.
     mine |= {name: tensors[name].clone() for name in ("embedding", "k", "norm", "scale")}
     mine["out"] = tensors["out"].T.contiguous().T
     export = IpcExport(layout, 0, mine, [region])
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_what_was_exported_is_refused():
 
 @pytest.mark.parametrize("call", ["open", "mmap"])
 def test_a_limit_on_open_files_is_named_and_the_peers_are_told(monkeypatch, call):
-    """It is no fault of a peer's: they are there, and would wait."""
+    """It is not a peer's fault: the peers still run, and would wait."""
     tensors = globals_of()
     layout = layout_of(tensors, 2)
     said = threading.Event()

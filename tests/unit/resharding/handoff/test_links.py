@@ -1,4 +1,4 @@
-"""Which way weights take between two ranks, and what a GPU reads of its peers: where kernels run, what is staged."""
+"""The links between ranks, and reads of a GPU from its peers: the device of each kernel, and the bytes staged."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_arguments_that_are_changed_are_those_of_pytorch():
 
 
 def test_handles_are_made_and_opened_once_for_many_handoffs_and_given_back(monkeypatch, sent):
-    """Rank 2 lives elsewhere: nobody opens its handles, and PyTorch would keep its memory for ever."""
+    """Rank 2 is on another host: no rank opens its handles, and PyTorch would keep its memory for ever."""
     node = Node(monkeypatch, all_visible(3), GPUS[:3])
     tensors = globals_of()
     handed_over(node, hosts=["here", "here", "there"], num_handoffs=NUM_HANDOFFS)
@@ -174,7 +174,7 @@ def test_nobody_reads_before_all_have_written_and_nobody_writes_before_all_have_
 
 
 def test_shards_in_host_memory_reach_a_gpu_bucket_by_bucket(monkeypatch):
-    """No kernel of a GPU reads them where they lie."""
+    """No kernel of a GPU reads them in place."""
     node = Node(monkeypatch, all_visible(2), GPUS[:2])
     to = torch.Tensor.to
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def test_pieces_are_told_apart_by_the_devices_that_they_lead_from_and_to():
     engine = empty_engine(trace)
     assert by_device(pieces, source.held()[0], engine) == [pieces]
     elsewhere = [t.to("meta") if name in ("q", "norm") else t for name, t in sorted(tensors.items())]
-    engine[3] = engine[3].to("meta")  # where norm goes
+    engine[3] = engine[3].to("meta")  # the destination of norm
     found = by_device(pieces, elsewhere, engine)
     names = [sorted({sorted(tensors)[i] for i in part.source.tolist()}) for part in found]
     assert sorted(names) == [["embedding", "k", "out", "scale"], ["norm"], ["q"]]
