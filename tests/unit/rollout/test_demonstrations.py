@@ -320,9 +320,7 @@ def checked(rows, params=PARAMS, max_length=None, **options):
 
 
 def test_a_dataset_without_completions_is_refused():
-    with pytest.raises(
-        DataError, match="needs a column `completion` besides `prompt`; the dataset has 'prompt', "
-    ):
+    with pytest.raises(DataError, match="needs a column `completion` besides `prompt`; the dataset has 'prompt', "):
         checked([{"prompt": "1", "answer": "2"}])
 
 
