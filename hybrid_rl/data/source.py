@@ -65,8 +65,11 @@ class SizedSource:
         chunks: list[npt.NDArray[np.int32]] = []
         over: list[tuple[int, int]] = []  # (row, tokens)
         with _collector_paused():
-            for start, ids in self._encoded(encoder):
-                indices = np.arange(start, start + len(ids))
+            kind = prompt_kind(rows.prompts(0, 1)[0], 0)
+            for start in range(0, len(rows), CHUNK_ROWS):
+                prompts = rows.prompts(start, min(start + CHUNK_ROWS, len(rows)))
+                indices = np.arange(start, start + len(prompts))
+                ids = encoder.encode(prompts, range(start, start + len(prompts)), kind)
                 num_tokens = _lengths(ids)
                 longer = np.flatnonzero(num_tokens > (encoder.max_prompt_length or math.inf))
                 if longer.size:
@@ -92,13 +95,6 @@ class SizedSource:
         self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         self._ids = np.concatenate(chunks)
         self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
-
-    def _encoded(self, encoder: PromptEncoder) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield, chunk by chunk, the index of the first row and the ids of all prompts."""
-        kind = prompt_kind(self._rows.prompts(0, 1)[0], 0)
-        for start in range(0, len(self._rows), CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, len(self._rows))
-            yield start, encoder.encode(self._rows.prompts(start, stop), range(start, stop), kind)
 
     @property
     def max_length(self) -> int:

@@ -51,9 +51,7 @@ class RewardList:
 
         Raises ConfigError for an unusable entry, and for functions with parameters that nothing can fill.
         """
-        given = [as_entry(entry) for entry in as_list(reward_funcs)]
-        if not given:
-            raise ConfigError("reward_funcs is empty; pass at least one function")
+        given = with_model_entries(reward_funcs)
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
         found = cls(names, {}, {}, {})
         for place, entry in enumerate(given):
