@@ -34,10 +34,10 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.others import Tenant, make_way, tell_of
+from hybrid_rl.run.others import Tenant, make_way, warn_of_training
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
-from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_told
+from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 from hybrid_rl.workers.groups import PolicyGroup
 
 logger = logging.getLogger("hybrid_rl")
@@ -107,7 +107,7 @@ class Trainer(Tenant):
     def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         make_way(run.config, folder)
-        tell_of(run.module, is_resumed=run.resume is not None)
+        warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
@@ -167,7 +167,7 @@ class Trainer(Tenant):
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step():
-            with broken_model_told(self.policy.label, self.run_folder):
+            with broken_model_explained(self.policy.label, self.run_folder):
                 collected = self.collector.collect(self.policy_version, self._state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
             self._keep(batch, step)
@@ -268,10 +268,10 @@ class Trainer(Tenant):
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
         check_modes(self.config, learns=False)
         start = now()
-        told = f"evaluation after step {self.global_step}"
+        doing = f"evaluation after step {self.global_step}"
         each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
-            with broken_model_told(told, self.run_folder):
+            with broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
                 metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
             metrics["timing/evaluate"] = now() - start
@@ -380,7 +380,7 @@ class Trainer(Tenant):
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
-        self._log.tell_resumed(state)
+        self._log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:
             self._sampler.load_state_dict(state["sampler"])

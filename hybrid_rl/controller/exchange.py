@@ -64,11 +64,9 @@ def collect(
 
     get: how references among them are loaded here.
     """
-    if record.collect == "all":
-        return [answers[rank] for rank in range(mesh.num_ranks)]
-    if record.collect == "leader":
-        return answers[0]
-    given = [answers[rank] for rank in mesh.data_leaders] if record.split != "replicate" else [answers[0]]
+    given = [answers[rank] for rank in answering(record, mesh)]
+    if record.collect != "concat":
+        return given if record.collect == "all" else given[0]
     tuples = [answer if isinstance(answer, tuple) else (answer,) for answer in given]
     if not all(isinstance(answer[0], Batch | BatchRef) for answer in tuples if answer) or not all(tuples):
         kinds = sorted({type(answer).__name__ for answer in given})

@@ -244,7 +244,7 @@ class RayActors:
                     num_gpus=bundle.get("GPU", 0),
                     runtime_env={"env_vars": env},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                ).remote(ray.put, ray.get, _is_handle, ray.get_gpu_ids)
+                ).remote(ray.put, ray.get, self.is_handle, ray.get_gpu_ids)
             )
         self._actors = started
         found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")
@@ -260,8 +260,9 @@ class RayActors:
             raise HybridRLError(ENDED)
         return self._cluster.get(handle)
 
-    def is_handle(self, value: Any) -> bool:
-        return _is_handle(value)
+    @staticmethod
+    def is_handle(value: Any) -> bool:
+        return isinstance(value, ray.ObjectRef)
 
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         self._asked, self._pending = {}, {}
@@ -335,10 +336,6 @@ class RayActors:
         if group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(group)
-
-
-def _is_handle(value: Any) -> bool:
-    return isinstance(value, ray.ObjectRef)
 
 
 def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:

@@ -102,8 +102,8 @@ class RemoteBackend:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         if self._ranks.is_dead:
             raise WorkerError(
-                f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= goes on from a "
-                f"checkpoint)"
+                f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= continues "
+                f"from a checkpoint)"
             )
         parts = cut(name, record, args, self._mesh.num_data_ranks, self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))

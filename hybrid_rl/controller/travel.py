@@ -1,4 +1,4 @@
-"""Packing of objects for other processes: functions and closures by cloudpickle, handles beside them."""
+"""Packing of objects for other processes: functions and closures by cloudpickle, handles separately."""
 
 from __future__ import annotations
 

@@ -34,16 +34,16 @@ STILL_SECONDS = 20.0  # between messages about something slow
 
 
 @contextlib.contextmanager
-def still(tell: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
+def still(show: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
     """Report repeatedly, with the hint, that something is still going on while the block lasts, so that a
     silent program is not taken for a dead one."""
     begun, is_over = time.monotonic(), threading.Event()
 
     def remind() -> None:
         while not is_over.wait(STILL_SECONDS):
-            tell(f"still {what}, for {time.monotonic() - begun:.0f} s: {hint}")
+            show(f"still {what}, for {time.monotonic() - begun:.0f} s: {hint}")
 
-    tell(what)
+    show(what)
     thread = threading.Thread(target=remind, name="still", daemon=True)
     thread.start()
     try:

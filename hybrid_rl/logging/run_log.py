@@ -56,7 +56,7 @@ class RunLog:
         if self._run.taken is not None:
             self.display.message(f"the run folder is {self.path}, because {self._run.taken} exists")
 
-    def tell_resumed(self, state: Mapping[str, Any]) -> None:
+    def announce_resume(self, state: Mapping[str, Any]) -> None:
         """Log where the run resumes, and which keys have changed. state: of the checkpoint."""
         is_elsewhere = self._checkpoint is not None and self._checkpoint.parent.resolve() != self.path.resolve()
         place = f" in {self.path}" if is_elsewhere else ""
@@ -71,7 +71,7 @@ class RunLog:
         if not self._run.is_continued:
             self._write_config()
             return False
-        self._tell_of_config()
+        self._warn_of_config()
         return self._checkpoint is not None and 0 in self._run.steps()
 
     def take_up(self) -> None:
@@ -123,7 +123,7 @@ class RunLog:
         except ConfigError as error:
             return str(error)
 
-    def _tell_of_config(self) -> None:
+    def _warn_of_config(self) -> None:
         """Warn of a missing or unreadable config.yaml, if the folder is that of an earlier run."""
         problem = self._config_problem()
         if problem and (self._checkpoint is not None or self._run.steps()):

@@ -208,7 +208,7 @@ def _colocated(config: TrainerConfig) -> str | None:
     return config.rollout.engine if is_here else None
 
 
-def tell_of(module: nn.Module | None, *, is_resumed: bool) -> None:
+def warn_of_training(module: nn.Module | None, *, is_resumed: bool) -> None:
     """Warn if a module to be trained in place is or was trained by another Trainer. None: no such module."""
     for other in _open_here():
         if module is not None and other.module is module:

@@ -160,7 +160,7 @@ def device_of(model: Any) -> Device | None:
     return "cuda" if model.device.type == "cuda" else "cpu"
 
 
-def tell_devices(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> None:
+def warn_of_devices(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> None:
     """Warn of choices that may surprise a user with a GPU."""
     is_local = not isinstance(config.controller, RayControllerConfig)
     if module_device == "cpu" and is_local and hardware.num_gpus:
@@ -178,14 +178,12 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
         check_tokenizer(tokenizer, model)
-        check_stop_strings(config.rollout.stop_strings, tokenizer)
         return ModelChoice(model, None, tokenizer, model.config)
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    check_stop_strings(config.rollout.stop_strings, tokenizer)
     return ModelChoice(None, path, tokenizer, load_settings(path, config))
 
 
@@ -296,7 +294,7 @@ def prepare(
     resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
     check_modes(resolved)
     check_attention(resolved, hardware)
-    tell_devices(resolved, hardware, module_device)
+    warn_of_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):
         logger.warning(notice)
     check_trackers(resolved.report_to)
@@ -318,6 +316,7 @@ def prepare(
             "resume will not find one either; set save_steps, or call trainer.save()"
         )
     choice = choose_model(model, tokenizer, resolved)
+    check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)
     teacher_path, critic_path = check_teacher(resolved, choice.tokenizer), check_critic(resolved)
     media = media_of(choice.settings)
     data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media)

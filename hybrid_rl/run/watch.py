@@ -22,7 +22,7 @@ ROLES = {"policy": "", "critic": "critic/"}
 
 
 @contextlib.contextmanager
-def broken_model_told(doing: str, run: Path) -> Iterator[None]:
+def broken_model_explained(doing: str, run: Path) -> Iterator[None]:
     """Add the work in progress and a remedy to the error of an engine whose model gives logits that are not finite."""
     try:
         yield

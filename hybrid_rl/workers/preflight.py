@@ -35,7 +35,7 @@ logger = logging.getLogger("hybrid_rl")
 PRODUCT, COPY, ALL_REDUCE = "a matrix product", "a copy", "an all-reduce"
 
 # Healthy GPUs of a kind differ by some per cent. Ranks on CPUs share cores with each other and with strangers: the
-# best of five runs differed up to 5-fold between four healthy ranks on two cores that twenty other programs wanted too.
+# best of five runs differed up to 5-fold between four healthy ranks on two cores that twenty other programs used too.
 MAX_SLOWDOWN = {"cuda": 5.0, "cpu": 20.0}
 
 NUM_RUNS = 5
@@ -171,7 +171,7 @@ def _best(before: RankProbe, now: RankProbe) -> RankProbe:
 
 def check(probes: Sequence[RankProbe]) -> tuple[list[str], list[str]]:
     """Compare ranks. Returns what does not fit between them, and what is doubtful, a sentence each: slow CPUs slow all
-    ranks, but the run may go on."""
+    ranks, but the run may continue."""
     problems = []
     for name in dict.fromkeys(name for probe in probes for name in probe.versions):
         for odd, other, rest in _minorities([probe.versions.get(name, "missing") for probe in probes]):

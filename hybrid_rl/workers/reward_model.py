@@ -120,7 +120,7 @@ class RewardModel:
 
     def _chat(self, prompt: Sequence[Mapping[str, Any]], completion: str) -> list[int]:
         messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-        if messages[-1]["role"] == "assistant":  # the completion goes on with it
+        if messages[-1]["role"] == "assistant":  # the completion continues it
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + completion}
         else:
             messages.append({"role": "assistant", "content": completion})
