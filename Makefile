@@ -16,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-# Tests start some hundred processes. Each would compile the package, and its own tests, where the environment says so.
+# Tests start many processes: in an environment that forbids bytecode, each would compile the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=
