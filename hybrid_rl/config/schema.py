@@ -379,7 +379,7 @@ class FSDPConfig:
 class ControllerConfig:
     """The processes in which the workers run. This class is controller.backend=local."""
 
-    backend: str = key("local", "local (this process, one rank) or ray (a process per rank)")
+    backend: Literal["local", "ray"] = key("local", "local (this process, one rank) or ray (a process per rank)")
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def test_damage_is_told_with_the_name_of_the_file(folder: Path, file: str, damag
     else:
         path.write_bytes(data if damage == "bit" else data[:-1])
     told = {"bit": "its content is not what was written", "cut": "it has .* bytes, but", "gone": "it is missing"}
-    with pytest.raises(CheckpointError, match=f"{path} is damaged: {told[damage]}.* delete {MANIFEST_FILE} beside it"):
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: {told[damage]}.* delete {MANIFEST_FILE} next to it"):
         check_checkpoint(folder)
 
 

@@ -61,6 +61,7 @@ def forms() -> Iterator[Form]:
 def head_forms() -> Iterator[Form]:
     """The kernels of the head in the forms that models in use are compiled for, with the constants of a launch."""
     from hybrid_rl.models.heads import triton_logprobs as head
+    from hybrid_rl.models.heads.options import HeadOptions
 
     depths = ((896, False, None), (3584, True, None), (2304, False, 30.0), (1000, True, 30.0))
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
@@ -70,7 +71,7 @@ def head_forms() -> Iterator[Form]:
                 {"grad_out": "*fp32"} if wide else {}
             )
             hidden = torch.empty(1, depth, dtype=dtype, device="meta")
-            tiles, options = head._tiles(hidden), head.Options(softcap=softcap, in_float32=wide)
+            tiles, options = head._tiles(hidden), HeadOptions(softcap=softcap, in_float32=wide)
             fixed = {name: value for name, value in tiles.items() if name.isupper()}
             bias = hidden[0] if has_bias else None
             fixed |= head._constants(hidden, bias, options) | {"hidden_step": 1, "weight_step": 1}
