@@ -2,7 +2,6 @@
 change them."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
+from hybrid_rl.controller import RankMesh
 from hybrid_rl.sharding.build import shard_options
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
@@ -122,5 +122,5 @@ def test_gradients_do_not_depend_on_when_they_are_reduced(num_ranks: int) -> Non
 )
 def test_who_reduces_after_every_micro_batch(given: bool | None, device_type: str, expected: bool) -> None:
     config = resolve(replace(TrainerConfig(), fsdp=FSDPConfig(sync_every_micro_batch=given)))
-    mesh: Any = SimpleNamespace(shape={"dp_replicate": 1, "dp_shard": 2})
+    mesh = RankMesh(dp_shard=2)
     assert shard_options(config, mesh, device_type).sync_every_micro_batch is expected
