@@ -123,6 +123,14 @@ def head_of(trace: Trace) -> str:
     )
 
 
+def is_same(one: Trace, other: Trace) -> bool:
+    """Tell whether two traces hold the same, element by element."""
+    tables = (one.copies, other.copies), (one.fills, other.fills)
+    return head_of(one) == head_of(other) and all(
+        np.array_equal(getattr(a, item.name), getattr(b, item.name)) for a, b in tables for item in fields(a)
+    )
+
+
 def save_trace(trace: Trace, path: Path) -> None:
     """Write a trace to an .npz file, compressed."""
     columns: dict[str, Any] = {"head": np.frombuffer(head_of(trace).encode(), dtype=np.uint8)}

@@ -44,7 +44,7 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     loaded = worker._side._engine.weights
     assert loaded.derived.copies == ("lm_head",)
     blind = replace(loaded, derived=replace(loaded.derived, copies=()))
-    monkeypatch.setattr(worker._side._engine._writer._loading, "_weights", blind)
+    monkeypatch.setattr(worker._side._engine._writer._loading, "weights", blind)
     with torch.no_grad():
         worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):

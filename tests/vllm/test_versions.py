@@ -20,7 +20,8 @@ def test_versions_inside_the_window_are_taken(version):
 @pytest.mark.parametrize("version", ["0.25.0", "0.24.3", "0.33.0", "1.0.0", "0.33.0rc1", "dev"])
 def test_versions_outside_are_refused_with_what_to_do(version):
     with pytest.raises(
-        ConfigError, match=f"vLLM {version} is none of .* 0.25.1 to 0.32.*vllm==0.25.1, as constraints-cuda.txt pins it"
+        ConfigError,
+        match=f"vLLM {version} is not among .* 0.25.1 to 0.32.*vllm==0.25.1, as constraints-cuda.txt pins it",
     ):
         require_vllm(version)
 

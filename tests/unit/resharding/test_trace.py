@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.planned import head_of, load_trace, save_trace
+from benchmarks.planned import is_same, load_trace, save_trace
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.resharding.tracer import trace_loader
@@ -24,13 +23,6 @@ Loader = Callable[[Weights, Weights], Any]
 def traced(load: Loader, sources: dict[str, tuple[int, ...]], destinations: Weights, **kwargs: Any) -> Trace:
     meta = {name: torch.empty(shape, device="meta") for name, shape in sources.items()}
     return trace_loader(lambda offered: load(dict(offered), destinations), meta.items(), meta, destinations, **kwargs)
-
-
-def is_same(one: Trace, other: Trace) -> bool:
-    tables = (one.copies, other.copies), (one.fills, other.fills)
-    return head_of(one) == head_of(other) and all(
-        np.array_equal(getattr(a, item.name), getattr(b, item.name)) for a, b in tables for item in fields(a)
-    )
 
 
 def carry_out(trace: Trace, values: Weights, destinations: list[Tensor]) -> Tensor:
