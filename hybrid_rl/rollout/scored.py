@@ -24,6 +24,9 @@ from hybrid_rl.rollout.late import merge_late
 
 __all__ = ["RolloutCall", "RolloutReport", "RolloutTask", "ScoredRollout"]
 
+# A submission wakes threads that take the interpreter from the engine; so finished samples wait until they are one in
+# so many of the rollout, or its last.
+MAX_SUBMISSIONS = 8
 POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 
 
@@ -39,8 +42,9 @@ class RolloutReport:
 
 
 class ScoredRollout:
-    """Makes scored samples. They are scored as they finish, or, if `rewards` score by group, when the last of a group
-    has finished. Judges that are the engine itself get a separate round in the same session, after all samples.
+    """Makes scored samples. They are scored while others are generated: whenever an eighth of this rank's samples has
+    finished, those that wait get one call; by whole groups if `rewards` score by group. Judges that are the engine
+    itself get a separate round in the same session, after all samples.
 
     decode: token ids to text without special tokens. seed: of every sample's noise. encode: what a judge is asked, text
     or messages, to token ids; max_length: of a question with its answer, None = the engine has no limit. If there
@@ -79,6 +83,7 @@ class ScoredRollout:
         inputs: dict[int, RewardInput] = {}
         futures: list[Future[list[tuple[int, Part]]]] = []
         unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
+        ready: list[RewardInput] = []
         with ExitStack() as stack:
             if rewards is not None and self._judges is not None:
                 stack.enter_context(self._client.session())  # the judges' round finds the prefixes of this one
@@ -91,8 +96,10 @@ class ScoredRollout:
                         inputs.update((event.id, sample) for event, sample in zip(events, new, strict=True))
                         if rewards.score_by == "group":
                             new = _whole_groups(unscored, new, call.num_generations)
-                        if new:
-                            futures.append(rewards.submit(new, call.state))
+                        ready += new
+                        if ready and (len(ready) * MAX_SUBMISSIONS >= len(requests) or len(finished) == len(requests)):
+                            futures.append(rewards.submit(ready, call.state))
+                            ready = []
             samples = [finished[request.id] for request in requests]
             columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
             columns["completion"] = [texts[sample.id] for sample in samples]

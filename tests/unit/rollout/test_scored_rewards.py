@@ -34,6 +34,23 @@ def per_token(completion_ids, **_):
     return [[float(token) for token in ids] if ids[0] != 3 else 7.0 for ids in completion_ids]
 
 
+def test_samples_that_finish_one_by_one_share_few_calls():
+    """A call for each eighth of 20 samples, rounded up to 3, and one for the 2 that are left."""
+    sizes = []
+
+    def reward(completion_ids, **_):
+        sizes.append(len(completion_ids))
+        return [float(ids[0]) for ids in completion_ids]
+
+    script = [([token], "stop") for token in range(1, 8)] * 3
+    with RewardRunner(reward) as rewards:
+        client = ScriptedClient(script, batches=[[index] for index in range(20)])
+        scored = ScoredRollout(client, rewards, decode, seed=11)
+        batch, _ = scored.run(TASKS[:1], RolloutCall(20, SamplingParams(3), 9, STATE, "test", FIRST_ID))
+    assert sizes == [3] * 6 + [2]
+    assert batch["rewards"].tolist() == [float(ids[0]) for ids, _ in script[:20]]
+
+
 # ------------------------------------------------------------------------------------------------------ single tokens
 
 
