@@ -71,7 +71,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
 .PHONY: help run test test-rest test-ranks test-engines sweep check check-all check-room durations e2e pins \
-    pins-part vllm gpu lint install clean
+    check-tests pins-part vllm gpu lint style types install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -100,7 +100,10 @@ sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a represent
 
 check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
 
-check-all: lint
+check-all: style # then mypy beside the tests, which leave half a core idle
+	@$(MAKE) --no-print-directory $(BESIDE) types check-tests
+
+check-tests:
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" tests/architecture tests/unit
 
 check-room: $(STAMP)
@@ -129,9 +132,13 @@ pins-part: $(PINS_STAMP)
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: style types ## ruff and mypy
+
+style: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q .
+
+types: $(STAMP)
 	@$(BIN)/mypy $(TYPED)
 
 install: $(STAMP) ## only install
