@@ -368,8 +368,8 @@ class Trainer(Tenant):
         if self._run.data.eval is not None and self.config.eval.eval_on_start:
             record |= self.evaluate()
             self._log.display.message(f"before training: {line_of(record)}")
+        self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
-        self._has_begun = True
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:

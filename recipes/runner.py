@@ -33,8 +33,8 @@ from recipes.quickstart.warm_start import (
 )
 
 SUPERVISED = (
-    "or then more of the same demonstrations",
-    "or then only right demonstrations",
+    "more of the same demonstrations",
+    "only right demonstrations",
 )
 
 console = Console(highlight=False)

@@ -100,6 +100,11 @@ def load_rollout(folder: Path, step: int) -> Batch:
     parts = [load_batch(path) for _, _, path in sorted(found)]
     # A rank without samples may not know the columns of the others.
     batch = Batch.concat([part for part in parts if part.num_samples] or parts[:1])
+    if "trajectory" not in batch:
+        raise DataError(
+            f"{folder}: the rollout of step {step}: the batch has no column trajectory, which names its samples; older "
+            "versions saved none: roll out again"
+        )
     return batch.select(key_order(batch))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hybrid_rl.batch.ref import AnyBatch
 from hybrid_rl.errors import DataError
 
@@ -9,8 +11,8 @@ from hybrid_rl.errors import DataError
 def sampling_temperature(batch: AnyBatch) -> float:
     """Read the temperature that all samples of a batch were made at, and that their logprobs are computed with.
 
-    Raises DataError for a batch without the column `temperature`, without a sample, or of several temperatures: one
-    forward pass divides all logits by one number.
+    Raises DataError for a batch without the column `temperature`, without a sample, of several temperatures (one
+    forward pass divides all logits by one number), or of one that is not positive.
     """
     if "temperature" not in batch:
         raise DataError(
@@ -21,4 +23,9 @@ def sampling_temperature(batch: AnyBatch) -> float:
     found = batch["temperature"].unique().tolist()
     if len(found) != 1:
         raise DataError(f"the samples of a batch were made at the temperatures {found}; train on one at a time")
+    if not 0 < found[0] < math.inf:
+        raise DataError(
+            f"the samples of a batch were made at the temperature {found[0]}; logits are divided by it, so "
+            "train on samples of a positive one"
+        )
     return float(found[0])

@@ -29,8 +29,8 @@ class AlgorithmConfig:
     )
     max_refills: int = key(
         0,
-        "dynamic sampling (DAPO): groups whose rewards are all equal are replaced, with at most this many further "
-        "rollouts per training step; 0 = they stay",
+        "dynamic sampling (DAPO): groups whose rewards are all equal, overlong_penalty left out, are replaced, with at "
+        "most this many further rollouts per training step; 0 = they stay",
         minimum=0,
     )
     off_policy_mask_threshold: float | None = key(

@@ -198,7 +198,7 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         groups.setdefault((failure.function, failure.reason), []).append(failure)
     lines: list[str] = []
     for (function, reason), members in groups.items():
-        shown = ", ".join(str(member.key) for member in members[:MAX_KEYS_SHOWN])
+        shown = ", ".join(str(key) for key in sorted(member.key for member in members)[:MAX_KEYS_SHOWN])
         more = ", ..." if len(members) > MAX_KEYS_SHOWN else ""
         which = "trajectory" if len(members) == 1 else "trajectories"
         detail = members[0].detail

@@ -139,7 +139,10 @@ class Collector:
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
             plan.sampler.take(plan.num_prompts)  # so that position and epoch are those of the recorded run
-            return replay(plan, state.global_step, self._names, version, success_reward=self._success_reward)
+            collected = replay(plan, state.global_step, self._names, version)
+            if not plan.max_refills:  # as below
+                collected.metrics.update(self._success(collected.batch))
+            return collected
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = _Tally(self._max_failure_share, self._next_id)
@@ -323,9 +326,7 @@ class _Tally:
         return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
 
 
-def replay(
-    plan: StepPlan, step: int, names: Sequence[str], version: int, *, success_reward: float | None = None
-) -> Collected:
+def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
     """Return the saved rollout of a training step in the place of a new one, as if the policy of this version had made
     it. names: of the reward functions.
 
@@ -367,7 +368,7 @@ def replay(
             "algorithm that they are for"
         )
     batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
-    metrics = length_metrics(batch) | reward_metrics(batch, names) | success_metrics(batch, success_reward)
+    metrics = length_metrics(batch) | reward_metrics(batch, names)
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if plan.greedy_baseline else {}))
 
 

@@ -399,3 +399,13 @@ def test_a_rollout_without_one_temperature_is_refused(tmp_path):
     save_rollout(tmp_path, 2, 0, 1, mixed)
     with pytest.raises(DataError, match=r"the rollout of step 2: .* at the temperatures \[0.7, 1.0\]; train on one"):
         replayed(tmp_path, 2, 2, 2, ["length"], version=1)
+    for step, wrong in ((3, 0.0), (4, -0.7), (5, math.inf)):
+        save_rollout(tmp_path, step, 0, 1, bare.with_columns(temperature=torch.full((4,), wrong, dtype=torch.float64)))
+        with pytest.raises(DataError, match=rf"the rollout of step {step}: .* at the temperature {wrong}; logits are"):
+            replayed(tmp_path, step, 2, 2, ["length"], version=1)
+
+
+def test_a_rollout_whose_samples_have_no_names_is_refused(tmp_path):
+    save_rollout(tmp_path, 1, 0, 1, rollout(length).batch.without("trajectory"))
+    with pytest.raises(DataError, match=r"the rollout of step 1: the batch has no column trajectory, which"):
+        replayed(tmp_path, 1, 2, 2, ["length"], version=1)

@@ -79,6 +79,9 @@ def test_no_reward_and_no_refilled_group_tells_a_success(make_trainer):
     def half(completion_ids, **_):
         return [float(ids[0] % 2) for ids in completion_ids]
 
-    refilled = make_trainer(reward_funcs=half, max_refills=9, max_steps=1)
+    refilled = make_trainer(reward_funcs=half, max_refills=9, max_steps=1, save_rollouts=True)
     assert "pass@1" not in refilled.step().metrics
+    recorded = {"rollouts_path": str(refilled.run_folder / "rollouts"), "mode": "train"}
+    assert "pass@1" not in make_trainer(reward_funcs=half, max_refills=9, max_steps=1, **recorded).step().metrics
+    assert "pass@2" in make_trainer(reward_funcs=half, max_steps=1, **recorded).step().metrics
     assert "pass@2" in make_trainer(reward_funcs=exact, max_steps=1).step().metrics
