@@ -98,13 +98,22 @@ def next_beta(beta: float, measured: float, *, target: float | None, horizon: in
     error = clip(measured / target - 1, -0.2, 0.2); beta <- beta * (1 + error * num_samples / horizon). The paper writes
     K_beta = 0.1 per batch for num_samples / horizon; its code has a horizon of 10000 samples. target: in the unit of
     `measured` (the paper: nats per completion); None = fixed, beta stays. measured: the KL of this step, by k1 perhaps
-    negative. num_samples: completions of the step, over all ranks; with a horizon of at most MAX_ERROR * num_samples
-    beta could fall to 0, which the configuration refuses. Raises ValueError if `measured` is not a number.
+    negative. num_samples: completions of the step, over all ranks. Raises ValueError if `measured` is not a number, and
+    for a horizon of at most MAX_ERROR * num_samples, with which beta could fall to 0 and stay there.
     """
     if target is None:
         return beta
+    if not target > 0 or not horizon > 0 or num_samples < 0:
+        raise ValueError(
+            f"target={target} and horizon={horizon} must be above 0, num_samples={num_samples} must be 0 or more"
+        )
     if math.isnan(measured):
         raise ValueError("the measured KL is not a number, so beta cannot follow it; look for NaN in the logprobs")
+    if num_samples * MAX_ERROR >= horizon:
+        raise ValueError(
+            f"horizon={horizon} samples is so short that one step of {num_samples} samples could end the penalty; "
+            f"use more than {num_samples * MAX_ERROR:g}"
+        )
     error = min(max(measured / target - 1, -MAX_ERROR), MAX_ERROR)
     return beta * (1 + error * num_samples / horizon)
 

@@ -58,9 +58,13 @@ def token_weights(
       sequence-level loss LUSPO's, arXiv:2602.05261)
 
     So a trajectory weighs the same whether its turns are one sample or several. Raises ValueError for an unknown
-    loss_type.
+    loss_type, negative counts, and a max_completion_length below 1 if it counts.
     """
     check_columns(mask=mask, rows=rows)
+    if num_tokens < 0 or num_trajectories < 0:
+        raise ValueError(f"num_tokens={num_tokens} and num_trajectories={num_trajectories} are counts; give 0 or more")
+    if loss_type == "dr_grpo" and max_completion_length < 1:
+        raise ValueError(f"max_completion_length={max_completion_length} is what dr_grpo divides by; give 1 or more")
     on = mask.to(torch.float32)
     if loss_type == "dapo":
         return on / max(num_tokens, 1)
@@ -107,6 +111,8 @@ def entropy_quantile(entropy: Tensor, mask: Tensor, share: float, *, num_tokens:
     device.
     """
     check_columns(entropy=entropy, mask=mask)
+    if not 0 <= share <= 1:
+        raise ValueError(f"share={share} is not a share of tokens; use 0 to 1")
     values = entropy.detach().double()
     if not num_tokens:
         return values.new_tensor(-math.inf)

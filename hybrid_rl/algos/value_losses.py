@@ -33,6 +33,8 @@ def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip: flo
 
 def _squares(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     check_columns(values=values, old_values=old_values, returns=returns)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip} would stop the critic; use a number above 0, or None for no clip")
     old_values, returns = old_values.detach(), returns.detach()
     plain = (values - returns) ** 2
     if clip is None:

@@ -71,8 +71,10 @@ def load_batch(path: Path) -> Batch:
 def save_rollout(folder: Path, step: int, rank: int, num_ranks: int, batch: Batch) -> Path:
     """Write the samples of one of num_ranks ranks in a training step, one file per rank, and return its path.
 
-    Raises as `save_batch` does.
+    Raises as `save_batch` does, and DataError for a batch without the column `trajectory`, which names its samples.
     """
+    if "trajectory" not in batch:
+        raise DataError(f"a rollout needs the column trajectory, which names samples; the batch has {sorted(batch)}")
     path = Path(folder) / f"step-{step:06d}-rank-{rank:04d}-of-{num_ranks:04d}.safetensors"
     save_batch(path, batch)
     return path

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import ConfigError, DataError
 
 
 def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -27,12 +27,19 @@ def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         result depends only on the arguments.
 
     Raises:
-        DataError: a length is over the cap.
+        DataError: a length is over the cap, below 1 or not a whole number.
+        ConfigError: max_tokens is below 1.
     """
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens!r}; use at least 1")
     sizes = np.asarray(lengths)
     if sizes.size == 0:
         return []
-    longest = int(sizes.argmax())
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        raise DataError(f"lengths has dims {sizes.shape} and dtype {sizes.dtype}; give one whole number per sample")
+    shortest, longest = int(sizes.argmin()), int(sizes.argmax())
+    if sizes[shortest] < 1:
+        raise DataError(f"sample {shortest} has length {sizes[shortest]}; every sample needs at least 1 token")
     if sizes[longest] > max_tokens:
         num_over = int((sizes > max_tokens).sum())
         raise DataError(
@@ -60,8 +67,18 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     Returns:
         `num_bins` lists of item indices, ascending within each; every index once. With fewer items than ranks some
         lists are empty. The result depends only on the arguments.
+
+    Raises:
+        DataError: a cost is negative or not finite.
+        ConfigError: num_bins is below 1.
     """
-    return [sorted(indices) for indices in _longest_first(np.asarray(costs, dtype=np.float64), num_bins)]
+    if num_bins < 1:
+        raise ConfigError(f"num_bins={num_bins!r}; use at least 1")
+    weights = np.asarray(costs, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if bad.size:
+        raise DataError(f"item {bad[0]} has cost {weights[bad[0]]}; costs must be finite and >= 0")
+    return [sorted(indices) for indices in _longest_first(weights, num_bins)]
 
 
 def _best_fit_decreasing(sizes: npt.NDArray[np.integer], max_tokens: int) -> list[list[int]]:

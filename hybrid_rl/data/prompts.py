@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -81,6 +81,11 @@ def check_column_names(names: Sequence[Any], where: str) -> None:
         hint = f" (the nearest name is {near[0]!r})" if near else ""
         present = ", ".join(repr(name) for name in names) or "none"
         raise DataError(f"{where} has no `prompt` column; its columns are {present}{hint}. Rename one to `prompt`")
+    check_reserved_columns(names, where)
+
+
+def check_reserved_columns(names: Iterable[str], where: str) -> None:
+    """Raise DataError for a column that would hide what the library itself passes to reward functions."""
     for name in names:
         if name in RESERVED_COLUMNS:
             raise DataError(
@@ -168,8 +173,12 @@ class PromptEncoder:
             media_columns: columns with inputs that the model could take but is not given: they must be empty.
 
         Raises:
-            ConfigError: a keyword that the chat template does not read, or that the library sets itself.
+            ConfigError: an option has an unusable value, or the chat template does not read a keyword.
         """
+        if max_prompt_length is not None and (type(max_prompt_length) is not int or max_prompt_length < 1):
+            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None")
+        if overlong_prompts not in (policies := get_args(OverlongPolicy)):
+            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {', '.join(policies)}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from hybrid_rl.data.prompts import check_reserved_columns
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.functions import RewardFunction, function_name, inspect_function, unique_names
@@ -49,9 +50,13 @@ class RewardList:
     def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> RewardList:
         """Sort one entry or a list of them. available_columns: of the dataset, None if they are not known.
 
-        Raises ConfigError for an unusable entry, and for functions with parameters that nothing can fill.
+        Raises ConfigError for an unusable entry, for none, and for functions with parameters that nothing can fill,
+        DataError for a column that would hide what the library passes to functions.
         """
         given = with_model_entries(reward_funcs)
+        if not given:
+            raise ConfigError("reward_funcs is empty; pass at least one function")
+        check_reserved_columns(available_columns or (), "the dataset")
         names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
         found = cls(names, {}, {}, {})
         for place, entry in enumerate(given):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt
+from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt, check_reserved_columns
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
 
@@ -71,10 +71,11 @@ class RewardFunction:
         """Build the keyword arguments of one call over K samples, without the log functions.
 
         Every list has length K. A column that a sample lacks is None there (as `datasets` fills it), so that a call
-        looks the same whichever samples happen to finish together.
+        looks the same whichever samples happen to finish together. Raises DataError if one has a reserved name.
         """
         columns = dict.fromkeys([*available_columns, *(name for sample in inputs for name in sample.columns)])
         columns.pop(PROMPT_COLUMN, None)  # `prompts` takes its place
+        check_reserved_columns(columns, "a sample to score")
         # Every call gets copies: a function may change what it is given, but not the dataset or the tokens we train on.
         values: dict[str, Any] = {name: [_own(sample.columns.get(name)) for sample in inputs] for name in columns}
         values["prompts"] = [_own(sample.prompt) for sample in inputs]

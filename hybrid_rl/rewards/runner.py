@@ -6,14 +6,16 @@ import asyncio
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, get_args
 
-from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import RewardInput
@@ -52,8 +54,8 @@ class RewardRunner:
         score_by: "sample", or "group": the samples of a group must be submitted together.
 
     Raises:
-        ConfigError: an unusable function; a wrong number of weights; a function that compares the samples of a group
-            without score_by="group".
+        ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
+            of a group without score_by="group".
     """
 
     def __init__(
@@ -69,12 +71,21 @@ class RewardRunner:
         self.entries = RewardList.of(reward_funcs, available_columns)
         self.names = self.entries.names
         self.functions = list(self.entries.functions.values())
+        if score_by not in get_args(ScoreBy):
+            raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
+        if type(num_processes) is not int or num_processes < 0:
+            raise ConfigError(f"num_processes={num_processes!r}; use 0 (threads of this process) or a positive number")
+        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
+            raise ConfigError(f"timeout_seconds={timeout_seconds!r}; use a positive number, or None for no limit")
         self.score_by = score_by
         self.weights = [1.0] * len(self.names) if weights is None else list(weights)
         if len(self.weights) != len(self.names):
             raise ConfigError(
                 f"{len(self.weights)} reward weights for {len(self.names)} reward functions ({', '.join(self.names)})"
             )
+        for weight, name in zip(self.weights, self.names, strict=True):
+            if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+                raise ConfigError(f"the weight of reward function {name!r} is {weight!r}; use a finite number")
         for spec in self.functions:
             if spec.needs_group and score_by != "group":
                 raise ConfigError(
@@ -99,8 +110,9 @@ class RewardRunner:
         `trainer_state` is passed on as it is; with processes it must be picklable. The future gives the outcome of
         every call with the place of its function, for `join`. It raises RewardError if a process cannot load the
         functions, or if the runner is closed first.
-        Raises RewardError on a closed runner.
+        Raises RewardError on a closed runner, DataError for repeated keys.
         """
+        _check_keys(inputs)
         with self._lock:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")
@@ -110,7 +122,9 @@ class RewardRunner:
             return self._loop.start(self._score(inputs, trainer_state))
 
     def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
-        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards."""
+        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards. Raises
+        DataError for repeated keys."""
+        _check_keys(inputs)
         dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
         return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.entries.late)
 
@@ -182,3 +196,9 @@ class RewardRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_keys(inputs: Sequence[RewardInput]) -> None:
+    keys = [sample.key for sample in inputs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []:
+        raise DataError(f"the samples to score have repeated keys: {', '.join(map(str, twice))}; give each its own")

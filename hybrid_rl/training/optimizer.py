@@ -287,10 +287,15 @@ def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple
 
 def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh | None, int]:
     """Return the mesh that the parameters are sharded over, None for plain ones, and how many ranks hold the same
-    number. FSDP shards all parameters of a model over the same axes."""
-    first = next(iter(parameters.values()))
-    if not isinstance(first, DTensor):
-        return None, 1
-    mesh = first.device_mesh
-    copied = (axis for axis, placement in enumerate(first.placements) if placement.is_replicate())
-    return mesh, math.prod(mesh.size(axis) for axis in copied)
+    number. Raises ModelError unless it is the same for all: the gradient norm counts each number once."""
+    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], str] = {}  # with the axes of copies -> the first such name
+    for name, p in parameters.items():
+        copied = tuple(i for i, of in enumerate(p.placements) if of.is_replicate()) if isinstance(p, DTensor) else ()
+        found.setdefault((p.device_mesh if isinstance(p, DTensor) else None, copied), name)
+    if len(found) > 1:
+        raise ModelError(
+            f"the trainable parameters {', '.join(found.values())} are sharded over several meshes, or copied over "
+            "different axes of one, so no gradient norm counts each number once; shard the whole model alike"
+        )
+    ((mesh, copied),) = found
+    return mesh, 1 if mesh is None else math.prod(mesh.size(axis) for axis in copied)

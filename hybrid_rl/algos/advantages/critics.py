@@ -112,8 +112,10 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
     VAPO, arXiv:2504.05118. Completions of at most 1 / alpha tokens (20 with the paper's .05), for which that is not
     above 0 and which the paper leaves out, get 0. lengths: [N], tokens that the policy made; alpha: above 0.
     """
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths must be [N], one per sample, not {tuple(lengths.shape)}")
+    if lengths.dim() != 1 or not alpha > 0:
+        raise ValueError(f"lengths must be [N] and alpha above 0, not {tuple(lengths.shape)} and {alpha}")
+    if len(lengths) and int(lengths.min()) < 0:
+        raise ValueError(f"lengths are numbers of tokens, but one is {int(lengths.min())}; give 0 or more")
     return (1 - 1 / (alpha * lengths.to(torch.float64).clamp(min=1))).clamp(min=0)
 
 

@@ -103,5 +103,7 @@ def router_shift_ratio(router_logprobs: Tensor, old_router_logprobs: Tensor, *, 
             f"router_logprobs and old_router_logprobs must both be [T, L, K], tokens by layers by experts, not {shape} "
             f"and {tuple(old_router_logprobs.shape)}"
         )
+    if not 0 < floor <= 1:
+        raise ValueError(f"floor={floor} must be above 0 and at most 1: it bounds a ratio whose logarithm is taken")
     moved = (router_logprobs.detach() - old_router_logprobs.detach()).abs()
     return (-moved.mean((1, 2))).exp().clamp(min=floor)

@@ -68,6 +68,8 @@ class SimKO(ClipRange):
 def row_quantile(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, quantile: float) -> Tensor:
     """Return a quantile (0 to 1) of `values` [T] over the unmasked tokens of each sample, [num_rows], detached,
     interpolated linearly between neighbours; inf for a sample without any. rows: int64 [T]; mask: bool [T]."""
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile={quantile} is not a quantile; use 0 to 1")
     if not len(values):
         return values.new_full((num_rows,), torch.inf)
     # Sample after sample, unmasked tokens first, each ascending. No shape here depends on the mask: on a GPU finding it

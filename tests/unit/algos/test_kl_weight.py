@@ -46,6 +46,18 @@ def test_it_finds_the_weight_that_gives_the_target() -> None:
         assert beta == pytest.approx(1 / 6, rel=1e-6)
 
 
-def test_a_kl_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a number"):
-        next_beta(0.05, math.nan, target=6.0, horizon=10000, num_samples=1000)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"measured": math.nan}, "not a number"),
+        ({"target": 0.0}, "above 0"),
+        ({"horizon": 0}, "above 0"),
+        ({"num_samples": -1}, "0 or more"),
+        ({"horizon": 200}, "use more than 200"),
+    ],
+)
+def test_refuses(options: dict[str, float], message: str) -> None:
+    """A horizon of 200 with 1000 samples: 1 - .2 * 5 = 0 would end the penalty for ever."""
+    arguments = {"measured": 6.0, "target": 6.0, "horizon": 10000, "num_samples": 1000, **options}
+    with pytest.raises(ValueError, match=message):
+        next_beta(0.05, **arguments)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from hybrid_rl.algos import (
     POLICY_LOSSES,
     AdvantageEstimator,
     AdvantageInputs,
+    token_weights,
 )
 from hybrid_rl.algos.advantages import GAE, Distillation, OptimalTokenBaseline, ReMax, VTrace
 from hybrid_rl.algos.correction import MaskedImportanceSampling
@@ -138,3 +139,17 @@ def test_the_column_that_is_missing_is_named(estimator: Any) -> None:
 def test_columns_of_an_estimator_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advantage_inputs(**changes)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "counts", "message"),
+    [
+        ("dr_grpo", {"max_completion_length": 0}, "max_completion_length=0 is what dr_grpo divides by"),
+        ("dapo", {"num_tokens": -1}, "num_tokens=-1 and num_trajectories=1 are counts"),
+        ("grpo", {"num_trajectories": -2}, "num_tokens=1 and num_trajectories=-2 are counts"),
+    ],
+)
+def test_counts_of_token_weights(loss_type: str, counts: dict[str, int], message: str) -> None:
+    given = {"num_tokens": 1, "num_trajectories": 1, "max_completion_length": 1, **counts}
+    with pytest.raises(ValueError, match=message):
+        token_weights(torch.ones(1).bool(), torch.zeros(1).long(), 1, loss_type, **given)

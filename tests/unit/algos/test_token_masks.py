@@ -88,3 +88,5 @@ def test_tokens_are_those_that_trl_keeps(share: float, quantile: float, expected
 def test_a_mini_batch_without_tokens_has_no_quantile() -> None:
     none = torch.zeros_like(MASK)
     assert float(entropy_quantile(ENTROPY, none, 0.2, num_tokens=0)) == -math.inf
+    with pytest.raises(ValueError, match="share=1.5 is not a share of tokens; use 0 to 1"):
+        entropy_quantile(ENTROPY, MASK, 1.5, num_tokens=10)

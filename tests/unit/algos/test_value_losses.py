@@ -143,5 +143,7 @@ def test_nothing_to_explain_is_nan() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(3), 0.2)
+    with pytest.raises(ValueError, match="clip=0.0 would stop the critic"):
+        clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), 0.0)
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         ValueFit.of(torch.zeros(2), torch.zeros(2), torch.ones(2, 1, dtype=torch.bool))

@@ -272,3 +272,6 @@ def test_rollouts_that_are_not_complete(tmp_path: Path) -> None:
         load_rollout(tmp_path, 5)
     with pytest.raises(DataError, match="folder of rollouts .*elsewhere does not exist"):
         rollout_steps(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"needs the column trajectory, .*; the batch has \['group'"):
+        save_rollout(tmp_path, 1, 0, 1, Batch({"group": torch.zeros(1, dtype=torch.int64)}))
+    assert not list(tmp_path.glob("step-000001-*"))

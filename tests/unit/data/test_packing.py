@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.data.packing import balance, pack_by_tokens
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import ConfigError, DataError
 
 LENGTHS_AND_CAP = st.integers(1, 200).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=80), st.just(cap))
@@ -72,10 +72,26 @@ def test_a_hundred_thousand_samples_use_no_more_than_needed() -> None:
     assert len(bins) == math.ceil(lengths.sum() / 8192)
 
 
-def test_a_sample_over_the_cap() -> None:
-    message = r"sample 2 has 12 tokens, but max_tokens=8 \(2 sample\(s\) .*raise max_tokens to at least 12"
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 9, 12], r"sample 2 has 12 tokens, but max_tokens=8 \(2 sample\(s\) .*raise max_tokens to at least 12"),
+        ([3, 0], "sample 1 has length 0"),
+        ([3, -1], "sample 1 has length -1"),
+        ([3.0], "dtype float64"),
+        ([[3]], r"dims \(1, 1\)"),
+    ],
+)
+def test_unusable_lengths(lengths: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        pack_by_tokens([3, 9, 12], 8)
+        pack_by_tokens(lengths, 8)
+
+
+def test_unusable_bins() -> None:
+    with pytest.raises(ConfigError, match="max_tokens=0"):
+        pack_by_tokens([1], 0)
+    with pytest.raises(ConfigError, match="num_bins=0"):
+        balance([1], 0)
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 8))
@@ -101,3 +117,9 @@ def test_hand_computed_balance() -> None:
     assert balance([5, 4, 3, 3, 3], 2) == [[0, 3], [1, 2, 4]]
     assert balance([], 2) == [[], []]
     assert [len(indices) for indices in balance([0.0] * 6, 3)] == [2, 2, 2]  # no cost: equal counts
+
+
+def test_unusable_costs() -> None:
+    for cost in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError, match="item 1 has cost"):
+            balance([1.0, cost], 2)

@@ -141,6 +141,11 @@ def test_limit(tokenizer: Any) -> None:
 
 
 def test_options_are_checked(chat_tokenizer: Any) -> None:
+    for length in (0, -1, 2.5, True):
+        with pytest.raises(ConfigError, match="max_prompt_length="):
+            encoder(chat_tokenizer, max_prompt_length=length)
+    with pytest.raises(ConfigError, match="overlong_prompts='cut' is unknown; use one of error, drop, truncate"):
+        encoder(chat_tokenizer, overlong_prompts="cut")
     with pytest.raises(ConfigError, match="'tokenize', which the library sets itself"):
         encoder(chat_tokenizer, chat_template_kwargs={"tokenize": False})
     with pytest.raises(ConfigError, match="'enable_thinking', but the chat template does not use"):

@@ -11,7 +11,7 @@ import pytest
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource, StreamSource, load_source
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import ConfigError, DataError
 
 ROWS = [{"prompt": str(i)} for i in range(10)]
 
@@ -193,6 +193,12 @@ def test_a_pass_without_rows_does_not_spin(encoder: PromptEncoder) -> None:
         sampler.take(20)
 
 
-def test_streams_are_not_shuffled(stream: StreamSource) -> None:
+def test_options_are_checked(source: SizedSource, stream: StreamSource) -> None:
     with pytest.raises(DataError, match="shuffle=True, but a stream .*buffer_size"):
         PromptSampler(stream, shuffle=True)
+    for seed in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match="seed="):
+            PromptSampler(source, seed=seed)
+    for data in (source, stream):
+        with pytest.raises(DataError, match=r"take\(0\)"):
+            PromptSampler(data).take(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import SampleKey
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import (
     EngineJudge,
     RewardInput,
@@ -89,6 +89,14 @@ def test_the_prompt_column_is_not_passed_and_that_of_completions_is():
     assert (arguments["completion_ids"], arguments["completions"], arguments["completion"]) == ([[1]], ["c"], ["gold"])
 
 
+def test_reserved_names_of_columns_are_refused():
+    (spec,) = resolve(takes_everything)
+    with pytest.raises(DataError, match="a sample to score has a column 'trainer_state'"):
+        spec.arguments([sample(trainer_state=1)], None)
+    with pytest.raises(DataError, match="the dataset has a column 'completions', .*; rename"):
+        RewardList.of(takes_everything, ["completions"])
+
+
 def test_a_keyword_fixed_by_partial_is_not_overridden_by_a_column():
     def f(completions, answer, **kwargs):
         return [0.0]
@@ -153,6 +161,8 @@ def test_each_tokenizer_goes_to_its_model():
 
 
 def test_entries_that_cannot_be_called_are_refused():
+    with pytest.raises(ConfigError, match="empty"):
+        RewardList.of([])
     with pytest.raises(ConfigError, match="pass an instance"):
         RewardList.of(Judge)
     with pytest.raises(ConfigError, match="cannot be called"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import SampleKey
-from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.rewards import RewardInput, RewardRunner
 
 NAN = math.nan
@@ -467,12 +467,25 @@ def test_closing_ends_the_threads():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"weights": [1.0, 1.0]},
-        {"available_columns": ["answers"]},
+        ({"weights": [1.0, 1.0]}, "2 reward weights for 1 reward functions"),
+        ({"weights": [NAN]}, "the weight of reward function '<lambda>' is nan; use a finite number"),
+        ({"weights": ["1"]}, "is '1'; use a finite"),
+        ({"num_processes": -1}, "num_processes=-1"),
+        ({"num_processes": 1.5}, "num_processes=1.5"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"score_by": "batch"}, "score_by='batch'; use one of sample, group"),
+        ({"available_columns": ["answers"]}, "requires the parameter 'answer'"),
     ],
 )
-def test_bad_settings_are_refused(options):
-    with pytest.raises(ConfigError):
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         RewardRunner(lambda completions, answer: [0.0], **options)
+
+
+def test_repeated_keys_are_refused():
+    with RewardRunner(number) as runner:
+        for refuse in (lambda twice: runner.submit(twice, None), lambda twice: runner.join(twice, [])):
+            with pytest.raises(DataError, match="repeated keys: 10; give each its own"):
+                refuse(samples("1") * 2)

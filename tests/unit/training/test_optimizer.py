@@ -5,10 +5,15 @@ import math
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.errors import ModelError
 from hybrid_rl.training.optimizer import Optimizer
 
 LR = 1e-2
@@ -287,3 +292,30 @@ def test_masters_of_parameters_that_stay_in_fp32_follow_too() -> None:
     in_place(module[1].bias, torch.tensor([0.1, 0.0, 0.0]))
     assert changed_of(optimizer) == ["1.bias"]
     assert torch.equal(optimizer.state_dict()["master"]["1.bias"], torch.tensor([0.1, 0.0, 0.0]))
+
+
+@pytest.fixture
+def world():
+    """A process group of 4 ranks of which only rank 0 is there: nothing can be communicated."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_parameters_are_all_sharded_alike(world) -> None:
+    """Over 2 x 2 ranks, copied over the first axis: two ranks hold each number."""
+    mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+
+    def optimizer_of(*weights: torch.Tensor) -> Optimizer:
+        module = nn.ParameterDict({name: nn.Parameter(weight) for name, weight in zip("ab", weights, strict=True)})
+        return Optimizer(module, OptimizerConfig(learning_rate=LR), num_optimizer_steps=1)
+
+    def sharded(mesh, *placements) -> torch.Tensor:
+        return DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+
+    copied = sharded(mesh, Replicate(), Shard(0))
+    optimizer = optimizer_of(copied, sharded(mesh, Replicate(), Shard(1)))
+    assert (optimizer._mesh, optimizer._num_copies) == (mesh, 2)
+    for other in (torch.ones(2, 3), sharded(line, Shard(0)), sharded(mesh, Shard(0), Replicate())):
+        with pytest.raises(ModelError, match="parameters a, b are sharded over several meshes, or copied over differ"):
+            optimizer_of(copied, other)

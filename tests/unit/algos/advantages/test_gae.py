@@ -141,5 +141,10 @@ def test_bad_arguments() -> None:
         generalized_advantages(torch.zeros(2), torch.zeros(3), mask, rows, 1, gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match=r"a number or \[1\]"):
         generalized_advantages(torch.zeros(2), torch.zeros(2), mask, rows, 1, gamma=1.0, lam=torch.ones(2))
-    with pytest.raises(ValueError, match=r"lengths must be \[N\]"):
-        length_adaptive_lambda(torch.ones(1, 2), alpha=0.05)
+    for lengths, alpha, message in (
+        (torch.ones(1, 2), 0.05, r"lengths must be \[N\] and alpha above 0, not \(1, 2\)"),
+        (torch.tensor([1]), 0.0, "alpha above 0, not .* and 0.0"),
+        (torch.tensor([5, -3]), 0.05, "lengths are numbers of tokens, but one is -3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            length_adaptive_lambda(lengths, alpha=alpha)

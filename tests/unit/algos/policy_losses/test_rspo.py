@@ -101,7 +101,10 @@ def test_scores_must_be_there() -> None:
         loss_and_gradient(RSPO(), columns(), router_logprobs=routers()["router_logprobs"])
 
 
-@pytest.mark.parametrize("router", [OLD[:, 0], OLD[:1]])
-def test_bad_arguments(router: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"must both be \[T, L, K\]"):
-        router_shift_ratio(router, OLD, floor=0.5)
+@pytest.mark.parametrize(
+    ("router", "floor", "message"),
+    [(OLD[:, 0], 0.5, r"must both be \[T, L, K\]"), (OLD[:1], 0.5, "must both be"), (OLD, 0.0, "floor=0.0 must be")],
+)
+def test_bad_arguments(router: torch.Tensor, floor: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        router_shift_ratio(router, OLD, floor=floor)

@@ -251,6 +251,8 @@ def test_bad_arguments() -> None:
         SimKO().loss(micro_batch(token_ids=torch.zeros(2, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"log_probs must be \[30, V\], not \(2, 8\)"):
         SimKO().loss(micro_batch(log_probs=torch.zeros(2, 8)))
+    with pytest.raises(ValueError, match=r"quantile=1.5 is not a quantile"):
+        row_quantile(torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), 1, 1.5)
 
 
 def test_the_preset_has_the_numbers_of_the_paper() -> None:
