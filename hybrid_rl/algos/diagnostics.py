@@ -25,13 +25,11 @@ def gap_diagnostics(
     0..num_rows-1; ages: int64 [T], policy versions between token and learner, 0 if unknown.
     """
     check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows, ages=ages)
-    if not bool(mask.any()):
-        return {}
     return {**mismatch(trainer, engine, mask, rows, num_rows), **staleness(ages, mask)}
 
 
 def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:
-    """Compare trainer and engine, with at least one token in the mask. With w = trainer / engine for tokens that the
+    """Compare trainer and engine; empty if no token is in the mask. With w = trainer / engine for tokens that the
     engine sampled:
 
     - mismatch/ess_tokens, mismatch/ess_samples: effective sample size of w over tokens, and of its product over samples
@@ -41,6 +39,9 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
       same tokens with weight w. k3 is never negative; k1 is its noisier twin
     - mismatch/perplexity_{trainer,engine}: exp(-mean logprob) over tokens
     """
+    check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows)
+    if not bool(mask.any()):
+        return {}
     mine, theirs, rows = trainer[mask].double(), engine[mask].double(), rows[mask]
     log_ratio = mine - theirs
     ratio = ratio_of(log_ratio)
@@ -62,7 +63,10 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
 
 def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
     """Compute staleness/mean_age in policy versions, and staleness/share_age_{0,1,2,3_or_more}, shares of tokens. ages:
-    int64 [T]; mask: bool [T], with at least one token."""
+    int64 [T]; mask: bool [T]. Empty if no token is in the mask."""
+    check_columns(ages=ages, mask=mask)
+    if not bool(mask.any()):
+        return {}
     ages = ages[mask].clamp(min=0)
     counts = torch.bincount(ages.clamp(max=3), minlength=4).tolist()
     names = ("0", "1", "2", "3_or_more")

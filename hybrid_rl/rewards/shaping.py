@@ -66,7 +66,7 @@ def cosine_reward(
     The paper says R(t = 0) = r_0 and R(t = L) = r_L, but passes them as CosFn's minimum and maximum, which would swap
     them; this follows what it says.
     """
-    if max_completion_length <= 0:
+    if not max_completion_length > 0:
         raise ConfigError(f"max_completion_length={max_completion_length} must be above 0")
 
     def rule(value: float, length: int) -> float:

@@ -171,6 +171,7 @@ def test_what_a_correction_does() -> None:
 def test_without_tokens_there_is_nothing_to_tell() -> None:
     empty, rows = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     assert gap_diagnostics(empty, empty, rows > 0, rows, rows, 1) == {}
+    assert mismatch(empty, empty, rows > 0, rows, 1) == staleness(rows, rows > 0) == {}
     assert correction_diagnostics(Corrected(empty, rows > 0, rows > 0), rows > 0, rows, 1) == {}
 
 
@@ -185,3 +186,12 @@ def test_columns_must_have_one_length(columns: dict[str, Tensor]) -> None:
     for name in columns:
         with pytest.raises(ValueError, match="must all be"):
             gap_diagnostics(**{**columns, name: columns[name][:-1]}, num_rows=30)
+
+
+def test_a_mask_of_numbers_is_refused_by_hand_too(columns: dict[str, Tensor]) -> None:
+    """As an index it would pick tokens 0 and 1 again and again."""
+    trainer, engine, mask, rows, ages = (columns[name] for name in ("trainer", "engine", "mask", "rows", "ages"))
+    with pytest.raises(ValueError, match="mask must be bool"):
+        mismatch(trainer, engine, mask.long(), rows, 30)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        staleness(ages, mask.long())

@@ -86,6 +86,45 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "rejection_sampling": {"loss_type": "dapo", "num_generations": 32, "num_best": 1},
     "distillation": {"loss_type": "dapo", "num_generations": 4, "group_advantage_coef": 0.0},
 }
+# What presets run: estimator, policy loss, place of the KL, loss_type and num_generations. Where a preset only chooses
+# its own record, as that of a new loss does, the test of the record is enough.
+CHOICES = {
+    "rspo": "grpo rspo none grpo 8",
+    "grpo": "grpo clip none dapo 8",
+    "ppo": "gae clip reward dapo 1",
+    "vapo": "vapo clip none dapo 16",
+    "impala": "vtrace reinforce none dapo 1",
+    "dr_grpo": "grpo clip none dr_grpo 8",
+    "lite_ppo": "grpo clip none dapo 8",
+    "rloo": "rloo reinforce reward sequence_sum 4",
+    "reinforce_pp": "reinforce_plus_plus clip reward dapo 1",
+    "reinforce_pp_baseline": "reinforce_plus_plus_baseline clip loss dapo 8",
+    "remax": "remax reinforce reward sequence_sum 1",
+    "opo": "opo reinforce none dapo 8",
+    "optimal_token_baseline": "optimal_token_baseline clip none dapo 8",
+    "gpg": "gpg reinforce none dapo 8",
+    "maxrl": "maxrl reinforce none sequence_sum 8",
+    "pass_at_k": "pass_at_k clip none dapo 32",
+    "max_of_group": "max_of_group clip none dapo 8",
+    "dapo": "grpo clip none dapo 16",
+    "prorl": "grpo clip loss dapo 16",
+    "gspo": "grpo clip none grpo 8",
+    "luspo": "grpo clip none sequence_sum 8",
+    "gmpo": "grpo gmpo none grpo 8",
+    "cispo": "grpo cispo none dapo 8",
+    "sapo": "grpo sapo none grpo 8",
+    "vespo": "grpo vespo none dapo 8",
+    "dppo": "grpo dppo none dapo 8",
+    "clip_cov": "grpo clip_cov none dapo 8",
+    "kl_cov": "grpo kl_cov none dapo 8",
+    "lambda_grpo": "grpo lambda_grpo none dapo 8",
+    "decoupled_ppo": "grpo decoupled none dapo 8",
+    "a3po": "grpo a3po none dapo 8",
+    "icepop": "grpo clip none dapo 8",
+    "sft": "sft reinforce none dapo 1",
+    "rejection_sampling": "rejection reinforce none dapo 32",
+    "distillation": "distillation reinforce none dapo 4",
+}
 # Presets that are values of another paper's records.
 ONLY_VALUES = {"lite_ppo", "prorl", "sft"}
 # Records that no preset chooses: corrections that go with any algorithm, and what cannot run yet.
@@ -98,6 +137,15 @@ def test_numbers_of_the_paper(name: str) -> None:
     sections = [getattr(config, section) for section in ("algorithm", "advantage", "policy_loss", "kl", "critic")]
     values = {key: value for section in (*sections, config.correction) for key, value in vars(section).items()}
     assert {key: values[key] for key in NUMBERS[name]} == NUMBERS[name]
+
+
+def test_choices_of_the_paper() -> None:
+    found = {}
+    for name in CHOICES:
+        config = resolve(*load_config({"algorithm": name}))
+        records = config.advantage.estimator, config.policy_loss.objective, config.kl.kl_in
+        found[name] = f"{' '.join(records)} {config.algorithm.loss_type} {config.algorithm.num_generations}"
+    assert found == CHOICES
 
 
 @pytest.mark.parametrize("name", PRESETS)

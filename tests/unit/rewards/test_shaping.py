@@ -54,6 +54,14 @@ def test_cosine_reward():
     assert by_length[:8] == sorted(by_length[:8], reverse=True) and by_length[8:] == sorted(by_length[8:])
 
 
+def test_unusable_arguments_are_refused():
+    for length in (0, math.nan):
+        with pytest.raises(ConfigError, match=f"max_completion_length={length} must be above 0"):
+            cosine_reward(good, length)
+    with pytest.raises(ConfigError, match="lcpo_max wraps a reward function that says what is correct, not"):
+        lcpo_max([good])
+
+
 def test_kimi_length_reward():
     reward = kimi_length_reward(good, weight=2.0)
     found = reward(completions=["good", "good", "bad", "bad", "good", "?"], completion_ids=ids(10, 30, 15, 25, 20, 90))
