@@ -3,6 +3,7 @@
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
 #   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
+#   JOBS=2                                     tests of engines beside those of many ranks: sooner, for a tenth more CPU time
 #   ROOM=algos                                 one room of the package for `make check`: its files and its tests
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
@@ -23,6 +24,7 @@ PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
 ROOM ?=
+JOBS ?= 1
 GPU_PYTHON ?= python3
 
 VENV := .venv
@@ -64,10 +66,10 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
-# Quick unit tests take one core each: two at a time, by files. The others start processes of their own, and wait for them
-# much of the time: those of vLLM, of recipes and on the pins beside those of many ranks, then the slow unit tests.
+# Unit tests take one core each: two at a time, by files. Those of engines and of many ranks start processes of their own,
+# which get in each other's way on two cores.
 PARALLEL := -n 2 --dist loadfile
-BESIDE := -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
+SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
 
 DURATIONS := $(VENV)/durations.txt
 SWEEP := benchmarks/results/sweep-$(shell date +%F).md
@@ -87,14 +89,13 @@ test: check test-rest ## `make check`, then every other test of the package on t
 
 test-rest: vllm
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit $(addprefix --ignore=,$(SIMULATED))
-	@echo "tests of many ranks and tests of engines, side by side: each shows what it did at its end, some seven minutes on two cores"
-	@$(MAKE) --no-print-directory $(BESIDE) test-engines test-ranks
+	@$(MAKE) --no-print-directory -j $(JOBS) $(SYNCED) test-engines test-ranks
 
 test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
 
 test-engines:
-	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed)
+	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins)
 
 kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an interpreter and as C++: no GPU needed
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" $(SIMULATED)
@@ -107,7 +108,7 @@ sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a represent
 check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
 
 check-all: style # then mypy beside the tests, which leave half a core idle
-	@$(MAKE) --no-print-directory $(BESIDE) types check-tests
+	@$(MAKE) --no-print-directory -j 2 $(SYNCED) types check-tests
 
 check-tests:
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "not slow and not sweep" tests/architecture tests/unit
@@ -132,7 +133,8 @@ e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some t
 pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
 	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
 
-pins-part: $(PINS_STAMP) ## of `make pins` the names, one run of FSDP and one of vLLM
+pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of `make pins` one run of FSDP and one of vLLM
+	@$(BIN)/python -m pytest -q -ra tests/pins
 	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")

@@ -402,7 +402,27 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path, keys: dict
     assert load_config(config)[0] == config
 
 
-@pytest.mark.parametrize("name", ["1e5", "007", "null", "true", "no", "0x1f", "1_000", "12:30:00", "2026-01-01", "~"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1e5",
+        "007",
+        "-1e-3",
+        ".5e3",
+        "1.5",
+        "",
+        " x",
+        "a: b",
+        "null",
+        "true",
+        "no",
+        "0x1f",
+        "1_000",
+        "12:30:00",
+        "2026-01-01",
+        "~",
+    ],
+)
 def test_texts_that_look_like_something_else_stay_texts(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(loaded(output_dir=name)))
     assert load_config(tmp_path / "config.yaml")[0].output_dir == name
