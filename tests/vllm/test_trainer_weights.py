@@ -9,6 +9,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, HybridRLError
 from hybrid_rl.logging.report import read_jsonl
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.unit.frames import recording
 from tests.vllm.rigs import tiny
 from tests.vllm.test_trainer import KEYS, SHAPE
 
@@ -55,8 +56,10 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
 
 def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     """What an architecture is like that vLLM computes by code of its own: the bytes are right, the logprobs are not."""
-    trainer = train(verify_steps=5)
-    trainer.fit()
+    trainer, frames = train(verify_steps=5), {}
+    with recording(frames, "vllm"):
+        trainer.fit()
+    assert len(frames["the handoff's write"]) <= 13, frames
     worker = trainer.policy._backend._worker
     worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
     why = "the engine computes this architecture differently .*; its weights were compared .* byte by byte"

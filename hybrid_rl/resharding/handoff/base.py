@@ -215,13 +215,6 @@ def _bytes_of(index: Column, share: RankShare, tensors: Parts) -> int:
     return int((share.pieces.num_elements * sizes[index]).sum())
 
 
-def pull(
-    plan: Plan, parts: Callable[[int], Parts], destinations: Sequence[Tensor], link: Callable[[int], str]
-) -> Delivered:
-    """Execute a plan whose sources this process can read in place: `parts(rank)`."""
-    return Delivered.of(plan, destinations, *copy_shares(plan.shares, parts, destinations, link))
-
-
 def copy_shares(
     shares: Iterable[RankShare],
     parts: Callable[[int], Parts],

@@ -36,7 +36,7 @@ from hybrid_rl.resharding.handoff.base import (
     agree,
     alone,
     assembled,
-    pull,
+    copy_shares,
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
@@ -140,7 +140,7 @@ class DiskSource(Source):
 
     def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Map the files and read what the plan needs."""
-        return pull(plan, self._parts, destinations, lambda rank: DISK)
+        return Delivered.of(plan, destinations, *copy_shares(plan.shares, self._parts, destinations, lambda rank: DISK))
 
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the files; not collective."""

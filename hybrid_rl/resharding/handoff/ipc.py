@@ -35,9 +35,9 @@ from hybrid_rl.resharding.handoff.base import (
     Source,
     alone,
     assembled,
+    copy_shares,
     gathered,
     local_parts,
-    pull,
 )
 from hybrid_rl.resharding.handoff.gpu_memory import (
     CannotShareError,
@@ -230,7 +230,7 @@ class IpcSource(Source):
 
     def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Read the parts in place and write the engine, each rank for itself. Only host memory is staged for a GPU."""
-        return pull(plan, self.parts, destinations, self.link)
+        return Delivered.of(plan, destinations, *copy_shares(plan.shares, self.parts, destinations, self.link))
 
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the mapped parts; not collective."""

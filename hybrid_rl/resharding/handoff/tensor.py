@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import place_of
-from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, number_of, pull
+from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, copy_shares, number_of
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.plan import Plan
 
@@ -36,7 +36,9 @@ class TensorSource(Source):
     def deliver(self, plan: Plan, destinations: Sequence[Tensor]) -> Delivered:
         """Copy the pieces of the plan to the engine."""
         parts = self.held()[0]
-        return pull(plan, lambda rank: parts, destinations, lambda rank: LOCAL)
+        return Delivered.of(
+            plan, destinations, *copy_shares(plan.shares, lambda rank: parts, destinations, lambda rank: LOCAL)
+        )
 
     def full(self, name: str) -> Tensor:
         """Return the trainer's own tensor."""
