@@ -194,7 +194,7 @@ PATH_HABITS: Mapping[str, str] = MappingProxyType(
         "filter_groups.enable": "set max_refills",
         "overlong_buffer.enable": "set overlong_buffer, a number of tokens",
         "overlong_buffer.len": "set overlong_buffer, a number of tokens",
-        "val_kwargs.n": "evaluation makes one completion per prompt",
+        "val_kwargs.n": "set num_generations_eval",
         "val_kwargs.temperature": "set eval_temperature",
         "val_kwargs.top_p": "set eval_top_p",
         "val_kwargs.top_k": "set eval_top_k",

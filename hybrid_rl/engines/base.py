@@ -1,4 +1,4 @@
-"""The words of engines: what they are asked, what they answer, and the half of their contract about weights.
+"""Requests, answers and the weight half of the engine contract.
 
 Weights and cache come and go by tag. The other half, which generates, is `Generator` in guards.py.
 """

@@ -229,8 +229,8 @@ class Generator(ABC):
             )
         if self.policy_version < 0:
             raise EngineStateError(
-                "the engine holds no valid weights: it has never been given weights, or not since it slept, or they "
-                "were found wrong; update its weights before generating"
+                "the engine holds no valid weights: it was never given any, lost them when it slept, or they failed a "
+                "check; update its weights before generating"
             )
         if version != self.policy_version:
             raise EngineStateError(

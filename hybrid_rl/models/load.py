@@ -94,7 +94,7 @@ def load_model(
 def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
     """Raise ModelError for a tokenizer that does not fit the model."""
     if tokenizer is None:
-        raise ModelError("a model passed as a module needs tokenizer= beside it")
+        raise ModelError("if the model is a module, also pass tokenizer=")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer")
     rows = vocabulary_size(module)

@@ -88,8 +88,8 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
         )
     own = [type(child).__name__ for child in backbone.modules() if _is_mixer(child)]
     raise ModelError(
-        f"{name} is not supported: {own[0] if own else 'what mixes tokens'} does not call attention as transformers "
-        f"offers it, so the samples of a packed row would mix; layers {which}"
+        f"{name} is not supported: {own[0] if own else 'a layer that mixes tokens'} does not call attention through "
+        f"transformers' interface, so the samples of a packed row would mix; layers {which}"
     )
 
 

@@ -141,7 +141,10 @@ def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
     """
     lengths = sorted({len(plan), *map(len, counts)})
     if len(lengths) > 1:
-        raise DataError(f"ranks have plans of {lengths} mini-batches; give make_plan one num_mini_batches on all ranks")
+        raise DataError(
+            f"ranks plan different numbers of mini-batches ({', '.join(map(str, lengths))}); pass the same "
+            "num_mini_batches on every rank"
+        )
     most = [max(numbers) for numbers in zip(*counts, strict=True)]
     return [[*mini, *([] for _ in range(number - len(mini)))] for mini, number in zip(plan, most, strict=True)]
 

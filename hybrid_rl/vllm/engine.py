@@ -195,7 +195,9 @@ class VLLMEngine(ColocatedEngine):
     def _forget_prefixes(self) -> None:
         """Drop the cache; running requests are computed again, with the weights of then."""
         if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
-            raise HandoffError("vLLM did not drop its prefix cache: old keys would meet new weights")
+            raise HandoffError(
+                "vLLM did not drop its prefix cache, so cached keys of old weights would be used with the new ones"
+            )
 
     # ---------------------------------------------------------------------------------------------------- step
 

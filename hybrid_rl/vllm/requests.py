@@ -18,8 +18,8 @@ def check_sampling(request: RolloutRequest) -> None:
     temperature = request.params.temperature
     if 0 < temperature < COLDEST:
         raise DataError(
-            f"request {request.id}: vLLM samples no colder than at {COLDEST}, but temperature={temperature}; use 0 "
-            f"(greedy) or at least {COLDEST}"
+            f"request {request.id}: vLLM's lowest sampling temperature is {COLDEST}, but temperature={temperature}; "
+            f"use 0 (greedy) or at least {COLDEST}"
         )
 
 

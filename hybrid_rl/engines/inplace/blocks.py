@@ -74,8 +74,8 @@ class BlockPool:
         return blocks, node
 
     def remember(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
-        """A full block holds these tokens after the prefix of node `parent`; returns the node of the longer prefix.
-        If another block holds the same, that one stays the one to be found."""
+        """Record that a full block holds these tokens after the prefix of node `parent`; if another block already
+        does, keep that one. Return the node of the longer prefix."""
         key = (parent, tokens)
         known = self._found.get(key)
         if known is not None:

@@ -124,7 +124,7 @@ class Runner:
 
     @contextmanager
     def fewer_threads(self, chunks: list[Chunk]) -> Iterator[None]:
-        """One thread for a small pass on a CPU: most decode passes of small models are."""
+        """Use one thread for a small pass on a CPU; most decode passes of small models are small."""
         before = torch.get_num_threads()
         is_small = sum(chunk.count for chunk in chunks) * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
         if before == 1 or not is_small or self._model.device.type != "cpu":

@@ -273,7 +273,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "attention sinks": Refused("gpt-oss", "GptOssConfig", "GptOssAttention uses attention sinks", {**EXPERTS, **HEADS}),
     "its own attention code": Refused(
-        "Falcon", "FalconConfig", "FalconAttention does not call attention as transformers", {"alibi": False}
+        "Falcon", "FalconConfig", "FalconAttention does not call attention through transformers", {"alibi": False}
     ),
     "position in the mask": Refused("BLOOM", "BloomConfig", "BloomAttention does not call", {"n_head": 4}),
     "twice in a layer": Refused("DiffLlama", "DiffLlamaConfig", "DiffLlamaAttention attends 2 times in layer 0"),
