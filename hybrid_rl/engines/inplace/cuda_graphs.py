@@ -122,11 +122,6 @@ class DecodeGraphs:
         self._warm: set[int] = set()
         self.num_captures = 0
 
-    @property
-    def are_captured(self) -> bool:
-        """Whether there are graphs to replay."""
-        return bool(self._graphs)
-
     def drop(self, reason: str) -> None:
         """Forget all graphs and give their memory back. To be called before the memory of the cache goes away."""
         if self._graphs:
