@@ -9,7 +9,7 @@ _UPPER = "set correction_cap (of correction=tis) or correction_high (of correcti
 _MICRO = "set tokens_per_micro_batch: micro-batches are cut by tokens"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 _REWARDS = "pass reward functions, and names or folders of reward models, as the second argument"
-_LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given beside it"
+_LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
 _CHECKPOINTS = "every checkpoint is kept; save_steps sets how often one is written"
 _NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
 _TRUNCATED = (

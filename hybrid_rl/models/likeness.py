@@ -1,6 +1,6 @@
 """The check that a module built from a live module's class and config computes the same.
 
-Class and config do not hold what a user changed on the live module beside its weights (an activation, a scale, a
+Class and config do not hold what a user changed on the live module besides its weights (an activation, a scale, a
 buffer, a hook): copies in other processes would silently be of another model.
 """
 

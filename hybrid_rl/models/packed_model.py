@@ -44,7 +44,7 @@ class LengthLimit(NamedTuple):
 class PackedModel:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
     twice. The head is the module's language head, or the linear layer that a classification class (a critic, a reward
-    model) has beside its backbone.
+    model) has on top of its backbone.
 
     attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
     training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep

@@ -265,7 +265,7 @@ REFUSED: dict[str, Refused] = {
         "Qwen3-Next", "Qwen3NextConfig", rf"linear_attention \(Qwen3NextGatedDeltaNet\) {STATE}", SHARED
     ),
     "a state space": Refused("Mamba", "MambaConfig", rf"linear_attention \(MambaMixer\) {STATE}", {"state_size": 4}),
-    "a state beside attention": Refused(
+    "a state in addition to attention": Refused(
         "Falcon-H1",
         "FalconH1Config",
         "FalconH1Mixer carries a state",

@@ -123,7 +123,7 @@ def test_what_is_causal_is_not_taken_for_an_encoder(name, dtype):
         (lambda: build_hybrid("minimax"), "MiniMaxForCausalLM does not decode with rows of its own cache: .*$"),
         (
             lambda: build("its own attention code", attention="sdpa", alibi=True),
-            r"FalconForCausalLM gives other logits.* beside it .*$",
+            r"FalconForCausalLM gives other logits.* next to it .*$",
         ),
     ],
     ids=["no cache", "cache", "position"],
