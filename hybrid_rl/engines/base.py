@@ -182,6 +182,6 @@ class WeightHolder(ABC):
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts and on nothing else (BLAKE2b)."""
+    """Return a 63-bit seed that depends on all parts and on nothing else (BLAKE2b)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -219,7 +219,7 @@ class Generator(ABC):
 
     @abstractmethod
     def _cache_usage(self) -> tuple[int, float]:
-        """Bytes of the cache in memory now, and the share of it that is in use."""
+        """Return the bytes of the cache in memory now, and the share of it that is in use."""
 
     def require_ready(self, version: int) -> None:
         """Raise EngineStateError unless the engine may generate with weights of this version."""

@@ -24,8 +24,8 @@ def check_sampling(request: RolloutRequest) -> None:
 
 
 def sampled_logprobs(made: Any) -> list[float]:
-    """ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of these
-    tokens."""
+    """Return ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of
+    these tokens."""
     flat = made.logprobs
     if flat is None or [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
         raise EngineStateError(f"vLLM gave the tokens {list(made.token_ids)} logprobs of others: {flat}")
@@ -33,7 +33,8 @@ def sampled_logprobs(made: Any) -> list[float]:
 
 
 def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingParams:
-    """The same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the engine's.
+    """Return the same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the
+    engine's.
 
     Stop strings are looked for by us: vLLM has no tokenizer here.
     """

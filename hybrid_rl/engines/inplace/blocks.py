@@ -44,13 +44,14 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more reference on each block."""
+        """Add a reference to each block."""
         for block in blocks:
             self._references[block] += 1
             self._unused.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less. The last blocks of a prefix are let go first: without its start a prefix is of no use."""
+        """Drop a reference to each block. The last blocks of a prefix are let go first: without its start a prefix is
+        of no use."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:

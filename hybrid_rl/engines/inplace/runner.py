@@ -137,7 +137,7 @@ class Runner:
             torch.set_num_threads(before)
 
     def _replay(self, sequences: list[Sequence]) -> Tensor:
-        """One token of every sequence by a graph; see `choose` for what comes back."""
+        """Generate one token of every sequence by a graph; see `choose` for what comes back."""
         assert self._graphs is not None
         slots = _slots_of(sequences)
         sampling = self._slots.sampling(slots)
