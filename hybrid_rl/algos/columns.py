@@ -52,8 +52,8 @@ def check_rewards(**rewards: Tensor) -> None:
         if bool(values.isinf().any()):
             sample = int(values.isinf().nonzero()[0, 0])
             raise ValueError(
-                f"{name} has {float(values[sample])} at sample {sample}, which no other can be compared with; give a "
-                "finite number, or NaN for a sample that could not be scored"
+                f"{name} has {float(values[sample])} at sample {sample}, which cannot be compared with other samples; "
+                "give a finite number, or NaN for a sample that could not be scored"
             )
 
 

@@ -143,7 +143,7 @@ class _Weighing(Correction):
     discount, not from a paper)."""
 
     staleness_decay: float = key(
-        1.0, "a token's weight times this for every policy version that it is old; 1 = off", above=0, maximum=1
+        1.0, "factor on a token's weight for each policy version it lags behind; 1 = off", above=0, maximum=1
     )
 
     def weigh(self, inputs: CorrectionInputs) -> Corrected:

@@ -153,8 +153,8 @@ def _tell_of_siblings(run: Path, found: Path | None) -> None:
             step, theirs = max(checkpoints_of(path).items(), default=(-1, path))
             if step > mine[0] or (step >= 0 and _written(theirs) > mine[1]):
                 logger.warning(
-                    "resume=auto takes %s, but %s is newer: a run gets such a folder when its name is taken. "
-                    "run_name=%r resumes it",
+                    "resume=auto takes %s, but %s is newer; it was created because the name was taken. Set run_name=%r "
+                    "to resume it",
                     *(found or f"nothing, for {run} has no checkpoint", theirs, path.name),
                 )
 

@@ -61,7 +61,7 @@ def _check(folder: Path, files: Mapping[str, Content], names: Iterable[str]) -> 
         elif problem:
             raise CheckpointError(
                 f"{folder / name} is damaged: {problem}. Use another checkpoint; if it was changed on purpose, delete "
-                f"{MANIFEST_FILE} next to it, and nothing is compared"
+                f"{MANIFEST_FILE} next to it to skip this check"
             )
 
 
@@ -88,7 +88,5 @@ def _read(folder: Path) -> dict[str, Content] | None:
     try:
         found = read_manifest(folder)
     except ValueError as error:
-        raise CheckpointError(
-            f"{error}. Use another checkpoint; without the manifest (delete it) nothing is compared"
-        ) from error
+        raise CheckpointError(f"{error}. Use another checkpoint, or delete the manifest to skip this check") from error
     return None if found is None else found[0]

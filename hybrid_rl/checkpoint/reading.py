@@ -44,7 +44,9 @@ def check_name(folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ValueError if a folder is named after another training step than that of its state."""
     named, step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name), state.get("global_step")
     if named is not None and isinstance(step, int) and int(named[1]) != step:
-        raise ValueError(f"its global_step is {step}, but the folder is named {folder.name}; name it as it is")
+        raise ValueError(
+            f"its global_step is {step}, but the folder is named {folder.name}; rename the folder to checkpoint-{step}"
+        )
 
 
 def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,17 +66,17 @@ DIFFERENCES: dict[str, Difference] = {
 
 
 def has(name: str, unit: Any) -> bool:
-    """Whether this sharded unit has what a row of DIFFERENCES names."""
+    """Return whether this sharded unit has what a row of DIFFERENCES names."""
     return DIFFERENCES[name].is_there(unit)
 
 
 def units(module: nn.Module) -> list[FSDPModule]:
-    """The modules inside (itself included) that are sharded as a whole: one per block, one for the rest."""
+    """Return the modules inside (itself included) that are sharded as a whole: one per block, one for the rest."""
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def groups(unit: Any) -> list[Any]:
-    """The FSDPParamGroups of a unit, which gather and reduce their parameters together."""
+    """Return the FSDPParamGroups of a unit, which gather and reduce their parameters together."""
     state = unit._get_fsdp_state()
     if has("has_several_groups", unit):
         return list(state._fsdp_param_groups)
@@ -84,7 +84,7 @@ def groups(unit: Any) -> list[Any]:
 
 
 def parameters(module: nn.Module) -> list[Any]:
-    """The FSDPParams of all units inside a module: shard, gathered parameter and gradients of each parameter."""
+    """Return the FSDPParams of all units inside a module: shard, gathered parameter and gradients of each parameter."""
     return [parameter for unit in units(module) for group in groups(unit) for parameter in group.fsdp_params]
 
 
@@ -174,7 +174,7 @@ def forget_gradients(module: nn.Module) -> None:
 
 
 def padded_shard(parameter: Any) -> Tensor:
-    """The shard of an FSDPParam, with the padding that makes all ranks' equally large, as FSDP gathers it."""
+    """Return the shard of an FSDPParam, with the padding that makes all ranks' equally large, as FSDP gathers it."""
     padded: Tensor = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
     return padded
 

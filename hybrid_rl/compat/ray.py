@@ -36,7 +36,7 @@ NAMES = {
 
 
 def found_cluster(address: str) -> str:
-    """The "host:port" that ray.init would take for "auto"; other addresses as they are."""
+    """Return the "host:port" that ray.init would take for "auto"; other addresses as they are."""
     found = ray._private.services.canonicalize_bootstrap_address(address) if address == "auto" else None
     return found or address
 

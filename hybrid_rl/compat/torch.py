@@ -49,28 +49,28 @@ foreach_zero = torch._foreach_zero_
 
 
 def foreach_norm(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The L2 norm of each tensor, [] each, in the tensor's dtype."""
+    """Return the L2 norm of each tensor, [] each, in the tensor's dtype."""
     return tuple(torch._foreach_norm(tensors))  # type: ignore[attr-defined]
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tensors of the same memory share while it lives, also on meta."""
+    """Return a number that tensors of the same memory share while it lives, also on meta."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """Return how often a tensor was changed in place."""
     return tensor._version
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of; None if it is not a view."""
+    """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base
 
 
 def schema_of(operator: Any) -> Any:
-    """The schema of an operator: `arguments` and `returns`, each with its `alias_info`."""
+    """Return the schema of an operator: `arguments` and `returns`, each with its `alias_info`."""
     return operator._schema
 
 
@@ -80,7 +80,8 @@ def release_exported(counter: Any, offset: int) -> None:
 
 
 def split_over_axis(placement: Any, tensor: Tensor, num_chunks: int) -> Sequence[Tensor]:
-    """The parts of a tensor on the ranks of a mesh axis. placement: Shard or StridedShard; some parts may be empty."""
+    """Return the parts of a tensor on the ranks of a mesh axis. placement: Shard or StridedShard; some parts may be
+    empty."""
     parts: Sequence[Tensor] = placement._split_tensor(tensor, num_chunks, with_padding=False)[0]
     return parts
 
@@ -91,23 +92,23 @@ def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) ->
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are not a parameter, buffer or submodule."""
+    """Return the attributes of a module that are not a parameter, buffer or submodule."""
     return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """The hooks that run before the module's forward."""
+    """Return the hooks that run before the module's forward."""
     return list(module._forward_pre_hooks.values())
 
 
 def compiled_form(module: nn.Module) -> Callable[..., Any]:
-    """The compiled call of a module, which runs only after `use_compiled`."""
+    """Return the compiled call of a module, which runs only after `use_compiled`."""
     compiled: Callable[..., Any] = torch.compile(module._call_impl, dynamic=True)
     return compiled
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs a compiled form."""
+    """Return whether a call of the module runs a compiled form."""
     return module._compiled_call_impl is not None
 
 

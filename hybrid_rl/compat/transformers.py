@@ -108,7 +108,7 @@ def config_view(config: _Config, chosen: Callable[[PreTrainedConfig], str | None
 
 
 def viewed_config(config: _Config) -> _Config:
-    """The config that a view shows; a config that is not a view, as it is."""
+    """Return the config that a view shows; a config that is not a view, as it is."""
     own: _Config = config._viewed if isinstance(config, _View) else config
     return own
 
@@ -145,7 +145,7 @@ def _view_class(cls: Any, chosen: Callable[[PreTrainedConfig], str | None]) -> t
 
 
 def attention_name(config: PreTrainedConfig) -> str | None:
-    """The attention function that a config names."""
+    """Return the attention function that a config names."""
     name: str | None = config._attn_implementation
     return name
 
@@ -162,7 +162,7 @@ def block_class_names(model: PreTrainedModel) -> set[str]:
 
 
 def router_recorders(model: PreTrainedModel) -> list[OutputRecorder]:
-    """What transformers says about where the router logits of this model, submodels apart, come from."""
+    """Return what transformers says about where the router logits of this model, submodels apart, come from."""
     recorders = (model._can_record_outputs or {}).get("router_logits")
     listed = recorders if isinstance(recorders, list) else [recorders]
     return [recorder for recorder in listed if isinstance(recorder, OutputRecorder)]
@@ -171,13 +171,13 @@ def router_recorders(model: PreTrainedModel) -> list[OutputRecorder]:
 def model_from_config(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A model of this very class, with the weights that its code gives it."""
+    """Build a model of this very class, with the weights that its code gives it."""
     model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
     return model
 
 
 def fp32_pattern(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """What is found in the names of the tensors that stay float32 in a model of this dtype; None if none do."""
+    """Return what is found in the names of the tensors that stay float32 in a model of this dtype; None if none do."""
     plan = model._get_dtype_plan(dtype)
     return build_glob_alternation([*plan])[0] if plan else None
 
@@ -193,14 +193,14 @@ def keys_not_saved(model: PreTrainedModel) -> set[str]:
 
 
 def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Of the names that a checkpoint lacks and of those that it has too many, the ones that matter to this class."""
+    """Return which of the names that a checkpoint lacks, and of those that it has too many, matter to this class."""
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(report)  # type: ignore[arg-type]
     return report.missing_keys, report.unexpected_keys
 
 
 def loaded_conversions(model: PreTrainedModel) -> list[Any] | None:
-    """The conversions that a model was loaded with; None if it was not loaded from a checkpoint."""
+    """Return the conversions that a model was loaded with; None if it was not loaded from a checkpoint."""
     found = getattr(model, "_weight_conversions", None)
     return None if found is None else list(found)
 

@@ -23,7 +23,7 @@ def drop_world() -> None:
 
 
 def has_finalizer(client: Any) -> bool:
-    """Whether something happens when this client of an engine is collected, as since vLLM 0.32."""
+    """Return whether something happens when this client of an engine is collected, as since vLLM 0.32."""
     return hasattr(client, "_finalizer")
 
 

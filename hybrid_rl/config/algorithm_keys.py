@@ -35,8 +35,8 @@ class AlgorithmConfig:
     )
     off_policy_mask_threshold: float | None = key(
         None,
-        "leave out of the policy loss what has a negative advantage in a completion whose KL(engine, policy) per token "
-        "is above this (DeepSeek-V3.2; TRL: 0.5); None = nothing",
+        "drop tokens with a negative advantage if the KL(engine, policy) per token of their completion exceeds this "
+        "(DeepSeek-V3.2; TRL: 0.5); None = drop none",
         above=0,
     )
     top_entropy_quantile: float = key(
@@ -70,6 +70,6 @@ class AdaptiveEntropyConfig(EntropyConfig):
     entropy_target: float = key(
         0.2, "above this mean entropy of a token, in nats, no bonus is paid and its weight falls", above=0
     )
-    entropy_coef_min: float = key(0.0, "entropy_coef falls to this at most", minimum=0)
-    entropy_coef_max: float = key(1.0, "entropy_coef rises to this at most", minimum=0)
+    entropy_coef_min: float = key(0.0, "lower bound of entropy_coef", minimum=0)
+    entropy_coef_max: float = key(1.0, "upper bound of entropy_coef", minimum=0)
     entropy_coef_delta: float = key(0.005, "change of entropy_coef at an optimizer step", above=0)

@@ -28,8 +28,8 @@ from hybrid_rl.config.schema import (
 
 def _refuse(section: Any, name: str, value: Any) -> None:
     raise FrozenInstanceError(
-        f"{name}={value!r}: a configuration is fixed. dataclasses.replace(...) makes another one; a Trainer continues "
-        f"with other values as Trainer(..., resume=trainer.save(), {name}={value!r})"
+        f"{name}={value!r}: a configuration cannot be changed; use dataclasses.replace(...) to make a copy, or "
+        f"continue a Trainer with other values as Trainer(..., resume=trainer.save(), {name}={value!r})"
     )
 
 

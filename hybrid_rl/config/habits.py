@@ -9,7 +9,7 @@ _UPPER = "set correction_cap (of correction=tis) or correction_high (of correcti
 _MICRO = "set tokens_per_micro_batch: micro-batches are cut by tokens"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 _REWARDS = "pass reward functions, and names or folders of reward models, as the second argument"
-_LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given beside it"
+_LOWER_CLIP = "set epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
 _CHECKPOINTS = "every checkpoint is kept; save_steps sets how often one is written"
 _NO_SERVER = "there is no server: rollout.engine=vllm runs in the trainer's processes"
 _TRUNCATED = (
@@ -194,7 +194,7 @@ PATH_HABITS: Mapping[str, str] = MappingProxyType(
         "filter_groups.enable": "set max_refills",
         "overlong_buffer.enable": "set overlong_buffer, a number of tokens",
         "overlong_buffer.len": "set overlong_buffer, a number of tokens",
-        "val_kwargs.n": "evaluation makes one completion per prompt",
+        "val_kwargs.n": "set num_generations_eval",
         "val_kwargs.temperature": "set eval_temperature",
         "val_kwargs.top_p": "set eval_top_p",
         "val_kwargs.top_k": "set eval_top_k",

@@ -97,9 +97,10 @@ def _check_gpus(config: TrainerConfig, hardware: Hardware) -> None:
     wanted = config.num_ranks + _apart(config)
     if config.controller.backend == "local" or config.model.device == "cpu" or wanted <= hardware.num_gpus:
         return
-    asked = f"num_ranks={config.num_ranks}" + (f" and reference_ranks={_apart(config)}" if _apart(config) else "")
+    asked = f"num_ranks={config.num_ranks}"
+    asked += f" and reference_ranks={_apart(config)} need" if _apart(config) else " needs"
     raise ConfigError(
-        f"{asked} need {wanted} GPUs, one per rank, but there "
+        f"{asked} {wanted} GPUs, one per rank, but there "
         f"{'is 1' if hardware.num_gpus == 1 else f'are {hardware.num_gpus}'}; use num_ranks=auto for one rank per "
         f"GPU, or device=cpu for ranks on CPU cores"
     )

@@ -189,8 +189,8 @@ def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, st
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
-    """Return the member that the last layer to name one names, and the place of that layer; None if none does. Raises
-    ConfigError for one that is unknown."""
+    """Return the member chosen by the last layer that chooses one, and the place of that layer; None if none does.
+    Raises ConfigError for one that is unknown."""
     value: Any = None
     place = -1
     for index, layer in enumerate(layers):

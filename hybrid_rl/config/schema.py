@@ -244,7 +244,9 @@ class ColocatedRolloutConfig(RolloutConfig):
     )
     weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
     adopt_weights: bool = key(
-        False, "one rank: trainer and engine share the memory of the weights: handoffs write nothing, it cannot sleep"
+        False,
+        "with one rank, let trainer and engine share the weights' memory; handoffs then write nothing, and this memory "
+        "cannot sleep",
     )
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
@@ -327,7 +329,10 @@ class EvalConfig:
     eval_on_start: bool = key(True, "evaluate before the first step")
     eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
     eval_repetition_penalty: float = key(
-        1.0, "makes tokens of the prompt and completion so far less likely, in evaluation only; 1 = off", above=0
+        1.0,
+        "repetition penalty: tokens already in the prompt or completion become less likely, in evaluation only; "
+        "1 = off",
+        above=0,
     )
     success_reward: float | None = key(
         None,
@@ -387,7 +392,9 @@ class RayControllerConfig(ControllerConfig):
     """controller.backend=ray."""
 
     backend: Literal["ray"] = key("ray", "local (this process, one rank) or ray (a process per rank)")
-    address: str | None = key(None, "of a running Ray cluster; auto = that of this machine; None = start one here")
+    address: str | None = key(
+        None, "address of a running Ray cluster; auto = the one on this machine; None = start one here"
+    )
     placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
     cpus_per_rank: int | None = key(
         None, "CPU threads and Ray CPUs of a rank; None = its share of the node's cores", minimum=1
@@ -417,7 +424,9 @@ class TrainerConfig:
     rollouts_path: str | None = key(
         None, "mode=train: folder of saved rollouts, one for each step; their temperature is used"
     )
-    seed: int = key(42, "of the data order, the rollouts and the mini-batch order", minimum=0, maximum=2**62)
+    seed: int = key(
+        42, "makes the data order, the rollouts and the mini-batch order reproducible", minimum=0, maximum=2**62
+    )
     max_steps: int | None = key(None, "training steps; None = determined by num_train_epochs", minimum=1)
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)
     output_dir: str = key("runs", "folder for run folders")

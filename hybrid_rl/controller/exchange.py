@@ -51,7 +51,7 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
     ):
         raise ValueError(
             f"the splitter gave {[len(part) for part in samples]} samples for {num_parts} parts of "
-            f"{batch.num_samples}: every sample must be in one part, once"
+            f"{batch.num_samples}: every sample must be in exactly one part"
         )
     chosen = [tuple(v.select(index) if v is batch else v for v in arguments) for index in samples]
     return Parts(chosen, batch, samples)

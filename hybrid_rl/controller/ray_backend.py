@@ -227,8 +227,8 @@ class RayActors:
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
             raise ConfigError(
-                f"the cluster did not give room for {num_ranks} {role} ranks within {options.start_seconds:g} s: "
-                f"others use it; {ray.available_resources()} is free"
+                f"the cluster had no room for {num_ranks} {role} ranks within {options.start_seconds:g} s because "
+                f"other jobs use it; {ray.available_resources()} is free"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         counts, by_id = Counter(node_of.values()), {node.id: node for node in nodes}

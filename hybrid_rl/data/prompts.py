@@ -199,7 +199,7 @@ class PromptEncoder:
             kind: that of row 0 of the dataset, which all must have; None: that of the first of these prompts.
 
         Raises:
-            DataError: a prompt is empty, of a wrong type, cannot be rendered or encodes to no token; text and messages
+            DataError: a prompt is empty, of a wrong type, cannot be rendered or has no tokens; text and messages
                 are mixed; messages without a chat template.
         """
         rows = range(len(prompts)) if rows is None else rows
@@ -216,8 +216,8 @@ class PromptEncoder:
         if not all(ids):
             place = next(place for place, one in enumerate(ids) if not one)
             raise DataError(
-                f"row {rows[place]}: the prompt {shorten(prompts[place])} encodes to no token; change the prompt or "
-                "the tokenizer"
+                f"row {rows[place]}: the tokenizer produces no tokens for the prompt {shorten(prompts[place])}; "
+                "change the prompt or the tokenizer"
             )
         return ids
 

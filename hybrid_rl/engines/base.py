@@ -1,4 +1,4 @@
-"""The words of engines: what they are asked, what they answer, and the half of their contract about weights.
+"""Requests, answers and the weight half of the engine contract.
 
 Weights and cache come and go by tag. The other half, which generates, is `Generator` in guards.py.
 """
@@ -182,6 +182,6 @@ class WeightHolder(ABC):
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts and on nothing else (BLAKE2b)."""
+    """Return a 63-bit seed that depends on all parts and on nothing else (BLAKE2b)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

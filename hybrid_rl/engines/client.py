@@ -37,7 +37,7 @@ class Handle:
         self.num_unfinished -= 1
 
     def take(self) -> list[FinishedSample]:
-        """The samples that have finished since the last call."""
+        """Return the samples that have finished since the last call."""
         taken, self._arrived = self._arrived, []
         return taken
 
@@ -74,8 +74,9 @@ class EngineClient:
 
     @contextmanager
     def session(self, *, is_exclusive: bool = False) -> Iterator[None]:
-        """One rollout call: prompts that begin alike share cached prefixes from its first request to its last, and
-        nothing is found of what was generated before. is_exclusive: only the caller that opened it may submit.
+        """Open a session for one rollout call: prompts that begin alike share cached prefixes from its first request to
+        its last, and nothing is found of what was generated before. is_exclusive: only the caller that opened it may
+        submit.
 
         Whatever is unfinished at its end is cancelled; after an error, that of all ranks that share the engine. Raises
         EngineStateError inside another session.
@@ -159,8 +160,8 @@ class EngineClient:
         return handle
 
     def poll(self, handle: Handle) -> list[FinishedSample]:
-        """What has finished of these requests since the last call, after one step at most. Raises KeyboardInterrupt,
-        before that step, if an interrupt was requested."""
+        """Return what has finished of these requests since the last call, after one step at most. Raises
+        KeyboardInterrupt, before that step, if an interrupt was requested."""
         with self._driver:
             arrived = handle.take()
             if not arrived and handle.num_unfinished:
@@ -171,7 +172,7 @@ class EngineClient:
             return arrived
 
     def wait(self, handle: Handle) -> list[FinishedSample]:
-        """The rest of these requests, in the order in which they finish."""
+        """Return the rest of these requests, in the order in which they finish."""
         finished: list[FinishedSample] = []
         while not handle.is_done:
             finished += self.poll(handle)
@@ -218,7 +219,7 @@ class EngineClient:
     # ---------------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
-        """A step boundary, and a step of the engine if there is anything to do."""
+        """Pass a step boundary, and run a step of the engine if there is anything to do."""
         mark_progress()
         num_expected = self._boundary(generates=True)
         try:
@@ -270,7 +271,7 @@ class EngineClient:
         return num_expected
 
     def _take_message(self) -> StepMessage:
-        """What this rank asks for now: of its backlog, as much as the engine has room for."""
+        """Return what this rank asks for now: of its backlog, as much as the engine has room for."""
         num_ranks = self._coordinator.num_ranks if self._coordinator else 1
         with self._lock:
             mine, self._message = self._message, StepMessage()
@@ -300,8 +301,8 @@ class EngineClient:
             self._num_unfinished = self._num_open = 0
 
     def at_rest(self) -> RolloutEngine:
-        """The engine between two steps, after everything that was asked for (a pause, above all) has been carried out:
-        for `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
+        """Return the engine between two steps, after everything that was asked for (a pause, above all) has been
+        carried out: for `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
         with self._driver:
             if self._thread:
                 self._thread.settle()

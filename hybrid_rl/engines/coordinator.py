@@ -44,7 +44,7 @@ class StepMessage:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> StepMessage:
-        """The message that consists of these numbers."""
+        """Return the message that consists of these numbers."""
         _, num_expected, is_open, version, fingerprint = numbers
         return cls(num_expected=num_expected, is_open=bool(is_open), version=version, fingerprint=fingerprint)
 
@@ -71,16 +71,16 @@ class Coordinator:
 
     # Ids are unique on a rank; with the rank as the last digit they are unique on all.
     def shared_id(self, identity: int) -> int:
-        """The id in the shared engine of a request of this rank."""
+        """Return the id in the shared engine of a request of this rank."""
         return identity * self.num_ranks + self.rank
 
     def own(self, events: Sequence[FinishedSample]) -> list[FinishedSample]:
-        """The events of this rank's requests, under its own ids."""
+        """Return the events of this rank's requests, under its own ids."""
         parted = [(event, *divmod(event.id, self.num_ranks)) for event in events]
         return [replace(event, id=identity) for event, identity, rank in parted if rank == self.rank]
 
     def exchange(self, mine: StepMessage, version: int) -> list[StepMessage]:
-        """The messages of all ranks, in their order. Collective. version: of this rank's weights."""
+        """Exchange messages: return those of all ranks, in their order. Collective. version: of this rank's weights."""
         mine.version, mine.fingerprint = version, self._fingerprint()
         numbers = self._gather_numbers(mine.numbers)
         if any(has_more for has_more, *_ in numbers):

@@ -219,7 +219,7 @@ class Generator(ABC):
 
     @abstractmethod
     def _cache_usage(self) -> tuple[int, float]:
-        """Bytes of the cache in memory now, and the share of it that is in use."""
+        """Return the bytes of the cache in memory now, and the share of it that is in use."""
 
     def require_ready(self, version: int) -> None:
         """Raise EngineStateError unless the engine may generate with weights of this version."""
@@ -229,8 +229,8 @@ class Generator(ABC):
             )
         if self.policy_version < 0:
             raise EngineStateError(
-                "the engine holds no valid weights: it has never been given weights, or not since it slept, or they "
-                "were found wrong; update its weights before generating"
+                "the engine holds no valid weights: it was never given any, lost them when it slept, or they failed a "
+                "check; update its weights before generating"
             )
         if version != self.policy_version:
             raise EngineStateError(

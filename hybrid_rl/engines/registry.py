@@ -43,7 +43,7 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> RolloutEngine:
-    """The engine that the configuration names. Raises ConfigError or ModelError if it cannot run here."""
+    """Make the engine that the configuration names. Raises ConfigError or ModelError if it cannot run here."""
     name = setup.config.engine
     if name not in MODULES:
         raise ConfigError(f"rollout.engine={name} is not in engines/registry.py; use {', '.join(MODULES)}, or add it")

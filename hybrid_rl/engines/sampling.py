@@ -59,7 +59,7 @@ COLUMNS = {
 
 
 def needs_of(columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """What a row of these COLUMNS needs: see SamplingTensors."""
+    """Return what a row of these COLUMNS needs: see SamplingTensors."""
     cuts = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
     return {
         "truncates": bool(cuts.any()),
@@ -92,7 +92,8 @@ def sample_torch(logits: Tensor, params: SamplingTensors, positions: Tensor) -> 
 
 
 def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The number in (0, 1) that picks a token, float64 [B], a pure function of int64 seeds [B] and positions [B].
+    """Return the number in (0, 1) that picks a token, float64 [B], a pure function of int64 seeds [B] and positions
+    [B].
 
     On a GPU it would cost far more launches than a layer: make it on the host and upload it.
     """
@@ -126,7 +127,7 @@ def choose_plain(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tens
 
 
 def draws_in_triton(device: torch.device) -> bool:
-    """Whether the sampling kernels run there."""
+    """Return whether the sampling kernels run there."""
     return device.type == "cuda"
 
 
@@ -136,7 +137,7 @@ def in_one(tokens: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def chosen_on_host(chosen: Tensor) -> tuple[npt.NDArray[np.int64], list[float]]:
-    """The tokens and logprobs in int32 [B, 2] of any device: the one time in a step that the host waits."""
+    """Return the tokens and logprobs in int32 [B, 2] of any device: the one time in a step that the host waits."""
     read = chosen.cpu().numpy()
     return read[:, 0].astype(np.int64), np.ascontiguousarray(read[:, 1]).view(np.float32).tolist()
 

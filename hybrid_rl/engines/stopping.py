@@ -35,7 +35,8 @@ class StopStrings:
         self._adds_text: dict[int, bool] = {}
 
     def is_completed(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a completion's token ids completes a stop string; to be asked after every token."""
+        """Return whether the last of a completion's token ids completes a stop string; to be asked after every
+        token."""
         last = token_ids[-1]
         if last not in self._may_complete:
             self._learn(last)
@@ -67,7 +68,7 @@ class StopStrings:
         )
 
     def _may_end_in(self, piece: str) -> bool:
-        """Whether one of the strings ends inside of `piece`, if the right text is before it."""
+        """Return whether one of the strings ends inside of `piece`, if the right text is before it."""
         return any(
             string in piece or any(piece.startswith(string[start:]) for start in range(1, len(string)))
             for string in self._strings

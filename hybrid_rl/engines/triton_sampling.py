@@ -32,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw_error(num_columns: int) -> float:
-    """How far the cumulative distribution over so many tokens may be off."""
+    """Return how far the cumulative distribution over so many tokens may be off."""
     return 2 * (3.5 * math.log(max(num_columns, 2)) + 4) * 2.0**-23
 
 
@@ -105,7 +105,8 @@ def _draw_constants(num_columns: int) -> _Constants:
 
 @triton.jit
 def _summarise(logits, temperature, best, total, stride, num_columns, BLOCK: tl.constexpr):
-    """The largest logit of one block of one row (NaN if one of them is NaN or +inf), and the sum of the weights."""
+    """Compute the largest logit of one block of one row (NaN if one of them is NaN or +inf), and the sum of the
+    weights."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -134,7 +135,7 @@ def _draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The token of one row."""
+    """Draw the token of one row."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
     there = index < num_blocks

@@ -125,7 +125,7 @@ class RunFolder:
 
     def keep_until(self, step: int) -> Dropped:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
-        `<log>.dropped` beside it. If it is killed in between, the next call completes it."""
+        `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
         num_steps, unreadable = 0, {}
         for path in (self.metrics.path, *sorted(self.path.glob("samples*.jsonl"))):
             if not path.exists():

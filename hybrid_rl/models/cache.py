@@ -49,8 +49,8 @@ def next_states(model: PackedModel, token_ids: Tensor, cached: ModelCache | None
         if isinstance(cache, Cache):
             return output.last_hidden_state[:, -1], ModelCache(name, cache)
     raise ModelError(
-        f"{type(model.module).__name__} gives no cache of transformers (but {', '.join(output)}); rollout.engine=hf "
-        f"cannot generate with it"
+        f"{type(model.module).__name__} does not return a transformers cache (it returns {', '.join(output)}); "
+        f"rollout.engine=hf cannot generate with it"
     )
 
 
@@ -106,7 +106,7 @@ def check_cache(model: PackedModel) -> float:
     gap = max(relative_gap(*pair) for pair in zip(found, expected, strict=True))
     if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
         raise ModelError(
-            f"{name} decodes otherwise with its own cache than without it (relative gap {gap:.1e}); rollout.engine=hf "
+            f"{name} gives different results with and without its cache (relative gap {gap:.1e}); rollout.engine=hf "
             f"cannot generate with it"
         )
     return gap

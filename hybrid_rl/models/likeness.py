@@ -1,6 +1,6 @@
 """The check that a module built from a live module's class and config computes the same.
 
-Class and config do not hold what a user changed on the live module beside its weights (an activation, a scale, a
+Class and config do not hold what a user changed on the live module besides its weights (an activation, a scale, a
 buffer, a hook): copies in other processes would silently be of another model.
 """
 
@@ -63,8 +63,8 @@ def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
     if not gap <= TOLERANCE.get(model.dtype, 1e-4):
         raise ModelError(
             f"the {type(model.module).__name__} built from the module's class and config gives other logprobs than the "
-            f"module (by {gap:.2g}): something beside weights and config was changed on it, such as an activation, a "
-            f"buffer or a hook, and would be lost on the ranks; use num_ranks=1, or put it into a class of its own"
+            f"module (by {gap:.2g}): something other than its weights and config was changed, such as an activation, "
+            f"a buffer or a hook, and would be lost on the ranks; use num_ranks=1, or put it into a class of its own"
         )
 
 

@@ -24,7 +24,7 @@ from hybrid_rl.compat.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR
 from hybrid_rl.errors import ModelError
 
 Medium = Literal["images", "audio"]
-# Entries of a config that only models have which take something beside text.
+# Entries of a config that only models have which take something besides text.
 MEDIA: dict[Medium, tuple[str, ...]] = {
     "images": ("vision_config", "vq_config", "image_token_id", "image_token_index"),
     "audio": ("audio_config", "speech_config", "audio_token_id", "audio_token_index"),
@@ -58,7 +58,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def media_of(config: PreTrainedConfig) -> tuple[Medium, ...]:
-    """Return what a model of this config takes beside text. The config of its text part alone is a model of text."""
+    """Return what a model of this config takes besides text. The config of its text part alone is a model of text."""
     return tuple(
         medium for medium, names in MEDIA.items() if any(getattr(config, name, None) is not None for name in names)
     )
@@ -94,7 +94,7 @@ def load_model(
 def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
     """Raise ModelError for a tokenizer that does not fit the model."""
     if tokenizer is None:
-        raise ModelError("a model passed as a module needs tokenizer= beside it")
+        raise ModelError("if the model is a module, also pass tokenizer=")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer")
     rows = vocabulary_size(module)

@@ -1,7 +1,7 @@
 """Activations in host memory between the forward and the backward pass.
 
 What autograd saves is copied to the host instead; weights and small tensors stay where they are. On CUDA the copies go
-through pinned memory on a separate stream, beside the computation, and the backward pass brings the next few
+through pinned memory on a separate stream, during the computation, and the backward pass brings the next few
 tensors back ahead of their use. On a CPU a copy is a copy in the same memory: correct, but useless.
 """
 

@@ -44,7 +44,7 @@ class LengthLimit(NamedTuple):
 class PackedModel:
     """Wraps a module without copying or changing its weights. Dropout is switched off: ratios need the same network
     twice. The head is the module's language head, or the linear layer that a classification class (a critic, a reward
-    model) has beside its backbone.
+    model) has on top of its backbone.
 
     attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
     training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep
@@ -247,12 +247,12 @@ def _backbone(module: PreTrainedModel) -> PreTrainedModel:
 def _output_head(module: PreTrainedModel) -> nn.Linear:
     head = module.get_output_embeddings()
     if head is None and module.base_model is not module:
-        beside = [child for child in module.children() if isinstance(child, nn.Linear)]
-        head = beside[0] if len(beside) == 1 else None
+        linear = [child for child in module.children() if isinstance(child, nn.Linear)]
+        head = linear[0] if len(linear) == 1 else None
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head ({head!r}); only causal language models, and "
-            f"classification models with one linear layer beside their backbone, are supported"
+            f"classification models with one linear layer on top of their backbone, are supported"
         )
     return head
 

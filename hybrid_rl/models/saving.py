@@ -33,7 +33,7 @@ def save_weights(
     """Write weights, config and generation config as `save_pretrained` writes a module of this dtype; makes the folder.
 
     Every rank of a sharded module calls it, one with is_writer. Parameters are gathered one after the other (those that
-    a conversion takes together, together); the writer holds one file of at most max_shard_bytes beside them, others
+    a conversion takes together, together); the writer holds one file of at most max_shard_bytes besides them, others
     nothing. What fails on the writer is raised there, after it has taken part in all gathering: the others never wait.
     """
     with own_classes(module):

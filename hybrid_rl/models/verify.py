@@ -88,8 +88,8 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
         )
     own = [type(child).__name__ for child in backbone.modules() if _is_mixer(child)]
     raise ModelError(
-        f"{name} is not supported: {own[0] if own else 'what mixes tokens'} does not call attention as transformers "
-        f"offers it, so the samples of a packed row would mix; layers {which}"
+        f"{name} is not supported: {own[0] if own else 'a layer that mixes tokens'} does not call attention through "
+        f"transformers' interface, so the samples of a packed row would mix; layers {which}"
     )
 
 
@@ -110,7 +110,7 @@ def _why(call: LayerCall, config: Any) -> str:
 @torch.no_grad()
 def check_outputs(model: PackedModel) -> float:
     """Compare one forward of three sequences, two of which share a prompt, with the model's own forward of each; return
-    the largest gap, relative to the largest number. A model that does not run packed lays them beside each other.
+    the largest gap, relative to the largest number. A model that does not run packed lays them next to each other.
 
     Both use the experts of the model's own forward: if a router's scores are close, rounding alone sends a token to
     another expert, and nothing is wrong. Its scores are compared too. Raises ModelError if numbers differ.

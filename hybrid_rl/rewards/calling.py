@@ -134,7 +134,7 @@ def plain(value: Any) -> Any:
         return value.tolist()
     text = str(value)
     if ADDRESS.fullmatch(text):
-        raise TypeError(f"the text of {text} is its address in memory, which says nothing in a log")
+        raise TypeError(f"str({text}) is only a memory address; log something readable")
     return text
 
 

@@ -168,7 +168,7 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
     A sample without a value, or without an entry in one of the columns, gets None, and is not shown to `shape`.
     """
     if not callable(correct):
-        raise ConfigError(f"{name} wraps a reward function that says what is correct, not {correct!r}")
+        raise ConfigError(f"{name} must wrap a reward function that scores correctness; {correct!r} is not one")
     spec = inspect_function(correct, function_name(correct), None)
 
     def own(given: Mapping[str, Any]) -> dict[str, Any]:

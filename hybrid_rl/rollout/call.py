@@ -24,7 +24,7 @@ class RolloutCall:
 
     first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: the
     noise of a sample depends on this, the seed and the sample's place only: the rank that makes it and the samples
-    beside it do not matter. is_scored: whether rewards are computed.
+    next to it do not matter. is_scored: whether rewards are computed.
     """
 
     num_generations: int

@@ -240,9 +240,9 @@ class Collector:
                 self._told.add(("retried", function))
                 logger.warning(
                     "%s: a call of reward function %r over several samples failed (%s), so it was called again for "
-                    "single ones, %s, to mask only those at fault; once 8 have failed alike the rest of a call is "
-                    "masked. rewards/num_retried counts them from now on; score_by=group never calls twice, and masks "
-                    "the group",
+                    "%s one by one (rewards/num_retried counts them from now on). Only samples that fail alone are "
+                    "masked, but after 8 identical failures the rest of the call is masked. To avoid second calls, set "
+                    "score_by=group, which masks the whole group",
                     *(call.purpose, function, cause_of(detail), counted(number, "sample")),
                 )
 

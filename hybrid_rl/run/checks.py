@@ -217,7 +217,7 @@ def check_demonstrations_of(
     room: PromptRoom | None,
 ) -> None:
     """Raise DataError if the algorithm learns from the dataset's own completions and they cannot be used. room: tokens
-    left for a prompt beside the longest completion."""
+    left for a prompt in addition to the longest completion."""
     if Needs.DEMONSTRATIONS in config.advantage.needs:
         max_length = None if room is None else room.num_tokens + params.max_tokens
         check_demonstrations(source, demonstration_encoder(tokenizer, config), params, max_length=max_length)

@@ -198,7 +198,9 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
             continue
         if other._work:
             raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} is running; wait for it")
-        logger.warning("closing the Trainer of %s: a new one of this process needs %s", other.run_folder, what)
+        logger.warning(
+            "closing the Trainer of %s because a new Trainer in this process needs %s", other.run_folder, what
+        )
         other.close(f"a later one of this process needed {what};")
 
 

@@ -102,7 +102,7 @@ def filled(
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:
     """Return how the configuration shards a model over these ranks. device_type: what they compute on, e.g. cuda."""
     fsdp = config.fsdp
-    # Unsharded and in fp32, the gradients of 7B parameters are 28 GB beside everything else that a GPU holds. In the
+    # Unsharded and in fp32, the gradients of 7B parameters are 28 GB besides everything else that a GPU holds. In the
     # memory of a host there is room for them, and its network is slower.
     default_sync = device_type != "cpu"
     return ShardOptions(

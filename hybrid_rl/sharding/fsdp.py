@@ -163,7 +163,7 @@ class ShardedCausalLM(CausalLM):
         self._device = _local_device(shards.mesh)
         self._root: Any = shards.module
         self._is_gathered = False
-        for module in self._root.modules():  # cpu_offload leaves buffers beside the shards
+        for module in self._root.modules():  # cpu_offload leaves buffers next to the shards
             move_buffers(module, self._device)
         super().__init__(shards.module, attention, **options)
         # Embedding and head are gathered by the root's hooks, which run around its forward method and this one.

@@ -151,7 +151,7 @@ class Actor(TrainedModel):
             self._has_told = True
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of the optimizer, and what the algorithm has learned beside the model."""
+        """Return the state of the optimizer, and what the algorithm has learned besides the model."""
         own = self.kl_weight.state_dict() | self._numbers.state_dict() | self.entropy_weight.state_dict()
         return super().optimizer_state() | {"algorithm": own}
 

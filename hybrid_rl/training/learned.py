@@ -1,4 +1,4 @@
-"""Numbers that a policy loss learns beside the model."""
+"""Numbers that a policy loss learns besides the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybrid_rl.metrics import MetricSums
 
 
 class LearnedNumbers:
-    """Numbers that a policy loss learns beside the model: the same on every rank, updated by Adam on the CPU.
+    """Numbers that a policy loss learns besides the model: the same on every rank, updated by Adam on the CPU.
 
     device: the model's. parameters: float64 [P], None if the loss learns none; on_device: the same numbers there, what
     losses are given and get their gradient from.

@@ -38,7 +38,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class ExtraColumns:
-    """Columns that some terms of the loss need beside `LossInputs`, on the device: [M]. positive: bool, as in
+    """Columns that some terms of the loss need in addition to `LossInputs`, on the device: [M]. positive: bool, as in
     `Masks`. trajectory_tokens: int64 [N], tokens in the loss of the trajectory of each sample, None if every sample is
     one."""
 

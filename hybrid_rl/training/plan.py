@@ -83,7 +83,7 @@ def make_plan(
     No micro-batch computes more than tokens_per_micro_batch tokens, a prompt that samples share counted once. Samples
     of one prompt stay together if they fit. Samples of a micro-batch run from long to short, so that equal lengths
     are side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
-    is_packed: False if samples are computed beside each other, each with its prompt and padded to the longest: those
+    is_packed: False if samples are computed next to each other, each with its prompt and padded to the longest: those
     of a micro-batch are then of similar length, and padding counts.
 
     Raises DataError for a sample over the cap and for a mini-batch that does not exist.
@@ -141,7 +141,10 @@ def align_plans(plan: Plan, counts: Sequence[Sequence[int]]) -> Plan:
     """
     lengths = sorted({len(plan), *map(len, counts)})
     if len(lengths) > 1:
-        raise DataError(f"ranks have plans of {lengths} mini-batches; give make_plan one num_mini_batches on all ranks")
+        raise DataError(
+            f"ranks plan different numbers of mini-batches ({', '.join(map(str, lengths))}); pass the same "
+            "num_mini_batches on every rank"
+        )
     most = [max(numbers) for numbers in zip(*counts, strict=True)]
     return [[*mini, *([] for _ in range(number - len(mini)))] for mini, number in zip(plan, most, strict=True)]
 
@@ -185,7 +188,7 @@ def _mini_batches(batch: Batch, num_mini_batches: int) -> list[int]:
 
 
 def _cut_group(prompt: int, completions: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the completions of one prompt that go together: all of them, or as many as fit beside a copy of the
+    """Return the completions of one prompt that go together: all of them, or as many as fit next to a copy of the
     prompt."""
     if prompt + sum(completions) <= max_tokens:
         return [list(range(len(completions)))]

@@ -122,9 +122,9 @@ class MiniBatch:
     """Numbers of a mini-batch over all ranks that the losses of its micro-batches need.
 
     version: of the policy at the start of the training step. beta, entropy_coef: present weights of the KL penalty in
-    the loss and of the entropy bonus. parameters: numbers learned beside the model, float64 [P]. least_entropy: float64
-    [], of a token in the policy loss, and expert_load: how often each expert is chosen; None if the micro-batch is the
-    whole mini-batch.
+    the loss and of the entropy bonus. parameters: numbers learned besides the model, float64 [P]. least_entropy:
+    float64 [], of a token in the policy loss, and expert_load: how often each expert is chosen; None if the micro-batch
+    is the whole mini-batch.
     """
 
     counts: Counts
@@ -143,8 +143,8 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class SideModels:
-    """Models that some losses read beside the policy: the reference, for a KL over the whole vocabulary; the policy's
-    routers, for a loss of their scores; the balance of its experts, if that is part of the loss."""
+    """Models that some losses read in addition to the policy: the reference, for a KL over the whole vocabulary; the
+    policy's routers, for a loss of their scores; the balance of its experts, if that is part of the loss."""
 
     reference: CausalLM | None = None
     routers: Routers | None = None

@@ -107,7 +107,7 @@ class TrainedModel:
         save_weights(self.model.module, folder, self.model.dtype, is_writer=self._context.rank == 0)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return what a resumed run needs beside the weights, masters included; tensors are the memory itself."""
+        """Return what a resumed run needs besides the weights, masters included; tensors are the memory itself."""
         state = self.optimizer.state_dict()
         if isinstance(self.model, ShardedCausalLM) and self.model.dtype.itemsize < torch.float32.itemsize:
             # The shards are the masters, which the saved weights are rounded from.

@@ -171,7 +171,7 @@ class SizedCache(CacheConfig):
     is free at the start, and what is compiled does not depend on them. vLLM 0.25.1 has them in."""
 
     def compute_hash(self) -> str:
-        """The hash without the bytes."""
+        """Return the hash without the bytes."""
         own: Any = self  # a dataclass by a decorator that type checkers do not see through
         num_bytes, own.kv_cache_memory_bytes = own.kv_cache_memory_bytes, None
         try:
@@ -187,7 +187,7 @@ def give_cache(config: CacheConfig, num_bytes: int) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return what vLLM says is wrong, without the whole configuration that pydantic shows beside it."""
+    """Return what vLLM says is wrong, without the whole configuration that pydantic shows next to it."""
     if not isinstance(error, ValidationError):
         return str(error)
     found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]

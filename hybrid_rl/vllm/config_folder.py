@@ -24,8 +24,8 @@ UNFINISHED = ".new-"
 
 
 def config_folder(module: PreTrainedModel) -> Path:
-    """The folder of this model's configuration, written if it is not there yet. Nothing of the module but its class and
-    config is looked at.
+    """Return the folder of this model's configuration, written if it is not there yet. Nothing of the module but its
+    class and config is looked at.
 
     Raises ConfigError if the cache is not this user's own, or cannot be written.
     """
@@ -59,7 +59,7 @@ def _write(module: PreTrainedModel, folder: Path) -> None:
 
 
 def _digest(folder: Path) -> str:
-    """Of the names and the content of all files."""
+    """Return a hash of the names and the content of all files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         for part in (path.relative_to(folder).as_posix().encode(), path.read_bytes()):
@@ -68,8 +68,8 @@ def _digest(folder: Path) -> str:
 
 
 def _cache() -> Path:
-    """A folder that only this user can enter: under XDG_CACHE_HOME or ~/.cache, or among the temporary files if neither
-    can be written."""
+    """Return a folder that only this user can enter: under XDG_CACHE_HOME or ~/.cache, or among the temporary files if
+    neither can be written."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid_rl" / "vllm"
     for root in (home, Path(tempfile.gettempdir()) / f"hybrid_rl-vllm-{os.getuid()}"):
         try:

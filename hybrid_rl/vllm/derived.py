@@ -77,7 +77,7 @@ def log_derived(weights: LoadedWeights) -> None:
 def _whole_views(
     names: tuple[str, ...], views: CheckpointViews, full: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint, cut out of whole tensors of the trainer, of which one is held at a time."""
+    """Return the tensors of a checkpoint, cut out of whole tensors of the trainer, of which one is held at a time."""
     wanted = set(names)
     owners = {storage_id(tensor): name for name, tensor in views.tensors.items()}
     groups: dict[str, list[tuple[str, Tensor]]] = {}

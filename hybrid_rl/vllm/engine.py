@@ -195,7 +195,9 @@ class VLLMEngine(ColocatedEngine):
     def _forget_prefixes(self) -> None:
         """Drop the cache; running requests are computed again, with the weights of then."""
         if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
-            raise HandoffError("vLLM did not drop its prefix cache: old keys would meet new weights")
+            raise HandoffError(
+                "vLLM did not drop its prefix cache, so cached keys of old weights would be used with the new ones"
+            )
 
     # ---------------------------------------------------------------------------------------------------- step
 
@@ -321,8 +323,8 @@ class VLLMEngine(ColocatedEngine):
         return self._writer.weights
 
     def _cache_usage(self) -> tuple[int, float]:
-        """Of the counters, what vLLM does not report stays 0: tokens shared within a group (they count as found in the
-        cache) and preemptions."""
+        """Return the cache's bytes and the share of it in use. What vLLM does not report stays 0: tokens shared within
+        a group (they count as found in the cache) and preemptions."""
         num_bytes = 0 if KV_CACHE in self._memory.asleep else self.kv_cache_bytes
         return num_bytes, self._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
@@ -343,7 +345,7 @@ class VLLMEngine(ColocatedEngine):
 
 
 def make_engine(setup: EngineSetup) -> VLLMEngine:
-    """The engine of rollout.engine=vllm. Collective over the ranks of a replica."""
+    """Make the engine of rollout.engine=vllm. Collective over the ranks of a replica."""
     assert isinstance(setup.config, VLLMRolloutConfig)
     return VLLMEngine(
         setup.model.module,

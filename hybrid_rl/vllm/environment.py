@@ -43,7 +43,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The states as they are."""
+        """Return the states as they are."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
@@ -77,7 +77,7 @@ class EngineRandom:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The engine's generators inside, everybody else's again after it."""
+        """Use the engine's generators inside, everybody else's again after it."""
         before = RandomState.now()
         self._state.apply()
         try:
@@ -108,8 +108,8 @@ class EngineRandom:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """The calling thread is on this CUDA stream inside, and on its own again after the block, wherever it was moved to
-    inside; None: wherever it is."""
+    """Put the calling thread on this CUDA stream, and on its own again after the block, wherever it was moved to
+    inside; None: leave it where it is."""
     if stream is None:
         yield
         return
@@ -131,7 +131,7 @@ class Guest:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The engine's inside, everybody else's again after it."""
+        """Use the engine's inside, everybody else's again after it."""
         with environment_kept(), on_stream(self.stream), self.random.active():
             yield
 
@@ -143,17 +143,17 @@ class Guest:
 
 
 def stream_of_thread(device: torch.device) -> torch.cuda.Stream | None:
-    """The CUDA stream on which the calling thread is; None on a CPU."""
+    """Return the CUDA stream on which the calling thread is; None on a CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 @contextmanager
 def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """The whole process is the same after the block: environment, random generators, default dtype and device,
-    precision of products, threads, processes of the compiler, Triton's messages, logging, signal handlers, the hook
-    for uncaught errors, which every start of torch.distributed wraps again, and where garbage is looked for: vLLM takes
-    all objects there are out of that, so that a Trainer that was dropped would never go. For building an engine, which
-    may touch any of them."""
+    """Restore the whole process after the block: environment, random generators, default dtype and device, precision of
+    products, threads, processes of the compiler, Triton's messages, logging, signal handlers, the hook for uncaught
+    errors, which every start of torch.distributed wraps again, and where garbage is looked for: vLLM takes all objects
+    there are out of that, so that a Trainer that was dropped would never go. For building an engine, which may touch
+    any of them."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     random_state = RandomState.now()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
@@ -187,7 +187,7 @@ def process_kept(variables: Mapping[str, str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def classes_kept(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The classes of a transformers model, and of its parts, are the same after the block.
+    """Restore the classes of a transformers model, and of its parts, after the block.
 
     Models that vLLM has no code for it runs through the classes of transformers, and gives these another base,
     constructor and call, by which it compiles: every module of such a class would then need to be vLLM's. What is put

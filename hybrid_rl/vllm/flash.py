@@ -9,6 +9,7 @@ from hybrid_rl.vllm.environment import process_kept
 
 
 def functions() -> Any:
-    """The module vllm.vllm_flash_attn. Raises ImportError if vLLM was built without these kernels, as for CPUs."""
+    """Return the module vllm.vllm_flash_attn. Raises ImportError if vLLM was built without these kernels, as for
+    CPUs."""
     with process_kept():
         return importlib.import_module("vllm.vllm_flash_attn")

@@ -66,8 +66,8 @@ class LoadedWeights(TracedWeights):
     """An engine's model and where its weights come from.
 
     trace: with what is derived as untraced; a handoff writes the destinations that are traced, and no others.
-    constants: tensors that layers made for themselves, beside parameters and buffers (slopes of attention biases, say):
-    nothing writes them again.
+    constants: tensors that layers made for themselves, besides parameters and buffers (slopes of attention biases,
+    say): nothing writes them again.
     """
 
     model: nn.Module
@@ -139,7 +139,8 @@ class TracingLoader(BaseModelLoader):
         self._constants = _constants(model)
 
     def _compared(self, model: nn.Module, trace: Trace) -> LoadedWeights:
-        """What post-processing replaced or copied, with the other tensors of its layers, is derived."""
+        """Return the weights; what post-processing replaced or copied, with the other tensors of its layers, is
+        derived."""
         after = _engine_tensors(model)
         reasons = dict(trace.untraced)
         for spec in trace.destinations:
@@ -178,7 +179,8 @@ class TracingLoader(BaseModelLoader):
         )
 
     def _made(self, module: nn.Module) -> str | None:
-        """An attribute that post-processing gave to a module, through which old weights could be computed with."""
+        """Return the name of an attribute that post-processing gave to a module, through which old weights could be
+        computed with."""
         before = self._attributes.get(module, {})
         for name, value in plain_attributes(module).items():
             if (isinstance(value, Tensor) or callable(value)) and before.get(name) is not value:
@@ -187,7 +189,7 @@ class TracingLoader(BaseModelLoader):
 
 
 def trace_model(model: Any, views: CheckpointViews, *, with_tied: bool = False) -> Trace:
-    """The trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
+    """Return the trace of a vLLM model, live or on meta, whose weights are as they are before post-processing.
 
     with_tied: offer tied tensors under all of their names. Raises HandoffError if vLLM has a parameter for which the
     trainer has no weight, ConfigError if it makes one only as it loads (a bias of the head, in models that it runs
@@ -278,7 +280,8 @@ def _view(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _checkpoint_names(views: CheckpointViews, trace: Trace, derived: Mapping[str, str]) -> tuple[str, ...]:
-    """What a reload of the derived tensors takes: all of the weights that flow into one, and all that flow nowhere."""
+    """Return what a reload of the derived tensors takes: all of the weights that flow into one, and all that flow
+    nowhere."""
     if not derived:
         return ()
     rows = [trace.destinations[int(i)].name in derived for i in trace.copies.destination]

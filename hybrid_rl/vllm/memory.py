@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_sleep_on(device: torch.device) -> bool:
-    """Whether vLLM can give memory of this device back."""
+    """Return whether vLLM can give memory of this device back."""
     return device.type == "cuda"
 
 

@@ -30,7 +30,7 @@ PLAIN = "hybrid_plain"
 
 
 def quantization_of_platform() -> str | None:
-    """What vLLM's `quantization` should be so that weights stay plain: PLAIN if the platform packs them."""
+    """Return what vLLM's `quantization` should be so that weights stay plain: PLAIN if the platform packs them."""
     return PLAIN if current_platform.is_cpu() else None
 
 
@@ -117,7 +117,7 @@ class PlainConfig(QuantizationConfig):
     """Which of the methods a layer gets."""
 
     def get_name(self) -> Any:
-        """The name under which it is registered."""
+        """Return the name under which it is registered."""
         return PLAIN
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -140,7 +140,8 @@ class PlainConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The plain method of layers whose weights a platform may pack; None for others, which keep their own."""
+        """Return the plain method of layers whose weights a platform may pack; None for others, which keep their
+        own."""
         if isinstance(layer, LinearBase):
             return PlainLinearMethod()
         if isinstance(layer, VocabParallelEmbedding):

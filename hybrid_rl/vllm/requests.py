@@ -18,14 +18,14 @@ def check_sampling(request: RolloutRequest) -> None:
     temperature = request.params.temperature
     if 0 < temperature < COLDEST:
         raise DataError(
-            f"request {request.id}: vLLM samples no colder than at {COLDEST}, but temperature={temperature}; use 0 "
-            f"(greedy) or at least {COLDEST}"
+            f"request {request.id}: vLLM's lowest sampling temperature is {COLDEST}, but temperature={temperature}; "
+            f"use 0 (greedy) or at least {COLDEST}"
         )
 
 
 def sampled_logprobs(made: Any) -> list[float]:
-    """ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of these
-    tokens."""
+    """Return ln p of each token of a CompletionOutput, from vLLM's columns. Raises EngineStateError if they are not of
+    these tokens."""
     flat = made.logprobs
     if flat is None or [flat.token_ids[start] for start in flat.start_indices] != list(made.token_ids):
         raise EngineStateError(f"vLLM gave the tokens {list(made.token_ids)} logprobs of others: {flat}")
@@ -33,7 +33,8 @@ def sampled_logprobs(made: Any) -> list[float]:
 
 
 def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingParams:
-    """The same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the engine's.
+    """Return the same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the
+    engine's.
 
     Stop strings are looked for by us: vLLM has no tokenizer here.
     """

@@ -59,7 +59,8 @@ def _named_precision() -> str | None:
 
 
 def _triton_settings() -> dict[tuple[str, str], dict[str, Any]]:
-    """What has been set of Triton's knobs that vLLM turns, by group and name; nothing if Triton is not imported."""
+    """Return what has been set of Triton's knobs that vLLM turns, by group and name; nothing if Triton is not
+    imported."""
     knobs = sys.modules.get("triton.knobs")
     if knobs is None:
         return {}

@@ -21,7 +21,7 @@ INSTALL = (
 
 
 def installed_version() -> str | None:
-    """The version of vLLM in this environment, read without importing it; None if there is none."""
+    """Return the version of vLLM in this environment, read without importing it; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -31,13 +31,13 @@ def installed_version() -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version starts with: "0.32.0+cpu" is (0, 32, 0)."""
+    """Return the numbers that a version starts with: "0.32.0+cpu" is (0, 32, 0)."""
     start = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, start[0].split("."))) if start else ()
 
 
 def require_vllm(version: str | None) -> str:
-    """The version. Raises ConfigError for None (not installed) and for one outside of the tested window."""
+    """Return the version. Raises ConfigError for None (not installed) and for one outside of the tested window."""
     if version is None:
         raise ConfigError(f"rollout.engine=vllm needs vLLM, which is not installed here ({INSTALL})")
     if numbers(version) < OLDEST or numbers(version)[:2] > NEWEST:
@@ -75,5 +75,5 @@ DIFFERENCES: dict[str, Difference] = {
 
 
 def has(name: str, part: Any) -> bool:
-    """Whether this LLMEngine, or the part of it that a row of DIFFERENCES looks at, has what the row names."""
+    """Return whether this LLMEngine, or the part of it that a row of DIFFERENCES looks at, has what the row names."""
     return DIFFERENCES[name].is_there(part)

@@ -35,7 +35,7 @@ class WeightWriter:
         self._adopted: dict[str, Tensor] = {}
 
     def arguments(self) -> Mapping[str, Any]:
-        """What vLLM has to be built with."""
+        """Return what vLLM has to be built with."""
         quantization = quantization_of_platform() if self._is_plain else None
         return {
             "load_format": LOAD_FORMAT,

@@ -22,7 +22,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
 
     Parameters may be on meta (they get memory on `device`; do not call to_empty before: it would forget the buffers)
     or have memory already, into which they are read; plain, or sharded by fully_shard. Of a sharded parameter only this
-    rank's box is read, and nothing is communicated. Peak memory beside the module: one local parameter; for a
+    rank's box is read, and nothing is communicated. Peak memory besides the module: one local parameter; for a
     conversion that has no lazy form one whole parameter.
     Raises ModelError, before anything is overwritten, if tensors are missing, left over, or of another shape.
     """

@@ -205,5 +205,5 @@ def test_a_gpu_without_bfloat16_is_told(
 def test_more_ranks_than_gpus(gpus: Callable[..., None], make_trainer: Make, model_folder: Path) -> None:
     """Before a cluster is started."""
     gpus(1)
-    with pytest.raises(ConfigError, match="num_ranks=8 need 8 GPUs, one per rank, but there is 1; use num_ranks=auto"):
+    with pytest.raises(ConfigError, match="num_ranks=8 needs 8 GPUs, one per rank, but there is 1; use num_ranks=auto"):
         make_trainer(str(model_folder), num_ranks=8)

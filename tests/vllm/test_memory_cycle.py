@@ -134,7 +134,7 @@ def test_weights_that_were_lost_and_trained_on_are_not_published_as_the_old_vers
 ) -> None:
     bench = watch()
     bench.update(bench.prepared())
-    with pytest.raises(EngineStateError, match="or not since it slept.*update its weights before generating"):
+    with pytest.raises(EngineStateError, match="lost them when it slept.*update its weights before generating"):
         bench.rollout()
     bench.version = 1
     with pytest.raises(EngineStateError, match="update its weights before generating"):
@@ -157,7 +157,7 @@ def test_weights_that_were_found_wrong_are_not_published_again_by_a_rollout(
         with pytest.raises(HandoffError, match="other bytes"):
             bench.publish(1)
     bench.version = 1
-    with pytest.raises(EngineStateError, match="found wrong"):
+    with pytest.raises(EngineStateError, match="failed a check"):
         bench.rollout()
 
 

@@ -136,7 +136,9 @@ class VTrace(AdvantageEstimator):
     gamma: float = key(1.0, "discount of a reward per token", minimum=0, maximum=1)
     lam: float = key(1.0, "lambda: factor of c, how far later errors reach back", minimum=0, maximum=1)
     rho_clip: float = key(1.0, "upper bound of the weight of a step's own error: what the critic converges to", above=0)
-    c_clip: float = key(1.0, "upper bound of the weight of later errors: how fast it does; at most rho_clip", above=0)
+    c_clip: float = key(
+        1.0, "upper bound of the weight of later errors; sets how fast the critic converges; at most rho_clip", above=0
+    )
     needs = frozenset({Needs.VALUES, Needs.LOGPROBS, Needs.ROLLOUT_LOGPROBS})
     tells_tokens_apart = uses_step_rewards = True
 

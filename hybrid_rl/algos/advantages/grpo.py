@@ -79,7 +79,8 @@ class GRPO(GroupEstimator):
 
     @property
     def takes_kl_rewards(self) -> bool:
-        """False by function, whose reward it is not, and by step: it would make one of every token."""
+        """Return False if rewards are normalised per function or per step: a KL penalty belongs to no function, and
+        would make every token a step."""
         return not (self.by_function or self.token_level)
 
     @property

@@ -99,7 +99,7 @@ def log_linear_proximal(
     if newest is not None and newest > version:
         raise ValueError(
             f"a token has version {newest}, but the learner is at version={version}; versions must count "
-            "the learner's publications"
+            "the learner's weight updates"
         )
     ages = torch.where(versions < 0, torch.zeros_like(versions), version - versions).to(logprobs.dtype)
     share = (ages - 1).clamp(min=0) / ages.clamp(min=1)

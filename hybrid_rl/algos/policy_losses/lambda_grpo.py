@@ -28,7 +28,9 @@ class LambdaGRPO(ClipRange):
 
     objective: Literal["lambda_grpo"] = key("lambda_grpo", "the policy loss")
     lambda_length_scale: float = key(1 / 9, "what one standard deviation of length adds to the base, 1", above=0)
-    lambda_learning_rate: float = key(1e-3, "of the exponent, which Adam learns in addition to the model", minimum=0)
+    lambda_learning_rate: float = key(
+        1e-3, "learning rate of the exponent, which Adam learns in addition to the model", minimum=0
+    )
     initial_parameters = (0.0,)
     min_generations = 2
 

@@ -31,7 +31,7 @@ class SimKO(ClipRange):
     """
 
     objective: Literal["simko"] = key("simko", "the policy loss")
-    num_candidates: int = key(3, "candidates that correct samples lift (K)", minimum=1)
+    num_candidates: int = key(3, "number of top candidates that correct samples raise (K)", minimum=1)
     mix_topk_coef: float = key(0.01, "share of the gradient that goes to them (alpha)", minimum=0, maximum=1)
     lambda_top1: float = key(1.1, "weight of wrong samples that took the best candidate", minimum=1)
     forking_quantile: float = key(

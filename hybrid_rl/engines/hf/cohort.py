@@ -82,7 +82,7 @@ class Cohort:
         return cohort, cohort._choose(hidden)
 
     def decode(self) -> Sampled:
-        """One more token of every sequence. Raises ModelError if logits are not finite."""
+        """Generate one more token of every sequence. Raises ModelError if logits are not finite."""
         last = torch.tensor([[sequence.tokens[-1]] for sequence in self.sequences], device=self._model.device)
         hidden, self._cached = next_states(self._model, last, self._cached)
         return self._choose(hidden)

@@ -121,8 +121,8 @@ class HFEngine(EmbeddedEngine):
         return sampled
 
     def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:
-        """The first that waits with all that wait and are as long, as far as places, memory and budget go; None if
-        it must go on waiting itself. is_first: it need not fit the budget."""
+        """Return the first that waits with all that wait and are as long, as far as places, memory and budget go; None
+        if it must go on waiting itself. is_first: it need not fit the budget."""
         places = self._config.max_num_seqs - self.num_running
         free = self.kv_cache_bytes - self._held_bytes()
         prompts: Prompts | None = None
@@ -149,7 +149,7 @@ class HFEngine(EmbeddedEngine):
         return prompts if prompts is not None and prompts.num_tokens else None
 
     def _reserved_bytes(self, sequence: Sequence) -> int:
-        """What a sequence may come to take; nothing is ever pushed out."""
+        """Return what a sequence may come to take; nothing is ever pushed out."""
         request = sequence.request
         return self._size.num_bytes(len(request.prompt_ids) + request.params.max_tokens)
 
@@ -183,7 +183,7 @@ class HFEngine(EmbeddedEngine):
 
 
 def make_engine(setup: EngineSetup) -> HFEngine:
-    """The engine of rollout.engine=hf. Raises ModelError as HFEngine does."""
+    """Make the engine of rollout.engine=hf. Raises ModelError as HFEngine does."""
     assert isinstance(setup.config, HFRolloutConfig)
     return HFEngine(
         setup.model, setup.config.hf, max_length=setup.max_length, decode=setup.decode, memory_share=setup.memory_share
@@ -192,7 +192,7 @@ def make_engine(setup: EngineSetup) -> HFEngine:
 
 @contextmanager
 def _generating(parts: Rows[nn.Module]) -> Iterator[None]:
-    """These parts out of training mode, in which transformers gives no cache if activations are recomputed."""
+    """Keep these parts out of training mode, in which transformers gives no cache if activations are recomputed."""
     training = [part for part in parts if part.training]
     for part in training:
         part.training = False

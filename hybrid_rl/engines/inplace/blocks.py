@@ -44,13 +44,14 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more reference on each block."""
+        """Add a reference to each block."""
         for block in blocks:
             self._references[block] += 1
             self._unused.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less. The last blocks of a prefix are let go first: without its start a prefix is of no use."""
+        """Drop a reference to each block. The last blocks of a prefix are let go first: without its start a prefix is
+        of no use."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -74,8 +75,8 @@ class BlockPool:
         return blocks, node
 
     def remember(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
-        """A full block holds these tokens after the prefix of node `parent`; returns the node of the longer prefix.
-        If another block holds the same, that one stays the one to be found."""
+        """Record that a full block holds these tokens after the prefix of node `parent`; if another block already
+        does, keep that one. Return the node of the longer prefix."""
         key = (parent, tokens)
         known = self._found.get(key)
         if known is not None:

@@ -30,7 +30,8 @@ _logger = logging.getLogger("hybrid_rl")
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes of graphs, ascending: thirteen for 256 sequences. A batch is filled up to the next of them."""
+    """Return the batch sizes of graphs, ascending: thirteen for 256 sequences. A batch is filled up to the next of
+    them."""
     step = max(1, -(-max_num_seqs // (NUM_LARGE_SIZES * 8)) * 8)
     sizes = {1 << power for power in range(step.bit_length()) if 1 << power < min(step, max_num_seqs)}
     return sorted(sizes | {*range(step, max_num_seqs, step), max_num_seqs})
@@ -121,11 +122,6 @@ class DecodeGraphs:
         self._memory: _Memory | None = None
         self._warm: set[int] = set()
         self.num_captures = 0
-
-    @property
-    def are_captured(self) -> bool:
-        """Whether there are graphs to replay."""
-        return bool(self._graphs)
 
     def drop(self, reason: str) -> None:
         """Forget all graphs and give their memory back. To be called before the memory of the cache goes away."""

@@ -18,7 +18,8 @@ def plan(
     MOST_PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The parts of one sequence. Each program looks at all lengths: there are few, and no program waits for another."""
+    """Plan the parts of one sequence. Each program looks at all lengths: there are few, and no program waits for
+    another."""
     mine = tl.program_id(0)
     row = tl.arange(0, TILE)
     total = 0
@@ -28,7 +29,7 @@ def plan(
         length = tl.where(window > 0, tl.minimum(length, window), length)
         total += tl.sum(length, 0)
         longest = tl.maximum(longest, tl.max(length, 0))
-    # With parts this long there are at most `spare` beside the one that each sequence has.
+    # With parts this long there are at most `spare` besides the one that each sequence has.
     size = tl.maximum(tl.cdiv(total, spare), tl.cdiv(longest, MOST_PARTS))
     size = tl.maximum(tl.cdiv(size, MIN_PART), 1) * MIN_PART
     before = 0
@@ -84,7 +85,7 @@ def attend(
     LOG2_E: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One part of the context of one sequence and one key head, for all its query heads."""
+    """Compute one part of the context of one sequence and one key head, for all its query heads."""
     part = tl.program_id(0)
     key_head = tl.program_id(1)
     if part < tl.load(first + batch):
@@ -154,7 +155,7 @@ def join(
     MOST_PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The mean of the parts of one sequence and query head, weighted by their sums of exp; zeros if there are
+    """Compute the mean of the parts of one sequence and query head, weighted by their sums of exp; zeros if there are
     none."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -210,7 +211,7 @@ def store(
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """The newest key and value of one sequence and key head."""
+    """Write the newest key and value of one sequence and key head."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(context_length + sequence) - 1

@@ -24,7 +24,7 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
 
-SPARE_MEMORY_SHARE = 0.15  # of a device, left free beside a cache that stays in memory
+SPARE_MEMORY_SHARE = 0.15  # of a device, left free in addition to a cache that stays in memory
 
 
 class InPlaceEngine(EmbeddedEngine):
@@ -144,7 +144,7 @@ class InPlaceEngine(EmbeddedEngine):
             self._cache.allocate()
 
     def _stays(self) -> bool:
-        """Whether the cache stays in memory while others work."""
+        """Return whether the cache stays in memory while others work."""
         device = self._model.device
         if self._keeps_cache is not None or device.type != "cuda":
             return bool(self._keeps_cache)
@@ -163,7 +163,7 @@ class InPlaceEngine(EmbeddedEngine):
 
 
 def make_engine(setup: EngineSetup) -> InPlaceEngine:
-    """The engine of rollout.engine=inplace."""
+    """Make the engine of rollout.engine=inplace."""
     assert isinstance(setup.config, InPlaceRolloutConfig)
     return InPlaceEngine(
         setup.model,
@@ -175,7 +175,7 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
 
 
 def cache_fits(total_bytes: int, other_bytes: int, peak_bytes: int, cache_bytes: int) -> bool:
-    """Whether a cache can stay on a device beside training.
+    """Return whether a cache can stay on a device during training.
 
     total_bytes: of the device; other_bytes: what other processes, contexts and libraries hold; peak_bytes: most that
     tensors of this process ever held; cache_bytes: what the cache adds to that. The peak may have been reached with the

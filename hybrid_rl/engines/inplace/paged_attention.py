@@ -73,7 +73,7 @@ def paged_attention(
 
 
 def decodes_in_triton(cache: PagedCache) -> bool:
-    """Whether the Triton kernel takes this cache."""
+    """Return whether the Triton kernel takes this cache."""
     return cache.device.type == "cuda" and all(
         layer.dtype in (torch.float32, torch.bfloat16) and max(layer.key_dim, layer.value_dim) <= 256
         for layer in cache.layers.values()
@@ -81,7 +81,7 @@ def decodes_in_triton(cache: PagedCache) -> bool:
 
 
 def _operator(cache: PagedCache) -> Callable[..., Tensor] | None:
-    """The compiled operator, if it can run on this cache."""
+    """Return the compiled operator, if it can run on this cache."""
     dtypes = {layer.dtype for layer in cache.layers.values()}
     fits = cache.block_size % LANES == 0 and dtypes <= {torch.float32, torch.bfloat16}
     return native.operator("paged_attention") if fits and cache.device.type == "cpu" else None
@@ -143,7 +143,7 @@ class TritonDecode:
 
 
 def triton_kernels() -> Any:
-    """The module of the decode kernels; it imports Triton, which a CPU may lack."""
+    """Return the module of the decode kernels; it imports Triton, which a CPU may lack."""
     from hybrid_rl.engines.inplace import triton_decode
 
     return triton_decode
@@ -251,7 +251,7 @@ class _TorchForm:
 
 
 def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Where the tokens of each sequence begin, and the last ones end, [B + 1]."""
+    """Return where the tokens of each sequence begin, and the last ones end, [B + 1]."""
     return np.concatenate(([0], np.cumsum(counts)))
 
 
@@ -278,6 +278,6 @@ def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _visible(place: Tensor, position: Tensor, window: int | None) -> Tensor:
-    """Which places [L] a token at each position [Q] sees: bool [Q, L]."""
+    """Return which places [L] a token at each position [Q] sees: bool [Q, L]."""
     visible = place <= position[:, None]
     return visible if window is None else visible & (position[:, None] - place < window)

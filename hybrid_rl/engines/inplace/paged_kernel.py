@@ -80,7 +80,7 @@ class PagedKernel:
 
 
 def paged_kernel(cache: PagedCache, attention: str) -> PagedKernel | None:
-    """The kernel that reads this cache; None if there is none, or the user chose another attention.
+    """Return the kernel that reads this cache; None if there is none, or the user chose another attention.
 
     attention: what model.attention came to. sdpa is a choice against kernels of libraries, and so stays without.
     """
@@ -92,7 +92,7 @@ def paged_kernel(cache: PagedCache, attention: str) -> PagedKernel | None:
 
 
 def can_read(cache: PagedCache, block_size: int) -> bool:
-    """Whether a kernel that needs blocks of a multiple of `block_size` tokens can read this cache."""
+    """Return whether a kernel that needs blocks of a multiple of `block_size` tokens can read this cache."""
     return (
         cache.device.type == "cuda"
         and cache.block_size % block_size == 0

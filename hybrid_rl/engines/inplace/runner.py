@@ -124,7 +124,7 @@ class Runner:
 
     @contextmanager
     def fewer_threads(self, chunks: list[Chunk]) -> Iterator[None]:
-        """One thread for a small pass on a CPU: most decode passes of small models are."""
+        """Use one thread for a small pass on a CPU; most decode passes of small models are small."""
         before = torch.get_num_threads()
         is_small = sum(chunk.count for chunk in chunks) * self._largest_matrix < SMALLEST_PARALLEL_PRODUCT
         if before == 1 or not is_small or self._model.device.type != "cpu":
@@ -137,7 +137,7 @@ class Runner:
             torch.set_num_threads(before)
 
     def _replay(self, sequences: list[Sequence]) -> Tensor:
-        """One token of every sequence by a graph; see `choose` for what comes back."""
+        """Generate one token of every sequence by a graph; see `choose` for what comes back."""
         assert self._graphs is not None
         slots = _slots_of(sequences)
         sampling = self._slots.sampling(slots)

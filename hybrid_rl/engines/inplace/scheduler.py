@@ -36,7 +36,7 @@ class Sequence(Generation):
         return (*prompt[start:], *self.tokens[max(start - len(prompt), 0) : end - len(prompt)])
 
     def is_sibling(self, other: Sequence) -> bool:
-        """Whether both are at the start of the same prompt, in the same group."""
+        """Return whether both are at the start of the same prompt, in the same group."""
         return (
             self.request.group is not None
             and self.request.group == other.request.group
@@ -110,8 +110,8 @@ class Scheduler:
         self.waiting.extend(sequences)
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
-        """The next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens up to
-        max_num_batched_tokens. Empty if nothing can run. admit: whether anybody new may start."""
+        """Return the next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens
+        up to max_num_batched_tokens. Empty if nothing can run. admit: whether anybody new may start."""
         preemptions = self.counters.num_preemptions
         chunks, budget = self._continue_running(self.max_num_batched_tokens)
         if preemptions == self.counters.num_preemptions:
@@ -174,7 +174,7 @@ class Scheduler:
         self.counters.num_preemptions += 1
 
     def _admit(self, budget: int) -> Chunk | None:
-        """The first that waits, as far as budget and blocks allow; None if it must go on waiting."""
+        """Admit the first that waits, as far as budget and blocks allow; None if it must go on waiting."""
         sequence = self.waiting[0]
         length = sequence.num_tokens
         shared: list[int] = []
@@ -239,7 +239,7 @@ class Scheduler:
             sequence.num_remembered += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """A running sequence leaves: its blocks and its slot are free."""
+        """Remove a running sequence: its blocks and its slot become free."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         self.slots.release(sequence.slot)

@@ -88,7 +88,7 @@ class SlotSampling:
         return not (self.needs["truncates"] or self.needs["penalises"])
 
     def uniform(self) -> npt.NDArray[np.float64]:
-        """The number that picks each token, [B]."""
+        """Return the number that picks each token, [B]."""
         uniform = uniform_numbers(torch.from_numpy(self.columns["seed"]), torch.from_numpy(self.generated))
         return uniform.numpy()
 
@@ -98,6 +98,6 @@ class SlotSampling:
             tables.add(name, column, column.dtype)
 
     def tensors(self, tables: Tables) -> SamplingTensors:
-        """The columns that were sent."""
+        """Return the columns that were sent."""
         columns: dict[str, Any] = {name: tables[name] for name in self.columns}
         return SamplingTensors(**columns, **self.needs)

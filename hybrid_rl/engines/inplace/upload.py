@@ -16,12 +16,13 @@ Numbers = npt.NDArray[Any] | Sequence[int]
 
 
 def reads_host_memory(device: torch.device) -> bool:
-    """Whether tensors of the device are tensors of the host: nothing is copied then."""
+    """Return whether tensors of the device are tensors of the host: nothing is copied then."""
     return device.type == "cpu"
 
 
 def staging(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes of the host from which a copy to the device need not be waited for, uint8 [num_bytes], of any content.
+    """Allocate bytes of the host from which a copy to the device need not be waited for, uint8 [num_bytes], of any
+    content.
 
     PyTorch gives pinned memory out again only after the copies from it have ended.
     """

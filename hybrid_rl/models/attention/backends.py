@@ -84,16 +84,16 @@ class Backend:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the sequences of a row run as one, rather than beside each other."""
+        """Whether the sequences of a row run as one, rather than next to each other."""
         return self.name != unpacked.NAME
 
     @property
     def words(self) -> str:
         """How rows run, in messages."""
-        return "packed sequences" if self.is_packed else "sequences of other lengths beside it"
+        return "packed sequences" if self.is_packed else "sequences of other lengths next to it"
 
     def context(self, layout: Layout, device: torch.device | str) -> AttentionContext | UnpackedRow:
-        """Return the attention of one row, or how it becomes sequences beside each other."""
+        """Return the attention of one row, or how it becomes sequences next to each other."""
         if not self.is_packed:
             return UnpackedRow(layout, device)
         if self.kernel is not None:

@@ -3,7 +3,7 @@
 Sequences travel packed: one row of T tokens, no padding in the linear layers. The function registered here hands each
 layer's projected queries, keys and values to a context object: one of `backends.py` when training, the engine's paged
 cache when generating. The thread holds the context: as a keyword it would reach attention only if every layer of an
-architecture passes on keywords that it does not know. No mask function is registered beside it: transformers then
+architecture passes on keywords that it does not know. No mask function is registered next to it: transformers then
 builds no mask, and does not look into the positions for packing either, which would wait for the device in every
 forward pass.
 """

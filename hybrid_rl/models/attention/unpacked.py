@@ -1,9 +1,9 @@
 """Rows that do not run packed: each sequence by itself, through the module's own forward.
 
 Linear attention, convolutions and state spaces carry something from every token to the next, in a packed row also from
-one sample to the next. For such architectures the sequences of a row are laid beside each other, padded on the right by
-their own last token: whatever is causal cannot tell that from a sequence alone. The prompt of a group is computed once
-per sample, and the architecture's own attention runs, as its config names it.
+one sample to the next. For such architectures the sequences of a row are laid next to each other, padded on the right
+by their own last token: whatever is causal cannot tell that from a sequence alone. The prompt of a group is computed
+once per sample, and the architecture's own attention runs, as its config names it.
 """
 
 from __future__ import annotations

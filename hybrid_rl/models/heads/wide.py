@@ -19,7 +19,7 @@ def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Ten
     """Compute left @ right.T + bias in float32, for code that needs no autograd.
 
     left: [M, K], of the dtype of right or float32; right: bfloat16, float16 or float32 [N, K], any strides; bias: [N]
-    of any dtype. Returns float32 [M, N]. A float32 left beside a bfloat16 right is taken as the sum of two bfloat16
+    of any dtype. Returns float32 [M, N]. A float32 left with a bfloat16 right is taken as the sum of two bfloat16
     matrices on CUDA: good to 16 bits and more, float32 has 24.
 
     Raises ValueError for other dtypes.

@@ -183,7 +183,8 @@ class Source(ABC):
         for number, answer in enumerate(answers):
             if answer != mine:
                 raise PeerError(
-                    f"participants are in different handoffs: here {_words(mine)}, number {number} {_words(answer)}"
+                    f"participants are in different handoffs: {_words(mine)} here, {_words(answer)} at participant "
+                    f"{number}"
                 )
 
     def tell(self, value: tuple[str, int, str, Any]) -> list[Any]:

@@ -84,7 +84,7 @@ def test_a_module_stays_where_it_is(
             BOX,
             None,
             {"num_ranks": 8},
-            "num_ranks=8 need 8 GPUs, one per rank, but there is 1; use num_ranks=auto for one rank per GPU, or "
+            "num_ranks=8 needs 8 GPUs, one per rank, but there is 1; use num_ranks=auto for one rank per GPU, or "
             "device=cpu for ranks on CPU cores",
         ),
         (

@@ -220,7 +220,7 @@ def test_habits_of_a_section_hold_wherever_the_section_lies(habit: str, prefix: 
         ("actor_rollout_ref.rollout.name", "set rollout.engine"),
         ("actor_rollout_ref.actor.optim.lr", "set learning_rate"),
         ("critic.optim.lr", "set critic_learning_rate"),
-        ("actor_rollout_ref.rollout.val_kwargs.n", "evaluation makes one completion"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "set num_generations_eval"),
         ("data.train_files", "set train_path"),
         ("trainer.default_local_dir", "set output_dir"),
         ("save_total_limit", "every checkpoint is kept"),  # TRL

@@ -63,7 +63,7 @@ def test_nothing_is_generated_before_the_first_weights(make):
     engine = make().engine
     engine.wake(TAGS)
     for version in (-1, 0):
-        with pytest.raises(EngineStateError, match="never been given weights"):
+        with pytest.raises(EngineStateError, match="never given any"):
             engine.submit([request(0)], version)
 
 

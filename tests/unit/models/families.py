@@ -265,7 +265,7 @@ REFUSED: dict[str, Refused] = {
         "Qwen3-Next", "Qwen3NextConfig", rf"linear_attention \(Qwen3NextGatedDeltaNet\) {STATE}", SHARED
     ),
     "a state space": Refused("Mamba", "MambaConfig", rf"linear_attention \(MambaMixer\) {STATE}", {"state_size": 4}),
-    "a state beside attention": Refused(
+    "a state in addition to attention": Refused(
         "Falcon-H1",
         "FalconH1Config",
         "FalconH1Mixer carries a state",
@@ -273,7 +273,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "attention sinks": Refused("gpt-oss", "GptOssConfig", "GptOssAttention uses attention sinks", {**EXPERTS, **HEADS}),
     "its own attention code": Refused(
-        "Falcon", "FalconConfig", "FalconAttention does not call attention as transformers", {"alibi": False}
+        "Falcon", "FalconConfig", "FalconAttention does not call attention through transformers", {"alibi": False}
     ),
     "position in the mask": Refused("BLOOM", "BloomConfig", "BloomAttention does not call", {"n_head": 4}),
     "twice in a layer": Refused("DiffLlama", "DiffLlamaConfig", "DiffLlamaAttention attends 2 times in layer 0"),

@@ -137,7 +137,7 @@ class FakeTokenizer:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (None, "needs tokenizer="),
+        (None, "also pass tokenizer="),
         ("gpt2", "tokenizer=str is not a tokenizer"),
         (FakeTokenizer(VOCABULARY + 1), "98 tokens but the model embeds 97"),
     ],

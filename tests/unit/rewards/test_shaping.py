@@ -58,7 +58,7 @@ def test_unusable_arguments_are_refused():
     for length in (0, math.nan):
         with pytest.raises(ConfigError, match=f"max_completion_length={length} must be above 0"):
             cosine_reward(good, length)
-    with pytest.raises(ConfigError, match="lcpo_max wraps a reward function that says what is correct, not"):
+    with pytest.raises(ConfigError, match="lcpo_max must wrap a reward function that scores correctness; "):
         lcpo_max([good])
 
 

@@ -318,7 +318,7 @@ def test_plans_of_ranks_get_equally_many_micro_batches() -> None:
         [[[5], []], [[3], [0]]],
         [[[], []], [[], []]],
     ]
-    with pytest.raises(DataError, match=r"plans of \[1, 2\] mini-batches"):
+    with pytest.raises(DataError, match=r"different numbers of mini-batches \(1, 2\)"):
         align_plans(plans[0], [[2, 0], [1]])
 
 

@@ -119,11 +119,11 @@ def test_what_is_causal_is_not_taken_for_an_encoder(name, dtype):
 @pytest.mark.parametrize(
     ("build_it", "reason"),
     [
-        (lambda: build_hybrid("rwkv"), r"RwkvForCausalLM gives no cache of transformers \(but .*\)$"),
+        (lambda: build_hybrid("rwkv"), r"RwkvForCausalLM does not return a transformers cache \(it returns .*\)$"),
         (lambda: build_hybrid("minimax"), "MiniMaxForCausalLM does not decode with rows of its own cache: .*$"),
         (
             lambda: build("its own attention code", attention="sdpa", alibi=True),
-            r"FalconForCausalLM gives other logits.* beside it .*$",
+            r"FalconForCausalLM gives other logits.* next to it .*$",
         ),
     ],
     ids=["no cache", "cache", "position"],
