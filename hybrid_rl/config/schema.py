@@ -19,6 +19,8 @@ from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
+Movable = Literal["actor", "optimizer", "reference", "teacher", "critic", "critic_optimizer", "reward_models"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -381,6 +383,28 @@ class FSDPConfig:
 
 
 @dataclass(frozen=True)
+class MemoryConfig:
+    """The memory of a rank over the phases of a step: what leaves it, and how much of it there is."""
+
+    offload: list[Movable] | None = key(
+        None,
+        "residents that go to host memory while a phase does not need them; [] = none; None = those without which the "
+        "run would not fit (on CPUs none)",
+    )
+    optimizer_on_host: bool | None = key(
+        None,
+        "keep masters and Adam moments of the policy in host memory and update them there, with one rank on a GPU; "
+        "None = if the run would not fit otherwise",
+    )
+    device_memory: str | None = key(
+        None, "memory of a rank's device that the run may take, such as 80GB or 64GiB; None = all of a GPU's"
+    )
+    host_memory: str | None = key(
+        None, "memory of a host that residents of its ranks may be moved to, such as 500GB; None = what is available"
+    )
+
+
+@dataclass(frozen=True)
 class ControllerConfig:
     """The processes in which the workers run. This class is controller.backend=local."""
 
@@ -451,4 +475,5 @@ class TrainerConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)

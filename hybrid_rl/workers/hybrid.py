@@ -19,6 +19,7 @@ from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.engines.base import KV_CACHE, RolloutRequest, SamplingParams
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.logging.report import JsonLines
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, OPTIMIZER, REFERENCE, REWARD_MODELS
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
@@ -32,15 +33,8 @@ from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.residents import (
-    ACTOR,
-    ENGINE_WEIGHTS,
-    OPTIMIZER,
-    REFERENCE,
-    module_resident,
-    optimizer_resident,
-)
-from hybrid_rl.workers.reward_model import REWARD_MODELS, RewardModels
+from hybrid_rl.workers.residents import module_resident, optimizer_resident
+from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder

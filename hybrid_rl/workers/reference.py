@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.memory.cycle import REFERENCE
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
@@ -18,7 +19,7 @@ from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.residents import REFERENCE, module_resident
+from hybrid_rl.workers.residents import module_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
 

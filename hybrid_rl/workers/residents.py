@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.engines.base import WEIGHTS
 from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.optimizer import Optimizer
-
-ACTOR = "actor"
-ENGINE_WEIGHTS = "engine_weights"
-OPTIMIZER = "optimizer"
-REFERENCE = "reference"
-TEACHER = "teacher"
-CRITIC = "critic"
-CRITIC_OPTIMIZER = "critic_optimizer"
 
 
 def module_resident(tag: str, module: nn.Module) -> Resident:

@@ -15,6 +15,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import ModelError
+from hybrid_rl.memory.cycle import REWARD_MODELS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.heads.classifier import (
@@ -37,7 +38,6 @@ from hybrid_rl.training.plan import token_cap
 from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.residents import module_resident
 
-REWARD_MODELS = "reward_models"
 # Computed by a rank while others still have samples; the result is not used.
 FILLER = (((0,), ()),)
 

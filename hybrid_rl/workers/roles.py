@@ -13,6 +13,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.memory.cycle import ACTOR, CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
@@ -24,15 +25,7 @@ from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import FolderSource
 from hybrid_rl.workers.reference import Reference
-from hybrid_rl.workers.residents import (
-    ACTOR,
-    CRITIC,
-    CRITIC_OPTIMIZER,
-    REFERENCE,
-    TEACHER,
-    module_resident,
-    optimizer_resident,
-)
+from hybrid_rl.workers.residents import module_resident, optimizer_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
 CRITICS = frozenset({CRITIC, CRITIC_OPTIMIZER})

@@ -17,6 +17,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.cycle import ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -29,7 +30,7 @@ from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.sharding.build import gathered_bytes, generating_model
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.workers.residents import ENGINE_WEIGHTS, engine_weights_resident, kv_cache_resident
+from hybrid_rl.workers.residents import engine_weights_resident, kv_cache_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
 SAME_MEMORY = "its weights are the trainer's own memory"

@@ -16,11 +16,11 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
 from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.memory.cycle import ENGINE_WEIGHTS
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import engine as engine_module
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.workers.hybrid import PUBLISHING, HybridWorker
-from hybrid_rl.workers.residents import ENGINE_WEIGHTS
 from hybrid_rl.workers.setup import WorkerSetup
 from tests.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request

@@ -1,0 +1,91 @@
+"""The cycle of a training step: its phases, and what each needs in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+ACTOR = "actor"  # weights of the policy on this rank: its shards, or all of it with one rank
+OPTIMIZER = "optimizer"  # masters and Adam moments of the policy
+ENGINE_WEIGHTS = "engine_weights"  # the engine's own copy
+KV_CACHE = "kv_cache"
+REFERENCE = "reference"
+TEACHER = "teacher"
+CRITIC = "critic"
+CRITIC_OPTIMIZER = "critic_optimizer"
+REWARD_MODELS = "reward_models"
+
+TRAINED = (ACTOR, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
+FROZEN = (REFERENCE, TEACHER, REWARD_MODELS)
+ENGINE = (ENGINE_WEIGHTS, KV_CACHE)
+RESIDENTS = (*TRAINED, *FROZEN, *ENGINE)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a training step. tags: the residents that it needs; all others may sleep meanwhile."""
+
+    name: str
+    tags: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """All phases of a run, in the order of a step. A phase of a model that the run does not have needs nothing, and is
+    not taken.
+
+    publish: the engine gets the actor's weights. check: the engine computes its half of the probe; the trainer's half
+    belongs to `publish`. generate: the rollout, with judges that the engine runs. reward: reward models score the
+    samples. score_*: one model at a time. save, load: one phase for checkpoints.
+    """
+
+    publish: Phase
+    check: Phase
+    generate: Phase
+    reward: Phase
+    score_actor: Phase
+    score_reference: Phase
+    score_teacher: Phase
+    score_critic: Phase
+    update_critic: Phase
+    update: Phase
+    save: Phase
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        residents: frozenset[str],
+        engine_is_actor: bool,
+        update_reads_reference: bool,
+        moves_reference: bool,
+    ) -> Cycle:
+        """Return the cycle of a run.
+
+        residents: tags of what the run has. engine_is_actor: the engine generates with the trainer's own tensors.
+        update_reads_reference: the loss computes the reference's distribution. moves_reference: the reference follows
+        the policy after updates, and is part of checkpoints.
+        """
+        unknown = residents - set(RESIDENTS)
+        if unknown:
+            raise ValueError(f"residents {sorted(unknown)} do not exist; they are {RESIDENTS}")
+        actor = {ACTOR} if engine_is_actor else set()
+        reference = {REFERENCE} if update_reads_reference or moves_reference else set()
+        needs = {
+            "publish": {ACTOR, ENGINE_WEIGHTS},
+            "check": {ENGINE_WEIGHTS, KV_CACHE} | actor,
+            "generate": {ENGINE_WEIGHTS, KV_CACHE} | actor,
+            "reward": {REWARD_MODELS},
+            "score_actor": {ACTOR},
+            "score_reference": {REFERENCE},
+            "score_teacher": {TEACHER},
+            "score_critic": {CRITIC},
+            "update_critic": {CRITIC, CRITIC_OPTIMIZER},
+            "update": {ACTOR, OPTIMIZER} | reference,
+            "save": {*TRAINED} | ({REFERENCE} if moves_reference else set()),
+        }
+        return cls(**{name: Phase(name, frozenset(tags) & residents) for name, tags in needs.items()})
+
+    def __iter__(self) -> Iterator[Phase]:
+        """Iterate over the phases, in order."""
+        return iter(getattr(self, item.name) for item in fields(self))
