@@ -65,8 +65,10 @@ class Counted:
         prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
-        routers = Routers(model) if spec.reads_routers else None
-        beside = SideModels(reference, routers, LoadBalance.of(model, self.config.algorithm.router_aux_loss_coef))
+        with self._named(), Kernels(self.device_type):  # both run the model once
+            routers = Routers(model) if spec.reads_routers else None
+            balance = LoadBalance.of(model, self.config.algorithm.router_aux_loss_coef)
+        beside = SideModels(reference, routers, balance)
 
         def run() -> None:
             loss, *_ = micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec), beside)
@@ -124,7 +126,7 @@ class Counted:
         """Return what each layer caches of a token."""
         model, recorder = self.model(), ShapeRecorder()
         zero = torch.zeros(1, dtype=torch.int64, device="meta")
-        with torch.no_grad(), self._named():
+        with torch.no_grad(), self._named(), Kernels(self.device_type):
             model.hidden_states(zero, zero, recorder)
         return recorder.layers
 
