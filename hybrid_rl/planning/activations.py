@@ -23,8 +23,10 @@ from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.planning.rows import Samples, learning_batch
+from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
 from hybrid_rl.planning.storages import Held, LiveStorages
+from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import prepared_column
@@ -44,7 +46,7 @@ class PassMemory:
 @dataclass(frozen=True)
 class Counted:
     """A model on the meta device that is to be counted. device_type: of the ranks, "cuda" or "cpu"; config: of the run,
-    whose keys decide how the model runs."""
+    whose keys decide how the model runs; sharding: over the ranks, None on a single one."""
 
     module: PreTrainedModel
     config: TrainerConfig
@@ -52,6 +54,7 @@ class Counted:
     is_packed: bool = True
     checkpoints: bool = False
     offloads: bool = False
+    sharding: ShardOptions | None = None
 
     def model(self) -> CountedModel:
         """Wrap the module. Its parameters are shared with all others that were made of it."""
@@ -140,10 +143,15 @@ class Counted:
         live = LiveStorages(self.module)
         try:
             with self._named(), torch.enable_grad(), Kernels(self.device_type), live:
-                if not is_first:
-                    for parameter in trained:
-                        parameter.grad = torch.empty_like(parameter)
-                        live.count_gradient(parameter)
+                if self.sharding is not None:
+                    sharded = ShardedPass(self.module, self.sharding, live, is_first=is_first)
+                    model.after_forward = sharded.after_forward
+                    with sharded.running():
+                        run()
+                    return PassMemory(live.fullest, live.most_others, model.host_bytes)
+                for parameter in [] if is_first else trained:
+                    parameter.grad = torch.empty_like(parameter)
+                    live.count_gradient(parameter)
                 run()
         finally:
             for parameter in trained:
@@ -186,6 +194,7 @@ class CountedModel(CausalLM):
             counted.module, "sdpa" if is_packed else UNPACKED, float32_head=config.model.cast_lm_head_to_fp32
         )
         self._device_type = counted.device_type
+        self.after_forward: Callable[[], None] = lambda: None
         self._offload = OffloadedActivations() if counted.offloads else None
         device = torch.device(counted.device_type)
         if is_packed:
@@ -216,8 +225,11 @@ class CountedModel(CausalLM):
         first, again = super()._checkpoint_contexts()
         return first, _with_kernels(again, self._device_type)  # a backward pass leaves function modes
 
-    def _training(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._offload is None else self._offload.hooks()
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        with nullcontext() if self._offload is None else self._offload.hooks():
+            yield
+        self.after_forward()
 
 
 @contextmanager
