@@ -144,9 +144,7 @@ class Counted:
         try:
             with self._named(), torch.enable_grad(), Kernels(self.device_type), live:
                 if self.sharding is not None:
-                    sharded = ShardedPass(self.module, self.sharding, live, is_first=is_first)
-                    model.after_forward = sharded.after_forward
-                    with sharded.running():
+                    with ShardedPass(self.module, self.sharding, live, is_first=is_first).running():
                         run()
                     return PassMemory(live.fullest, live.most_others, model.host_bytes)
                 for parameter in [] if is_first else trained:
@@ -194,7 +192,6 @@ class CountedModel(CausalLM):
             counted.module, "sdpa" if is_packed else UNPACKED, float32_head=config.model.cast_lm_head_to_fp32
         )
         self._device_type = counted.device_type
-        self.after_forward: Callable[[], None] = lambda: None
         self._offload = OffloadedActivations() if counted.offloads else None
         device = torch.device(counted.device_type)
         if is_packed:
@@ -225,11 +222,8 @@ class CountedModel(CausalLM):
         first, again = super()._checkpoint_contexts()
         return first, _with_kernels(again, self._device_type)  # a backward pass leaves function modes
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        with nullcontext() if self._offload is None else self._offload.hooks():
-            yield
-        self.after_forward()
+    def _training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else self._offload.hooks()
 
 
 @contextmanager

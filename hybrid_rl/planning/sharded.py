@@ -110,10 +110,6 @@ class ShardedPass:
             for hook in hooks:
                 hook.remove()
 
-    def after_forward(self) -> None:
-        """Free what only the forward pass keeps, after the root's."""
-        self._kept = None
-
     def _gather(self, unit: _Unit) -> None:
         if unit.buffer is None and unit.weights is None:
             unit.buffer = self._live.new(unit.gather_bytes, "gathered")
@@ -151,7 +147,7 @@ class ShardedPass:
         unit = self._units[number]
         if unit.is_backward:
             return
-        unit.is_backward = True
+        unit.is_backward, self._kept = True, None
         self._gather(unit)
         self._copy_out(unit, keep=False)
         if number > 1:
