@@ -70,8 +70,9 @@ class PagedCache:
         return bool(self._memory)
 
     def allocate(self) -> None:
-        """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
-        NaN."""
+        """Get the memory, all of it or none, all zeros: hidden places weigh nothing, but nothing times a NaN left in
+        fresh memory is NaN."""
+        made = {}
         for index, layer in self.layers.items():
             outer = (self.num_blocks, layer.num_heads)
             if self.device.type == "cpu":
@@ -81,7 +82,8 @@ class PagedCache:
                 shape = (self.num_blocks, self.block_size, layer.num_heads)
                 keys = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
                 values = torch.zeros(*shape, layer.padded_value_dim, dtype=layer.dtype, device=self.device)
-            self._memory[index] = (keys, values)
+            made[index] = (keys, values)
+        self._memory.update(made)
 
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
