@@ -101,8 +101,9 @@ class _Guard:
     def close(self) -> None:
         """Refuse from now on."""
         for module in self._modules:
-            for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
-                self._hooks.callback(register(self._refuse).remove)
+            self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
+            for child in module.modules():
+                self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
 
     def open(self) -> None:
         """Refuse no more."""
