@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.memory.history import History, StepMemory
 from hybrid_rl.memory.leases import Leases
 from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
@@ -20,21 +22,41 @@ class WorkerBase:
         # An engine's memory comes from the device itself: PyTorch must not keep memory that an update has freed.
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
+        self.history = History(self.leases.resident_bytes)
+        self._seconds = {"sleep": 0.0, "wake": 0.0}  # since the last step
 
-    def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def lease(self, tags: frozenset[str], name: str = "") -> Iterator[None]:
         """Have these residents in memory inside the block."""
-        return self.leases.lease(tags)
+        with self.leases.lease(tags):
+            self._note()
+            with self.history.phase(name):
+                yield
+
+    def _note(self) -> None:
+        """Add what has moved to the history of the step."""
+        moved = self.leases.drain_transitions()
+        for transition in moved:
+            self._seconds["wake" if transition.awake else "sleep"] += transition.seconds
+        self.history.note(moved)
 
     @dispatch(collect="all")
     def memory_metrics(self) -> dict[str, float]:
         """Return bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since
-        the last call."""
+        the last call. It ends a step of the history."""
         metrics = {f"memory/{tag}_bytes": float(size) for tag, size in self.leases.resident_bytes().items()}
         metrics.update({f"memory/{name}_bytes": float(size) for name, size in measure().items()})
-        moved = self.leases.drain_transitions()
-        metrics["timing/sleep"] = sum(t.seconds for t in moved if not t.awake)
-        metrics["timing/wake"] = sum(t.seconds for t in moved if t.awake)
+        self._note()
+        self.history.end_step()
+        for verb, seconds in self._seconds.items():
+            metrics[f"timing/{verb}"] = seconds
+            self._seconds[verb] = 0.0
         return metrics
+
+    @dispatch(collect="all")
+    def memory_history(self) -> list[StepMemory]:
+        """Return what was in memory over the last steps, oldest first."""
+        return self.history.steps
 
     @dispatch(collect="all")
     def probe_rank(self) -> RankProbe:

@@ -1,0 +1,113 @@
+"""The record of a step's memory: what was there when, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_rl.memory import history as module
+from hybrid_rl.memory.history import KEPT_STEPS, History, Level, Span, StepMemory
+from hybrid_rl.memory.leases import Leases, Resident, Transition
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Time that only the test moves; for the leases too."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr("hybrid_rl.memory.leases.time", clock)
+    return clock
+
+
+def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
+    sizes = {"actor": 10, "optimizer": 0, "kv_cache": 0}
+    history = History(lambda: sizes)
+    clock.now = 100.0
+    history.note([])
+    history.end_step()
+    clock.now = 200.0  # the optimizer wakes for half a second, and finds state of 5 bytes more at the end
+    sizes["optimizer"] = 20
+    clock.now = 200.5
+    history.note([Transition("optimizer", True, 200.0, 0.5, 20)])
+    with history.phase("update"):
+        clock.now = 203.0
+        sizes["optimizer"] = 25
+    sizes |= {"optimizer": 0, "kv_cache": 40}
+    clock.now = 204.0
+    history.note([Transition("optimizer", False, 203.0, 0.25, 25), Transition("kv_cache", True, 203.5, 0.5, 40)])
+    with history.phase("generate"):
+        clock.now = 210.0
+    history.end_step()
+    _, step = history.steps
+    assert step == StepMemory(
+        200.0,
+        210.0,
+        {"actor": 10, "optimizer": 0, "kv_cache": 0},
+        (Level(200.0, "optimizer", 20), Level(203.25, "optimizer", 0), Level(203.5, "kv_cache", 40)),
+        (Span("update", 200.5, 203.0), Span("generate", 204.0, 210.0)),
+        (
+            Span("wake optimizer", 200.0, 200.5),
+            Span("sleep optimizer", 203.0, 203.25),
+            Span("wake kv_cache", 203.5, 204.0),
+        ),
+    )
+    assert step.series() == (
+        [0.0, 3.25, 3.5, 10.0],
+        {"actor": [10, 10, 10, 10], "optimizer": [20, 0, 0, 0], "kv_cache": [0, 0, 40, 40]},
+    )
+
+
+def test_what_grows_without_a_move_is_seen_at_the_next_look(clock: SimpleNamespace) -> None:
+    sizes = {"optimizer": 0}
+    history = History(lambda: sizes)
+    history.note([])
+    history.end_step()
+    clock.now = 1.0
+    with history.phase("update"):
+        clock.now = 2.0
+        sizes["optimizer"] = 8
+        history.note([])
+        clock.now = 3.0
+    history.end_step()
+    assert history.steps[-1].series() == ([0.0, 1.0, 2.0], {"optimizer": [0, 8, 8]})
+
+
+def test_only_the_last_steps_and_levels_are_kept(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_LEVELS", 2)
+    sizes = {"kv_cache": 0}
+    history = History(lambda: sizes)
+    for number in range(1, KEPT_STEPS + 3):
+        for add in range(4):
+            clock.now, sizes["kv_cache"] = clock.now + 1.0, 10 * number + add
+            history.note([])
+        history.end_step()
+    assert len(history.steps) == KEPT_STEPS
+    last = history.steps[-1]
+    assert last.before == {"kv_cache": 61} and [level.num_bytes for level in last.levels] == [62, 63]
+
+
+def test_leases_tell_when_and_how_much(clock: SimpleNamespace) -> None:
+    """Two residents of one owner sleep in one call, whose seconds count once."""
+
+    def takes(seconds: float) -> None:
+        clock.now += seconds
+
+    def sleep(_: frozenset[str]) -> None:
+        takes(2.0)
+
+    residents = [
+        Resident("engine_weights", lambda: 3, sleep, lambda: takes(1.0)),
+        Resident("kv_cache", lambda: 40, sleep, lambda: takes(0.5), after=("engine_weights",)),
+    ]
+    leases = Leases(residents)
+    for tags in (("engine_weights", "kv_cache"), ()):
+        with leases.lease(tags):
+            pass
+    assert leases.drain_transitions() == [
+        Transition("engine_weights", True, 0.0, 1.0, 3),
+        Transition("kv_cache", True, 1.0, 0.5, 40),
+        Transition("kv_cache", False, 1.5, 2.0, 40),
+        Transition("engine_weights", False, 3.5, 0.0, 3),
+    ]
