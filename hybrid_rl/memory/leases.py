@@ -46,8 +46,9 @@ class Resident:
 
 @dataclass(frozen=True)
 class Transition:
-    """One resident going to sleep or waking. start: of the call, on time.perf_counter; seconds: that it took; if it
-    moves several, all with the first of them, and the others start at its end. num_bytes: of the resident while it is awake."""
+    """One resident going to sleep or waking. start: of the call, on time.perf_counter; seconds: that it took. If it
+    moves several, all of them with the first, and the others start at its end. num_bytes: of the resident while it is
+    awake."""
 
     tag: str
     awake: bool
