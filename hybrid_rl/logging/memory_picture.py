@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.memory.cycle import RESIDENTS
-from hybrid_rl.memory.history import Span, StepMemory
+from hybrid_rl.memory.history import StepMemory
 
 MEMORY, PHASES, MOVES = 0, 1, 2  # threads of a process in a trace
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -78,8 +78,11 @@ def chrome_trace(ranks: Sequence[Sequence[StepMemory]]) -> dict[str, Any]:
         events += [_named(rank, thread, "thread_name", name) for thread, name in ((PHASES, "phases"), (MOVES, "moves"))]
         for step in steps:
             events += _counters(rank, step)
-            events += _durations(rank, PHASES, step.phases)
-            events += _durations(rank, MOVES, step.moves)
+            for phase in step.phases:
+                events.append(_duration(rank, PHASES, phase.name, phase.start, phase.end - phase.start))
+            for move in step.moves:
+                verb = "wake" if move.awake else "sleep"
+                events.append(_duration(rank, MOVES, f"{verb} {move.tag}", move.start, move.seconds))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -96,7 +99,5 @@ def _counters(rank: int, step: StepMemory) -> Iterator[dict[str, Any]]:
         yield {"ph": "C", "name": "memory (bytes)", "pid": rank, "tid": MEMORY, "ts": at, "args": values}
 
 
-def _durations(rank: int, thread: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    for span in spans:
-        place = {"pid": rank, "tid": thread, "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
-        yield {"ph": "X", "name": span.name, **place}
+def _duration(rank: int, thread: int, name: str, start: float, seconds: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": rank, "tid": thread, "ts": start * 1e6, "dur": seconds * 1e6}

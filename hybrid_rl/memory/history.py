@@ -16,7 +16,7 @@ KEPT_LEVELS = 4096  # of one step, which may hold any number of evaluations
 
 @dataclass(frozen=True)
 class Span:
-    """A phase, or the sleep or wake of a resident. start, end: seconds of time.perf_counter."""
+    """A phase of the cycle. start, end: seconds of time.perf_counter."""
 
     name: str
     start: float
@@ -37,7 +37,7 @@ class StepMemory:
     """The memory of one process over a training step: from the first phase or move after the last one to its end.
 
     start, end: seconds of time.perf_counter. before: bytes by resident at the start; levels: what changed since, in
-    order. phases, moves: when the process was in a phase of the cycle, and when it put residents to sleep or woke them.
+    order. phases: when the process was in a phase of the cycle, by their end. moves: sleeps and wakes, in order.
     """
 
     start: float
@@ -45,7 +45,7 @@ class StepMemory:
     before: Mapping[str, int]
     levels: tuple[Level, ...]
     phases: tuple[Span, ...]
-    moves: tuple[Span, ...]
+    moves: tuple[Transition, ...]
 
     def series(self) -> tuple[list[float], dict[str, list[int]]]:
         """Return M moments in seconds since the start, from 0 to the end of the step, and for every resident [M] bytes:
@@ -78,7 +78,7 @@ class History:
         self._before = dict(self._known)
         self._levels: deque[Level] = deque()
         self._phases: deque[Span] = deque(maxlen=KEPT_LEVELS)
-        self._moves: deque[Span] = deque(maxlen=KEPT_LEVELS)
+        self._moves: deque[Transition] = deque(maxlen=KEPT_LEVELS)
 
     @property
     def steps(self) -> list[StepMemory]:

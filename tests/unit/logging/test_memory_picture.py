@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rl.logging.memory_picture import chrome_trace, draw_memory, predicted_line, shown
 from hybrid_rl.memory.history import Level, Span, StepMemory
+from hybrid_rl.memory.leases import Transition
 
 # Two seconds of update, one of moving, four of generating.
 STEP = StepMemory(
@@ -19,7 +20,7 @@ STEP = StepMemory(
     {"kv_cache": 0, "teacher": 0, "actor": 10, "optimizer": 20},
     (Level(52.0, "optimizer", 0), Level(52.5, "kv_cache", 40)),
     (Span("update", 50.0, 52.0), Span("generate", 53.0, 57.0)),
-    (Span("sleep optimizer", 52.0, 52.5), Span("wake kv_cache", 52.5, 53.0)),
+    (Transition("optimizer", False, 52.0, 0.5, 20), Transition("kv_cache", True, 52.5, 0.5, 40)),
 )
 
 
