@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,10 +65,9 @@ class StepMemory:
 
 
 class History:
-    """Keeps the last KEPT_STEPS steps. bytes_now: bytes by resident, 0 for those that sleep."""
+    """Keeps the last KEPT_STEPS steps."""
 
-    def __init__(self, bytes_now: Callable[[], Mapping[str, int]]) -> None:
-        self._bytes_now = bytes_now
+    def __init__(self) -> None:
         self._steps: deque[StepMemory] = deque(maxlen=KEPT_STEPS)
         self._known: dict[str, int] = {}
         self._begin()
@@ -96,21 +95,15 @@ class History:
             self._phases.append(Span(name, start, time.perf_counter()))
 
     def note(self, moved: Iterable[Transition]) -> None:
-        """Add what residents take now. moved: transitions since the last call, oldest first: a resident that sleeps has
-        given its memory back at their end, one that wakes takes it from their start on."""
-        now = time.perf_counter()
+        """Add transitions, oldest first: a resident that sleeps has given its memory back at the end of its, one that
+        wakes takes it from the start on."""
         for transition in moved:
             self._start = transition.start if self._start is None else self._start
-            end = transition.start + transition.seconds
-            self._moves.append(
-                Span(f"{'wake' if transition.awake else 'sleep'} {transition.tag}", transition.start, end)
-            )
+            self._moves.append(transition)
             if transition.awake:
                 self._add(transition.start, transition.tag, transition.num_bytes)
             else:
-                self._add(end, transition.tag, 0)
-        for tag, num_bytes in self._bytes_now().items():
-            self._add(now, tag, num_bytes)
+                self._add(transition.start + transition.seconds, transition.tag, 0)
 
     def _add(self, at: float, tag: str, num_bytes: int) -> None:
         if self._known.get(tag) == num_bytes:
@@ -121,10 +114,12 @@ class History:
             oldest = self._levels.popleft()
             self._before[oldest.tag] = oldest.num_bytes
 
-    def end_step(self) -> None:
-        """Close the record of the step that is running, and begin the next."""
-        levels = sorted(self._levels, key=lambda level: level.at)
+    def end_step(self, bytes_now: Mapping[str, int]) -> None:
+        """Close the record of the step that is running, and begin the next. bytes_now: by resident, 0 if it sleeps."""
         now = time.perf_counter()
+        for tag, num_bytes in bytes_now.items():
+            self._add(now, tag, num_bytes)
+        levels = sorted(self._levels, key=lambda level: level.at)
         step = (dict(self._before), tuple(levels), tuple(self._phases), tuple(self._moves))
         self._steps.append(StepMemory(now if self._start is None else self._start, now, *step))
         self._begin()

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.memory.cycle import Phase
 from hybrid_rl.memory.history import History, StepMemory
-from hybrid_rl.memory.leases import Leases
+from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
@@ -22,18 +23,30 @@ class WorkerBase:
         # An engine's memory comes from the device itself: PyTorch must not keep memory that an update has freed.
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
-        self.history = History(self.leases.resident_bytes)
+        self.movable: set[str] = set()  # tags of the residents that can sleep
+        self.history = History()
         self._seconds = {"sleep": 0.0, "wake": 0.0}  # since the last step
 
+    def hold(self, resident: Resident) -> None:
+        """Register what is in this rank's memory. If it can sleep, it does so now."""
+        self.leases.add(resident)
+        if resident.wake is not None:
+            self.movable.add(resident.tag)
+
     @contextmanager
-    def lease(self, tags: frozenset[str], name: str = "") -> Iterator[None]:
+    def lease(self, tags: frozenset[str]) -> Iterator[None]:
         """Have these residents in memory inside the block."""
         with self.leases.lease(tags):
-            self._note()
-            with self.history.phase(name):
-                yield
+            self._note_moves()
+            yield
 
-    def _note(self) -> None:
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Have what a phase needs in memory inside the block, and note when it was."""
+        with self.lease(phase.tags), self.history.phase(phase.name):
+            yield
+
+    def _note_moves(self) -> None:
         """Add what has moved to the history of the step."""
         moved = self.leases.drain_transitions()
         for transition in moved:
@@ -44,10 +57,10 @@ class WorkerBase:
     def memory_metrics(self) -> dict[str, float]:
         """Return bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since
         the last call. It ends a step of the history."""
-        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in self.leases.resident_bytes().items()}
-        metrics.update({f"memory/{name}_bytes": float(size) for name, size in measure().items()})
-        self._note()
-        self.history.end_step()
+        sizes = self.leases.resident_bytes()
+        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in {**sizes, **measure()}.items()}
+        self._note_moves()
+        self.history.end_step(sizes)
         for verb, seconds in self._seconds.items():
             metrics[f"timing/{verb}"] = seconds
             self._seconds[verb] = 0.0

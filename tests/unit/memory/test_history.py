@@ -22,26 +22,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
-    sizes = {"actor": 10, "optimizer": 0, "kv_cache": 0}
-    history = History(lambda: sizes)
+    history = History()
     clock.now = 100.0
-    history.note([])
-    history.end_step()
-    clock.now = 200.0  # the optimizer wakes for half a second, and finds state of 5 bytes more at the end
-    sizes["optimizer"] = 20
-    clock.now = 200.5
-    update = Transition("optimizer", True, 200.0, 0.5, 20)
+    history.end_step({"actor": 10, "optimizer": 0, "kv_cache": 0})
+    wake = Transition("optimizer", True, 200.0, 0.5, 20)
+    # Its first update gave it state of 5 bytes more, which is seen as it leaves.
     leave, generate = Transition("optimizer", False, 203.0, 0.25, 25), Transition("kv_cache", True, 203.5, 0.5, 40)
-    history.note([update])
+    clock.now = 200.5
+    history.note([wake])
     with history.phase("update"):
         clock.now = 203.0
-        sizes["optimizer"] = 25
-    sizes |= {"optimizer": 0, "kv_cache": 40}
     clock.now = 204.0
     history.note([leave, generate])
     with history.phase("generate"):
         clock.now = 210.0
-    history.end_step()
+    history.end_step({"actor": 10, "optimizer": 0, "kv_cache": 40})
     _, step = history.steps
     assert step == StepMemory(
         200.0,
@@ -49,7 +44,7 @@ def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
         {"actor": 10, "optimizer": 0, "kv_cache": 0},
         (Level(200.0, "optimizer", 20), Level(203.25, "optimizer", 0), Level(203.5, "kv_cache", 40)),
         (Span("update", 200.5, 203.0), Span("generate", 204.0, 210.0)),
-        (update, leave, generate),
+        (wake, leave, generate),
     )
     assert step.series() == (
         [0.0, 3.25, 3.5, 10.0],
@@ -57,30 +52,28 @@ def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
     )
 
 
-def test_what_grows_without_a_move_is_seen_at_the_next_look(clock: SimpleNamespace) -> None:
-    sizes = {"optimizer": 0}
-    history = History(lambda: sizes)
-    history.note([])
-    history.end_step()
+def test_what_grows_without_a_move_is_seen_at_the_end_of_the_step(clock: SimpleNamespace) -> None:
+    history = History()
+    history.end_step({"optimizer": 0})
     clock.now = 1.0
     with history.phase("update"):
         clock.now = 2.0
-        sizes["optimizer"] = 8
-        history.note([])
+    history.end_step({"optimizer": 8})
+    with history.phase("update"):
         clock.now = 3.0
-    history.end_step()
-    assert history.steps[-1].series() == ([0.0, 1.0, 2.0], {"optimizer": [0, 8, 8]})
+    history.end_step({"optimizer": 8})
+    _, first, second = history.steps
+    assert first.series() == ([0.0, 1.0, 1.0], {"optimizer": [0, 8, 8]})
+    assert second.series() == ([0.0, 1.0], {"optimizer": [8, 8]})
 
 
 def test_only_the_last_steps_and_levels_are_kept(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_LEVELS", 2)
-    sizes = {"kv_cache": 0}
-    history = History(lambda: sizes)
+    history = History()
     for number in range(1, KEPT_STEPS + 3):
         for add in range(4):
-            clock.now, sizes["kv_cache"] = clock.now + 1.0, 10 * number + add
-            history.note([])
-        history.end_step()
+            history.note([Transition("kv_cache", True, number + 0.1 * add, 0.0, 10 * number + add)])
+        history.end_step({"kv_cache": 10 * number + 3})
     assert len(history.steps) == KEPT_STEPS
     last = history.steps[-1]
     assert last.before == {"kv_cache": 61} and [level.num_bytes for level in last.levels] == [62, 63]
