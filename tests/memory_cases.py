@@ -16,6 +16,7 @@ from hybrid_rl.config.validate import optimizer_steps_per_training_step
 from hybrid_rl.controller import LocalBackend, RankContext
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,
@@ -177,7 +178,8 @@ class MeasuredStep:
 
     def _residents(self) -> dict[str, list[Tensor]]:
         worker = self.worker
-        roles, engine = worker._roles, worker._side.client.engine
+        roles = worker._roles
+        engine: Any = worker._side.client.engine
         found = {ACTOR: shards(worker._actor.model.module), OPTIMIZER: worker._actor.optimizer.tensors()}
         found["gradients"] = gradients(worker._actor)
         if roles._reference is not None:
@@ -196,9 +198,10 @@ class MeasuredStep:
                     *(local_tensor(p._unsharded_param) for p in whole if hasattr(p, "_unsharded_param")),
                     *(tensor for parameter in whole for tensor in parameter.all_gather_outputs),
                 ]
-        cache = getattr(engine, "_cache", None)
-        if cache is not None:
-            found[KV_CACHE] = [tensor for pair in cache._memory.values() for tensor in pair]
+        if isinstance(engine, ColocatedEngine):
+            found |= {ENGINE_WEIGHTS: shards(engine.weights.model), KV_CACHE: vllm_caches(engine)}
+        else:
+            found[KV_CACHE] = [tensor for pair in engine._cache._memory.values() for tensor in pair]
         return found
 
 
@@ -218,6 +221,12 @@ def gradients(role: Any) -> list[Tensor]:
     optimizer = role.optimizer
     holders = (*optimizer._parameters.values(), *optimizer._targets.values())
     return [local_tensor(holder.grad) for holder in holders if holder.grad is not None]
+
+
+def vllm_caches(engine: Any) -> list[Tensor]:
+    """Keys and values of a vLLM in this process."""
+    executor = engine._llm.engine_core.engine_core.model_executor
+    return [cache for cache in executor.driver_worker.worker.model_runner.kv_caches if isinstance(cache, Tensor)]
 
 
 def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
