@@ -72,6 +72,11 @@ class WorkerSetup:
         return RewardList.of(self.rewards.functions).max_length(self.max_length)
 
     @property
+    def has_reward_models(self) -> bool:
+        """Whether models are among the reward functions."""
+        return bool(RewardList.of(self.rewards.functions).models)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the reference's logprobs are needed."""
         return needs_reference(self.config)
