@@ -2,7 +2,7 @@
 
 The models are built on meta, by transformers as the trainer and by vLLM as the engine, with stand-ins for the other
 ranks; nothing is downloaded and no weight exists. Of a tensor-parallel group the first and the last rank are written.
-`load_trace` of benchmarks.planned reads the files.
+`load_trace` of hybrid_rl.resharding.trace_files reads the files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
-from benchmarks.planned import save_trace  # noqa: E402
-from benchmarks.vllm_meta import trace_on_meta, views_on_meta  # noqa: E402
+from hybrid_rl.resharding.trace_files import save_trace  # noqa: E402
+from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"
 SIZES = (1, 2, 4, 8)
