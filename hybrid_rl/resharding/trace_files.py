@@ -48,6 +48,16 @@ def save_trace(trace: Trace, path: Path) -> None:
     np.savez_compressed(path, **columns)
 
 
+def read_sources(path: Path) -> dict[str, tuple[int, ...]]:
+    """Read only the names and shapes of what a trace in a file takes. Raises HandoffError if it is not a trace."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            head = json.loads(stored["head"].tobytes().decode())
+        return {name: tuple(shape) for name, shape, _ in head["sources"]}
+    except (OSError, ValueError, KeyError) as error:
+        raise HandoffError(f"cannot read a trace from {path}: {error}") from error
+
+
 def load_trace(path: Path) -> Trace:
     """Read what `save_trace` wrote. Raises HandoffError if the file is not a trace."""
     try:
