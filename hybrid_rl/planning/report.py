@@ -10,14 +10,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_rl.memory.cycle import Cycle, Phase
+from hybrid_rl.memory.cycle import RESIDENTS, Cycle, Phase
 from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
 from hybrid_rl.planning.step_time import StepTime
 
-NEEDED, STAYS, ON_HOST, GONE = "needed", "stays", "host", "-"
-STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim"}
+NEEDED, STAYS, ON_HOST, GONE, UNKNOWN = "needed", "stays", "host", "-", ""
+STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim", UNKNOWN: ""}
 LINK_NAMES = {"local": "its own GPU", "host": "GPUs of its host", "remote": "other hosts"}
 
 
@@ -66,7 +66,7 @@ def memory_table(memory: MemoryPlan) -> Table:
     unit = unit_of(phase.device_bytes for phase in memory.phases)
     peak = memory.peak
     table = _table("", *(_heading(phase) for phase in memory.phases))
-    for name in memory.residents:
+    for name in sorted(memory.residents, key=_rank):
         sizes = [phase.bytes_of(name) for phase in memory.phases]
         if any(sizes):
             table.add_row(name, *(unit.number(size) for size in sizes))
@@ -125,18 +125,23 @@ def _units(memory: MemoryPlan) -> str:
 
 
 def _residents(cycle: Cycle) -> list[str]:
-    """Return the tags that some phase needs, in the order of the phases."""
-    return list(dict.fromkeys(name for phase in cycle for name in sorted(phase.tags)))
+    """Return the tags that some phase needs."""
+    return [name for name in RESIDENTS if any(name in phase.tags for phase in cycle)]
 
 
 def _state(name: str, phase: Phase, memory: MemoryPlan) -> str:
-    """Return where a resident is in a phase."""
+    """Return where a resident is in a phase; nothing if that phase was not counted."""
     if name in phase.tags:
         return NEEDED
     found = [planned for planned in memory.phases if planned.phase == phase.name]
     if any(planned.bytes_of(name) for planned in found):
         return STAYS
-    return ON_HOST if any(planned.host_bytes_of(name) for planned in found) else GONE
+    return ON_HOST if any(planned.host_bytes_of(name) for planned in found) else GONE if found else UNKNOWN
+
+
+def _rank(name: str) -> int:
+    """Return the place of a resident in a table: those of the cycle first, in its order."""
+    return RESIDENTS.index(name) if name in RESIDENTS else len(RESIDENTS)
 
 
 def _legend(cycle: Cycle, memory: MemoryPlan) -> str:
