@@ -48,7 +48,12 @@ class StandIn:
         self._library.stand_in_log.restype = ctypes.c_char_p
 
     def reset(
-        self, *, granularity: int = 4096, budget: int = UNLIMITED, virtual_memory: bool = True, file_handles: bool = True
+        self,
+        *,
+        granularity: int = 4096,
+        budget: int = UNLIMITED,
+        virtual_memory: bool = True,
+        file_handles: bool = True,
     ) -> None:
         """Set the limits; no fault is planned then."""
         sizes = ctypes.c_uint64(granularity), ctypes.c_uint64(budget)
@@ -96,4 +101,3 @@ def stand_in() -> StandIn:
     made = StandIn(built())
     made.reset()
     return made
-
