@@ -108,12 +108,8 @@ def comparable(folder: Path) -> list[dict[str, Any]]:
 
 def compare_checkpoints(first: Path, second: Path) -> None:
     """Assert that weights and optimizers of two checkpoints are equal to the bit."""
-    names = sorted(
-        str(path.relative_to(first)) for path in first.rglob("*.safetensors") if "optimizer" not in path.parts
-    )
-    assert names and names == sorted(
-        str(path.relative_to(second)) for path in second.rglob("*.safetensors") if "optimizer" not in path.parts
-    )
+    names = weight_files(first)
+    assert names and names == weight_files(second)
     for name in names:
         mine, theirs = load_file(first / name), load_file(second / name)
         assert mine.keys() == theirs.keys()
@@ -124,3 +120,9 @@ def compare_checkpoints(first: Path, second: Path) -> None:
             assert str(one) == str(other)
             for kind in ("exp_avg", "exp_avg_sq", "step", "master"):
                 assert all(torch.equal(tensor, other[kind][key]) for key, tensor in one[kind].items())
+
+
+def weight_files(checkpoint: Path) -> list[str]:
+    """Names of the files of models in a checkpoint."""
+    files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*.safetensors"))
+    return sorted(str(path) for path in files if "optimizer" not in path.parts)
