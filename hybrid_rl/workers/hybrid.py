@@ -61,7 +61,7 @@ class HybridWorker(WorkerBase):
         self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
         self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
-        self._cycle = memory_phases(config, has_reward_models=setup.has_reward_models).cycle
+        self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
         model = build_model(setup.model, config, context, is_trained=True)
         model.verify()
