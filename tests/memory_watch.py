@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Collection, Sequence
 from itertools import combinations
+from pathlib import Path
 
 from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle, Phase
@@ -98,3 +101,23 @@ class Recorder:
         for mine, steps in zip(self.ranks, self._trainer.policy.memory_history(), strict=True):
             mine.append(steps[-1])
         return metrics
+
+
+def held_bytes() -> int:
+    """Memory of this process: its own pages, and those of memory files, which it need not have mapped."""
+    status = Path("/proc/self/status").read_text()
+    own = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+    files = [path for path in Path("/proc/self/fd").iterdir() if "/memfd:hybrid_rl" in _target(path)]
+    return own + sum(path.stat().st_blocks * 512 for path in files)
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # of the listing itself
+        return ""
+
+
+def slope(values: Sequence[float]) -> float:
+    """The median slope of all pairs: a jump of somebody else's does not count."""
+    return statistics.median((values[b] - values[a]) / (b - a) for a, b in combinations(range(len(values)), 2))
