@@ -31,14 +31,14 @@ VLLM: dict[str, Any] = {
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     draw_nothing(monkeypatch)
     # Temporary files of ranks: the path of a socket may not be long.
-    with tempfile.TemporaryDirectory(prefix="t", dir=Path(tempfile.gettempdir()).anchor + "tmp") as short:
-        with folders(tmp_path) as make:
+    root = Path(tempfile.gettempdir()).anchor + "tmp"
+    with tempfile.TemporaryDirectory(prefix="t", dir=root) as short, folders(tmp_path) as make:
 
-            def trainer(*, num_ranks: int, **keys: Any) -> Trainer:
-                ranks = {} if num_ranks == 1 else {"num_ranks": num_ranks, "env_vars": {"TMPDIR": short}}
-                return make(**{**VLLM, **ranks, **keys})
+        def trainer(*, num_ranks: int, **keys: Any) -> Trainer:
+            ranks = {} if num_ranks == 1 else {"num_ranks": num_ranks, "env_vars": {"TMPDIR": short}}
+            return make(**{**VLLM, **ranks, **keys})
 
-            yield trainer
+        yield trainer
 
 
 @pytest.mark.timeout(900)
