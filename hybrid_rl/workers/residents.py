@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from hybrid_rl.memory.region import Region
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.optimizer import Optimizer
 
 
@@ -55,10 +53,8 @@ class TrainerMemory:
             for module in modules:
                 own_memory(module)
 
-        def weights() -> dict[str, Tensor]:
-            return dict(
-                chain.from_iterable(module.named_parameters(prefix=str(at)) for at, module in enumerate(modules))
-            )
+        def weights() -> list[Tensor]:
+            return [tensor for model in models for tensor in _weights(model)]
 
         return self._resident(tag, weights, modules, regions)
 
@@ -74,12 +70,12 @@ class TrainerMemory:
     def _resident(
         self,
         tag: str,
-        tensors: Callable[[], Mapping[str, Tensor] | Sequence[Tensor]],
+        tensors: Callable[[], Sequence[Tensor]],
         modules: Sequence[nn.Module] = (),
         regions: Sequence[Region] = (),
     ) -> Resident:
         if tag not in self._offload:
-            return Resident(tag, lambda: sum(local_tensor(t).nbytes for t in _values(tensors())))
+            return Resident(tag, lambda: sum(tensor.nbytes for tensor in tensors()))
         assert self._arena is not None
         memory = OffloadedTensors(tag, tensors, self._arena, regions)
         guard = _Guard(tag, modules)
@@ -119,8 +115,8 @@ class _Guard:
         )
 
 
-def _values(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Iterator[Tensor]:
-    return iter(tensors.values() if isinstance(tensors, Mapping) else tensors)
+def _weights(model: CausalLM) -> list[Tensor]:
+    return model.shards() if isinstance(model, ShardedCausalLM) else list(model.module.parameters())
 
 
 def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Resident:
