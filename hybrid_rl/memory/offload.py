@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.tensors.boxes import local_tensor
 
 
