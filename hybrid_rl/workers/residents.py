@@ -60,6 +60,9 @@ class TrainerMemory:
                 chain.from_iterable(module.named_parameters(prefix=str(at)) for at, module in enumerate(modules))
             )
 
+        if any(isinstance(model, ShardedCausalLM) for model in models):
+            shards = weights()  # while weights are gathered, a module names these instead
+            return self._resident(tag, lambda: shards, modules, regions)
         return self._resident(tag, weights, modules, regions)
 
     def optimizer(self, optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
