@@ -48,11 +48,15 @@ class Resident:
 
 @dataclass(frozen=True)
 class Transition:
-    """One resident going to sleep or waking. seconds: of the call; if it moves several, all with the first of them."""
+    """One resident going to sleep or waking. start: of the call, on time.perf_counter; seconds: that it took. If it
+    moves several, all of them with the first, and the others start at its end. num_bytes: of the resident while it is
+    awake."""
 
     tag: str
     awake: bool
+    start: float
     seconds: float
+    num_bytes: int
 
 
 class Leases:
@@ -169,21 +173,25 @@ class Leases:
             assert sleep is not None
             together = [tag for tag in leaving if self._residents[tag].sleep == sleep]
             what = f"sleep of {' and '.join(map(repr, together))}"
-            seconds = self._do(what, functools.partial(sleep, frozenset(together)))
+            sizes = [self._residents[tag].num_bytes() for tag in together]
+            start, seconds = self._do(what, functools.partial(sleep, frozenset(together)))
             self._awake.difference_update(together)
-            self._transitions += [Transition(tag, False, 0.0 if at else seconds) for at, tag in enumerate(together)]
+            self._transitions += [
+                Transition(tag, False, start + seconds if at else start, 0.0 if at else seconds, size)
+                for at, (tag, size) in enumerate(zip(together, sizes, strict=True))
+            ]
             leaving = [tag for tag in leaving if tag not in together]
         if coming and self._give_back is not None:
             self._do("giving free memory back", self._give_back)
         for tag in coming:
             wake = self._residents[tag].wake
             assert wake is not None
-            seconds = self._do(f"wake of {tag!r}", wake)
+            start, seconds = self._do(f"wake of {tag!r}", wake)
             self._awake.add(tag)
-            self._transitions.append(Transition(tag, True, seconds))
+            self._transitions.append(Transition(tag, True, start, seconds, self._residents[tag].num_bytes()))
 
-    def _do(self, what: str, action: Callable[[], None]) -> float:
-        """Carry out a part of a transition and return its seconds."""
+    def _do(self, what: str, action: Callable[[], None]) -> tuple[float, float]:
+        """Carry out a part of a transition and return its start and its seconds."""
         start = time.perf_counter()
         try:
             action()
@@ -191,7 +199,7 @@ class Leases:
             # Half-moved memory must not be used: every later lease refuses and names the first cause.
             self._broken = f"{what}: {type(error).__name__}: {error}"
             raise
-        return time.perf_counter() - start
+        return start, time.perf_counter() - start
 
     def drain_transitions(self) -> list[Transition]:
         """Return the transitions since the last call, oldest first."""

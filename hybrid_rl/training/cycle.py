@@ -27,8 +27,7 @@ from hybrid_rl.training.spec import LossSpec
 
 @dataclass(frozen=True)
 class MemoryPhases:
-    """What a rank of the policy holds, and when. residents: tags of all of it. offload: those that go to host memory.
-    engine_sleeps: the engine gives its memory back."""
+    """What a rank of the policy holds, and when. residents: tags of all of it. offload: of what goes to host memory."""
 
     cycle: Cycle
     residents: frozenset[str]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.memory.cycle import Phase
+from hybrid_rl.memory.history import History, StepMemory
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
@@ -21,6 +24,8 @@ class WorkerBase:
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
         self.movable: set[str] = set()  # tags of the residents that can sleep
+        self.history = History()
+        self._seconds = {"sleep": 0.0, "wake": 0.0}  # since the last step
 
     def hold(self, resident: Resident) -> None:
         """Register what is in this rank's memory. If it can sleep, it does so now."""
@@ -28,20 +33,43 @@ class WorkerBase:
         if resident.wake is not None:
             self.movable.add(resident.tag)
 
-    def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def lease(self, tags: frozenset[str]) -> Iterator[None]:
         """Have these residents in memory inside the block."""
-        return self.leases.lease(tags)
+        with self.leases.lease(tags):
+            self._note_moves()
+            yield
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Have what a phase needs in memory inside the block, and note when it was."""
+        with self.lease(phase.tags), self.history.phase(phase.name):
+            yield
+
+    def _note_moves(self) -> None:
+        """Add what has moved to the history of the step."""
+        moved = self.leases.drain_transitions()
+        for transition in moved:
+            self._seconds["wake" if transition.awake else "sleep"] += transition.seconds
+        self.history.note(moved)
 
     @dispatch(collect="all")
     def memory_metrics(self) -> dict[str, float]:
         """Return bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since
-        the last call."""
-        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in self.leases.resident_bytes().items()}
-        metrics.update({f"memory/{name}_bytes": float(size) for name, size in measure().items()})
-        moved = self.leases.drain_transitions()
-        metrics["timing/sleep"] = sum(t.seconds for t in moved if not t.awake)
-        metrics["timing/wake"] = sum(t.seconds for t in moved if t.awake)
+        the last call. It ends a step of the history."""
+        sizes = self.leases.resident_bytes()
+        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in {**sizes, **measure()}.items()}
+        self._note_moves()
+        self.history.end_step(sizes)
+        for verb, seconds in self._seconds.items():
+            metrics[f"timing/{verb}"] = seconds
+            self._seconds[verb] = 0.0
         return metrics
+
+    @dispatch(collect="all")
+    def memory_history(self) -> list[StepMemory]:
+        """Return what was in memory over the last steps, oldest first."""
+        return self.history.steps
 
     @dispatch(collect="all")
     def probe_rank(self) -> RankProbe:

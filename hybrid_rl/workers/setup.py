@@ -25,6 +25,11 @@ class RewardSetup:
     available_columns: tuple[str, ...] | None
     num_added: int = 0
 
+    @property
+    def has_models(self) -> bool:
+        """Whether models are among the reward functions."""
+        return bool(RewardList.of(self.functions).models)
+
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave."""
         return None if given is None else [*given, *([1.0] * self.num_added)]
@@ -70,11 +75,6 @@ class WorkerSetup:
     def engine_length(self) -> int:
         """Tokens of the longest sequence that the engine must take: a sample, or a question to a judge."""
         return RewardList.of(self.rewards.functions).max_length(self.max_length)
-
-    @property
-    def has_reward_models(self) -> bool:
-        """Whether models are among the reward functions."""
-        return bool(RewardList.of(self.rewards.functions).models)
 
     @property
     def needs_reference(self) -> bool:

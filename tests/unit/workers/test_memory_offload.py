@@ -105,8 +105,8 @@ def test_a_run_with_everything_moving_is_the_same_to_the_bit(
 def test_every_phase_has_what_it_needs_and_no_more(
     run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that moves in a step, from the probe of the previous handoff on: one model at a time, and the actor gone while
-    the engine generates."""
+    """All that moves in a step, from the probe of the previous handoff on: one model at a time, and the actor gone
+    while the engine generates."""
     kept: list[Transition] = []
     drain = Leases.drain_transitions
 
