@@ -4,6 +4,7 @@ one of several."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from hybrid_rl.memory.cycle import (
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    Phase,
 )
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import TrainerState
@@ -158,34 +160,20 @@ class MeasuredStep:
     # ------------------------------------------------------------------------------------------------- what to watch
 
     def _watch(self, memory: MeasuredMemory) -> None:
-        """Every phase is what it computes. What moves between two of them is the phase "moves"."""
+        """Phases are those of the worker; optimizer steps, and what moves between two phases, are measured apart."""
         worker = self.worker
-        roles, actor = worker._roles, worker._actor
-        watched: list[tuple[Any, str, str]] = [
-            (worker.leases, "_move_to", "moves"),
-            (worker._side, "publish", "publish"),
-            (worker._side, "verify", "publish"),
-            (worker._probe, "expected", "publish"),
-            (worker._client, "generate", "check"),
-            (worker._rollout, "run", "generate"),
-            (actor, "columns", "score_actor"),
-            (actor, "update", "update"),
-            (actor.optimizer, "step", "update: optimizer step"),
-            (roles._reference, "logprobs", "score_reference"),
-            (roles._teacher, "logprobs", "score_teacher"),
-            (roles._critic, "values", "score_critic"),
-            (roles._critic, "update", "update_critic"),
-        ]
+        roles, watched = worker._roles, worker.watched
+
+        @contextmanager
+        def measured(phase: Phase) -> Iterator[None]:
+            with watched(phase), memory.phase(phase.name):
+                yield
+
+        worker.watched = measured  # type: ignore[method-assign]
+        memory.during(worker.leases, "_move_to", "moves")
+        memory.during(worker._actor.optimizer, "step", "update: optimizer step")
         if roles._critic is not None:
-            watched.append((roles._critic.optimizer, "step", "update_critic: optimizer step"))
-        for owner, method, phase in watched:
-            if owner is not None:
-                memory.during(owner, method, phase)
-        own = {"columns": actor.columns}  # bound when the worker was made
-        worker._scorers = [
-            (tags, [own.get(getattr(scorer, "__name__", ""), scorer) for scorer in scorers])
-            for tags, scorers in worker._scorers
-        ]
+            memory.during(roles._critic.optimizer, "step", "update_critic: optimizer step")
 
     def _residents(self) -> dict[str, list[Tensor]]:
         worker = self.worker
