@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_rl.memory.comparison import Expected
 
-# 45 x 16 embeddings, tied; two layers of 272 + 136 + 136 + 256 attention, 1,536 MLP and 32 norms; a norm of 16: float32.
+# 45 x 16 embeddings, tied; two layers of 272 + 136 + 136 + 256 attention, 1,536 MLP and 32 norms; a norm: float32.
 ACTOR_BYTES = (720 + 2 * 2368 + 16) * 4
 OPTIMIZER_BYTES = 2 * ACTOR_BYTES + 26 * 4  # two moments, and a step counter for each of 26 tensors
 CACHE_BYTES = 2 * 16 * 16 * (8 + 16) * 4  # of 2 layers: 16 blocks of 16 tokens, keys of 8, values of 16 (padded)
@@ -17,7 +17,7 @@ ALWAYS = {"actor": ACTOR_BYTES, "optimizer": OPTIMIZER_BYTES}
 
 def plan(**changes: dict[str, int]) -> Expected:
     residents = {"publish": ALWAYS, "update": ALWAYS, "generate": {**ALWAYS, "kv_cache": CACHE_BYTES}} | changes
-    return Expected(residents, {phase: 10**9 for phase in residents})
+    return Expected(residents, dict.fromkeys(residents, 10**9))
 
 
 def test_a_step_that_takes_what_was_planned_deviates_by_nothing(make_bench, caplog: pytest.LogCaptureFixture) -> None:
