@@ -4,6 +4,7 @@ one of several."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from hybrid_rl.memory.cycle import (
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    Phase,
 )
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import TrainerState
@@ -67,6 +69,7 @@ SIZES: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
+ARENA, ASLEEP = "arena", "asleep"  # host memory; a region without pages, whose tensors still have their address
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_PROMPTS, NUM_GENERATIONS = 16, 48, 4, 4
 SAMPLE_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 PACKED_TOKENS = PROMPT_TOKENS + NUM_GENERATIONS * COMPLETION_TOKENS  # of a group, its prompt counted once
@@ -85,7 +88,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "beta": 0.05},
     "checkpointing": {"gradient_checkpointing": True},
     "ranks": {},
-    "offload": {"beta": 0.05, "offload": [ACTOR, OPTIMIZER, REFERENCE]},
+    "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {
     "engine": "vllm",
@@ -127,7 +130,7 @@ class MeasuredStep:
         try:
             client = self.worker._side.client
             client._thread, client._advance = None, client._step
-            with MeasuredMemory(self._residents) as memory:
+            with MeasuredMemory(self._residents, on_host=(ARENA, ASLEEP)) as memory:
                 self._watch(memory)
                 for step in (0, 1, 2):
                     memory.forget()
@@ -157,22 +160,18 @@ class MeasuredStep:
     # ------------------------------------------------------------------------------------------------- what to watch
 
     def _watch(self, memory: MeasuredMemory) -> None:
+        """Phases are those of the worker; optimizer steps, and what moves between two phases, are measured apart."""
         worker = self.worker
-        roles, actor = worker._roles, worker._actor
-        memory.during(worker._side, "publish", "publish")
-        memory.during(worker, "_probe", "check")
-        memory.during(worker._rollout, "run", "generate")
-        memory.during(actor, "columns", "score_actor")
-        memory.during(actor, "update", "update")
-        memory.during(actor.optimizer, "step", "update: optimizer step")
-        for role, method, phase in (
-            (roles._reference, "logprobs", "score_reference"),
-            (roles._teacher, "logprobs", "score_teacher"),
-            (roles._critic, "values", "score_critic"),
-            (roles._critic, "update", "update_critic"),
-        ):
-            if role is not None:
-                memory.during(role, method, phase)
+        roles, watched = worker._roles, worker.watched
+
+        @contextmanager
+        def measured(phase: Phase) -> Iterator[None]:
+            with watched(phase), memory.phase(phase.name):
+                yield
+
+        worker.watched = measured  # type: ignore[method-assign]
+        memory.during(worker.leases, "_move_to", "moves")
+        memory.during(worker._actor.optimizer, "step", "update: optimizer step")
         if roles._critic is not None:
             memory.during(roles._critic.optimizer, "step", "update_critic: optimizer step")
 
@@ -181,6 +180,11 @@ class MeasuredStep:
         roles = worker._roles
         engine: Any = worker._side.client.engine
         found = {ACTOR: shards(worker._actor.model.module), OPTIMIZER: worker._actor.optimizer.tensors()}
+        region = getattr(worker._actor.model, "region", None)
+        if region is not None and region._released:
+            found[ASLEEP] = found.pop(ACTOR)
+        arena = worker._memory._arena
+        found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
         found["gradients"] = gradients(worker._actor)
         if roles._reference is not None:
             found[REFERENCE] = shards(roles._reference.model.module)

@@ -23,8 +23,10 @@ from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.planning.rows import Samples, learning_batch
+from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
 from hybrid_rl.planning.storages import Held, LiveStorages
+from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import prepared_column
@@ -44,7 +46,7 @@ class PassMemory:
 @dataclass(frozen=True)
 class Counted:
     """A model on the meta device that is to be counted. device_type: of the ranks, "cuda" or "cpu"; config: of the run,
-    whose keys decide how the model runs."""
+    whose keys decide how the model runs; sharding: over the ranks, None on a single one."""
 
     module: PreTrainedModel
     config: TrainerConfig
@@ -52,6 +54,7 @@ class Counted:
     is_packed: bool = True
     checkpoints: bool = False
     offloads: bool = False
+    sharding: ShardOptions | None = None
 
     def model(self) -> CountedModel:
         """Wrap the module. Its parameters are shared with all others that were made of it."""
@@ -65,8 +68,10 @@ class Counted:
         prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
-        routers = Routers(model) if spec.reads_routers else None
-        beside = SideModels(reference, routers, LoadBalance.of(model, self.config.algorithm.router_aux_loss_coef))
+        with self._named(), Kernels(self.device_type):  # both run the model once
+            routers = Routers(model) if spec.reads_routers else None
+            balance = LoadBalance.of(model, self.config.algorithm.router_aux_loss_coef)
+        beside = SideModels(reference, routers, balance)
 
         def run() -> None:
             loss, *_ = micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec), beside)
@@ -124,7 +129,7 @@ class Counted:
         """Return what each layer caches of a token."""
         model, recorder = self.model(), ShapeRecorder()
         zero = torch.zeros(1, dtype=torch.int64, device="meta")
-        with torch.no_grad(), self._named():
+        with torch.no_grad(), self._named(), Kernels(self.device_type):
             model.hidden_states(zero, zero, recorder)
         return recorder.layers
 
@@ -138,10 +143,13 @@ class Counted:
         live = LiveStorages(self.module)
         try:
             with self._named(), torch.enable_grad(), Kernels(self.device_type), live:
-                if not is_first:
-                    for parameter in trained:
-                        parameter.grad = torch.empty_like(parameter)
-                        live.count_gradient(parameter)
+                if self.sharding is not None:
+                    with ShardedPass(self.module, self.sharding, live, is_first=is_first).running():
+                        run()
+                    return PassMemory(live.fullest, live.most_others, model.host_bytes)
+                for parameter in [] if is_first else trained:
+                    parameter.grad = torch.empty_like(parameter)
+                    live.count_gradient(parameter)
                 run()
         finally:
             for parameter in trained:

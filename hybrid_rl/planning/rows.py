@@ -71,10 +71,8 @@ def learning_batch(samples: Samples, config: TrainerConfig, spec: LossSpec) -> B
         names += ["values", "returns"]
     extra: dict[str, Jagged] = {name: per_token() for name in names}
     if spec.num_top:
-        extra |= {
-            "old_top_ids": per_token(spec.num_top, dtype=torch.int64),
-            "old_top_logprobs": per_token(spec.num_top),
-        }
+        extra["old_top_ids"] = per_token(spec.num_top, dtype=torch.int64)
+        extra["old_top_logprobs"] = per_token(spec.num_top)
     return Batch(
         {
             **columns,
