@@ -119,6 +119,8 @@ class Trainer(Tenant):
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
+        if run.memory.offload:
+            self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
         hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
         starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():

@@ -31,6 +31,7 @@ class Resident:
     sleep, wake: do the work; only the leases call them. None: it stays in memory. sleep receives tags: residents with
     the same function, because they have one owner, that go to sleep in one transition do so in one call.
     after: tags that, in a transition that moves both, wake before it and go to sleep after it.
+    starts_awake: whether it is in memory when it is registered; always, if it cannot sleep.
     """
 
     tag: str
@@ -38,6 +39,7 @@ class Resident:
     sleep: Callable[[frozenset[str]], None] | None = None
     wake: Callable[[], None] | None = None
     after: tuple[str, ...] = ()
+    starts_awake: bool = False
 
     def __post_init__(self) -> None:
         if (self.sleep is None) != (self.wake is None):
@@ -54,7 +56,7 @@ class Transition:
 
 
 class Leases:
-    """The residents of this process and their state. Residents that can sleep start asleep.
+    """The residents of this process and their state.
 
     gather: returns the objects of all ranks, in rank order; None = one rank. It is called once per outermost lease, so
     all ranks of a group must take their leases together.
@@ -86,7 +88,7 @@ class Leases:
         residents = self._residents | {resident.tag: resident}
         self._order = _wake_order(residents)
         self._residents = residents
-        if resident.wake is None:
+        if resident.wake is None or resident.starts_awake:
             self._awake.add(resident.tag)
 
     @property

@@ -20,7 +20,7 @@ class Region:
     """Tensors in one shared mapping of an anonymous file (memfd), which other processes can map through `fd`.
 
     Its address range is reserved at once and its pages when they are first written, so an unused part costs nothing. It
-    is not thread-safe.
+    is not thread-safe. `release` and `restore` let it sleep at one address; in between no process may use its tensors.
 
     tag: the name in errors.
     capacity_bytes: the most that can be allocated.
@@ -36,6 +36,7 @@ class Region:
         self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._num_bytes = 0
         self._closed = False
+        self._released = False
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +46,8 @@ class Region:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor of zeros, 64-byte aligned. Raises MemoryStateError if the capacity is used up."""
         self._require_open("allocated from")
+        if self._released:
+            raise MemoryStateError(f"region {self.tag!r} is asleep; wake it before allocating")
         num_elements = math.prod(shape)
         if num_elements == 0:
             return torch.empty(shape, dtype=dtype)
@@ -70,6 +73,45 @@ class Region:
         span = (sum((extent - 1) * stride for extent, stride in steps) + 1) * tensor.itemsize
         offset = tensor.data_ptr() - self._address
         return offset if offset >= 0 and offset + span <= self._num_bytes else None
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind the mapping now, as the operating system counts them."""
+        self._require_open("measured")
+        return os.fstat(self.fd).st_blocks * 512
+
+    def content(self) -> Tensor:
+        """Return all its tensors as one: uint8 [num_bytes], a view."""
+        self._require_open("read")
+        if self._num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._num_bytes)
+
+    def release(self) -> None:
+        """Give its pages back, for all processes that map it; the content is lost, addresses stay. Idempotent.
+
+        Raises MemoryStateError if the system refuses; the content is then undefined.
+        """
+        self._require_open("put to sleep")
+        try:
+            self._release_pages()
+        except OSError as error:
+            raise MemoryStateError(f"region {self.tag!r}: its pages could not be released ({error})") from error
+        self._released = True
+
+    def restore(self) -> None:
+        """Have memory again, which reads zeros. Idempotent.
+
+        Nothing can stop a process from using a tensor of a released region, but such a use takes pages: then it raises
+        MemoryStateError, and stays released; after another `release` it can be restored.
+        """
+        self._require_open("woken")
+        if self._released and (touched := self.occupied_bytes):
+            raise MemoryStateError(
+                f"region {self.tag!r} was used while it slept and takes {touched} bytes: reads gave zeros, and writes "
+                f"are lost; lease it wherever it is used"
+            )
+        self._released = False
 
     def close(self) -> None:
         """Release everything for good; idempotent. Tensors that are still held read zeros; their addresses stay valid

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.memory.leases import Leases
+from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
@@ -20,6 +20,13 @@ class WorkerBase:
         # An engine's memory comes from the device itself: PyTorch must not keep memory that an update has freed.
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
+        self.movable: set[str] = set()  # tags of the residents that can sleep
+
+    def hold(self, resident: Resident) -> None:
+        """Register what is in this rank's memory. If it can sleep, it does so now."""
+        self.leases.add(resident)
+        if resident.wake is not None:
+            self.movable.add(resident.tag)
 
     def lease(self, tags: frozenset[str]) -> AbstractContextManager[None]:
         """Have these residents in memory inside the block."""

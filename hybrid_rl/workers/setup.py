@@ -25,6 +25,11 @@ class RewardSetup:
     available_columns: tuple[str, ...] | None
     num_added: int = 0
 
+    @property
+    def has_models(self) -> bool:
+        """Whether models are among the reward functions."""
+        return bool(RewardList.of(self.functions).models)
+
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave."""
         return None if given is None else [*given, *([1.0] * self.num_added)]

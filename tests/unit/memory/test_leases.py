@@ -57,6 +57,14 @@ def test_at_the_start_only_what_is_kept_is_awake(leases: Leases) -> None:
     assert leases.resident_bytes() == {"kv": 0, "optimizer": 0, "engine": 0, "actor": 7}
 
 
+def test_what_starts_awake_goes_to_sleep_first(memory: Memory) -> None:
+    memory.present.add("kv")
+    leases = Leases([replace(memory.resident("kv", 100), starts_awake=True), memory.resident("engine", 3)])
+    assert leases.awake == {"kv"}
+    with leases.lease({"engine"}):
+        assert memory.log == ["sleep kv", "wake engine"]
+
+
 def test_sleep_comes_before_wake(leases: Leases, memory: Memory) -> None:
     """Were kv (first in the alphabet and in the list) woken first, both would be in memory together."""
     with leases.lease({"engine", "optimizer"}):
