@@ -100,7 +100,7 @@ def _embedded(skeleton: PreTrainedModel, dtype: torch.dtype, hosts: Sequence[str
     """Return the plan of an engine that decodes from the trainer's modules: several ranks gather the full weights."""
     if len(hosts) == 1:
         return HandoffPlan("the engine generates with the trainer's own tensors: nothing is moved", {})
-    specs = [TensorSpec(name, tuple(t.shape), dtype) for name, t in named_weights(skeleton).items()]
+    specs = [TensorSpec(name, tuple(t.shape), dtype) for name, t in skeleton.named_parameters()]
     layout: SourceLayout = fsdp_layout(specs, len(hosts), replicas=replicas, hosts=hosts)
     links = gathered(layout, 0)
     return HandoffPlan(

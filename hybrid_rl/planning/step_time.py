@@ -8,7 +8,7 @@ FSDP's communication to hide behind computation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel
 
@@ -56,6 +56,10 @@ class ModelWork:
             experts=sum(p.numel() for p in experts.values()),
             expert_share=min(1.0, getattr(config, "num_experts_per_tok", num_experts) / num_experts),
         )
+
+    def without_head(self) -> ModelWork:
+        """Return the work of the same model with a number in place of the vocabulary."""
+        return replace(self, head=0)
 
     @property
     def parameters_per_token(self) -> float:
@@ -106,7 +110,7 @@ class Lengths:
 class Generation:
     """How a step generates. ranks_per_engine: that share one copy of the weights; max_num_seqs: decoded together;
     kv_cache_tokens: of an engine, None = enough; kv_bytes: of a token; element_bytes: of a weight; extra_samples:
-    completions besides those that are trained on."""
+    completions besides those that are trained on; is_shared: a group's prompt is computed once."""
 
     ranks_per_engine: int
     max_num_seqs: int
@@ -114,6 +118,7 @@ class Generation:
     kv_bytes: int
     element_bytes: int
     extra_samples: int = 0
+    is_shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def _rollout_seconds(work: StepWork, rates: Rates, assumed: Assumptions) -> floa
         return lengths.completion * (max(read / bandwidth, products / flops) + assumed.pass_seconds)
 
     waves, rest = divmod(samples, slots)
-    prompts = -(-samples // lengths.num_generations)
+    prompts = -(-samples // lengths.num_generations) if generation.is_shared else samples
     prefill = 2 * policy.parameters_per_token * prompts * lengths.prompt
     prefill += 4 * prompts * lengths.prompt**2 / 2 * policy.attention_width * policy.num_layers
     return prefill / flops + waves * decoding(slots) + (decoding(rest) if rest else 0.0)

@@ -57,6 +57,9 @@ def test_rollout_by_hand() -> None:
     shared = replace(generation, ranks_per_engine=2, kv_cache_tokens=None)
     seconds = step_time(replace(WORK, generation=shared), RATES, HALF).seconds["rollout"]
     assert seconds == pytest.approx(2 * prefill / 2 + 2 * ((50 + 6 * 5 * 2) / 100 + 1))
+    # Without a cache of prefixes every sample computes its prompt.
+    repeated = step_time(replace(WORK, generation=replace(shared, is_shared=False)), RATES, HALF).seconds["rollout"]
+    assert repeated == pytest.approx(seconds + (6 - 2) * prefill / 2)
     # Where products take longer than reading, they count.
     slow = step_time(replace(WORK, generation=shared), replace(RATES, flops=100.0), HALF).seconds["rollout"]
     assert slow == pytest.approx(2 * prefill * 10 / 2 + 2 * (2 * 6 * 50 / 100 + 1))
