@@ -77,7 +77,7 @@ class StandIn:
 
 @functools.cache
 def built() -> Driver:
-    """Compile both libraries as setup.py does, once for sources that did not change. Skips the test if that cannot be."""
+    """Compile both libraries as setup.py does, once for sources that did not change. Skips the test where it cannot."""
     text = b"".join(path.read_bytes() for path in READ)
     digest = hashlib.sha256(text).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"hybrid_rl_stand_in_{os.getuid()}_{digest}"
