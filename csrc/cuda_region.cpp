@@ -117,6 +117,7 @@ struct Chunk {
 } // namespace hybrid_rl::cuda
 
 using namespace hybrid_rl::cuda;
+using namespace hybrid_rl::dlpack;
 
 struct HybridRlRegion {
  public:
@@ -431,23 +432,6 @@ struct HybridRlRegion {
 };
 
 namespace {
-
-// What DLPack says a tensor is (dlpack.h, version 0.8): PyTorch takes this form.
-struct DLTensor {
-  void* data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
-
-struct DLManagedTensor {
-  DLTensor tensor;
-  void* context;
-  void (*deleter)(DLManagedTensor*);
-};
 
 struct View {
   DLManagedTensor managed;

@@ -73,3 +73,24 @@ HYBRID_RL_EXPORT int32_t hybrid_rl_region_close(HybridRlRegion* region, char* me
 HYBRID_RL_EXPORT void hybrid_rl_region_drop(HybridRlRegion* region);
 
 HYBRID_RL_EXPORT void hybrid_rl_region_info(HybridRlRegion* region, HybridRlRegionInfo* info);
+
+namespace hybrid_rl::dlpack {
+
+// What DLPack says a tensor is (dlpack.h, version 0.8): PyTorch takes this form.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+} // namespace hybrid_rl::dlpack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from hybrid_rl.memory.cuda_driver import Driver
 ROOT = Path(__file__).parents[1]
 UNLIMITED = 2**64 - 1
 SOURCES = {"region": ROOT / "csrc" / "cuda_region.cpp", "driver": ROOT / "tests" / "cuda_stand_in.cpp"}
-HEADERS = sorted((ROOT / "csrc").glob("cuda_*.h"))
+READ = [*SOURCES.values(), *sorted((ROOT / "csrc").glob("cuda_*.h")), ROOT / "setup.py"]
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,8 @@ class StandIn:
 
 @functools.cache
 def built() -> Driver:
-    """Compile both libraries, once for sources that did not change. Skips the test without a compiler."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    text = b"".join(path.read_bytes() for path in [*SOURCES.values(), *HEADERS])
+    """Compile both libraries as setup.py does, once for sources that did not change. Skips the test where it cannot."""
+    text = b"".join(path.read_bytes() for path in READ)
     digest = hashlib.sha256(text).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"hybrid_rl_stand_in_{os.getuid()}_{digest}"
     folder.mkdir(exist_ok=True)
@@ -87,10 +86,10 @@ def built() -> Driver:
         target = folder / f"{name}.so"
         if not target.exists():
             made = folder / f"{name}.{os.getpid()}.so"
-            flags = ("-O1", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden")
-            done = subprocess.run(
-                [compiler, *flags, str(source), "-o", str(made), "-ldl"], capture_output=True, text=True, check=False
-            )
+            command = [*_setup().region_command([str(source)], made), "-Wall", "-Wextra", "-Werror"]
+            if shutil.which(command[0]) is None:
+                pytest.skip("needs a C++ compiler")
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             made.replace(target)
     return Driver(folder / "region.so", str(folder / "driver.so"))
@@ -101,3 +100,12 @@ def stand_in() -> StandIn:
     made = StandIn(built())
     made.reset()
     return made
+
+
+def _setup() -> Any:
+    pytest.importorskip("setuptools")
+    spec = importlib.util.spec_from_file_location("hybrid_rl_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,7 +1,7 @@
 """The compiled half of regions on GPUs, by its plain C interface (csrc/cuda_region.h).
 
-It needs neither CUDA's headers nor PyTorch's, so it is built wherever there is a C++ compiler; libcuda is looked for when
-the first region is made. Calls release Python's lock, and none of them calls back into Python.
+It needs neither CUDA's headers nor PyTorch's, so it is built wherever there is a C++ compiler; libcuda is looked for
+when the first region is made. Calls release Python's lock, and none of them calls back into Python.
 """
 
 from __future__ import annotations

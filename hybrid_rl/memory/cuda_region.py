@@ -20,8 +20,8 @@ CHUNK_BYTES = 2**28  # of physical memory that is had in one piece
 
 @dataclass(frozen=True)
 class Handles:
-    """The physical memory of a region for other processes of the machine: a file descriptor and the bytes of each piece,
-    in order. The descriptors are the holder's to close."""
+    """The physical memory of a region for other processes of the machine: a file descriptor and the bytes of each
+    piece, in order. The descriptors are the holder's to close."""
 
     fds: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -145,8 +145,8 @@ class CudaRegion(TensorRegion):
 class OpenedRegion:
     """A region of another process of this machine, mapped for a device of this one; it must only be read.
 
-    handles: as the owner gave them; they may be closed afterwards. device: of the tensors here; its GPU must have access
-    to the memory of the owner's. read_only: let the device refuse to write. driver: None = that of CUDA.
+    handles: as the owner gave them; they may be closed afterwards. device: of the tensors here; its GPU must have
+    access to the memory of the owner's. read_only: let the device refuse to write. driver: None = that of CUDA.
 
     It stays mapped while it, or a tensor over it, is held. Raises MemoryStateError if it cannot be mapped.
     """
