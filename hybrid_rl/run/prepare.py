@@ -53,6 +53,7 @@ from hybrid_rl.run.checks import (
 from hybrid_rl.run.inputs import Data, load_data
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
+from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
@@ -240,6 +241,7 @@ class Run:
     eval_params: SamplingParams
     max_steps: int
     resume: Path | None
+    memory: MemoryPhases
     lock: FolderLock | None = None  # on the folder of a resumed run
 
     @property
@@ -326,6 +328,7 @@ def prepare(
     rewards, names = check_rewards(
         reward_funcs, resolved, columns, has_eval=data.eval is not None, processing_classes=processing_classes
     )
+    phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
@@ -334,7 +337,7 @@ def prepare(
     if resume is not None:
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
-    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, lock)
+    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, phases, lock)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -260,6 +261,16 @@ class Optimizer:
         for group, rate in zip(self._adamw.param_groups, rates, strict=True):
             group["lr"] = rate
         set_schedule(self._schedule, num_steps, rates)
+
+
+@contextmanager
+def no_gradients_left(optimizer: Optimizer) -> Iterator[None]:
+    """Drop accumulated gradients if the block fails: nobody reads them again, and others need their memory."""
+    try:
+        yield
+    except BaseException:
+        optimizer.clear()
+        raise
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:

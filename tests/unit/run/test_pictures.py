@@ -1,0 +1,66 @@
+"""When the pictures of memory are drawn, and that nothing of it ends a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging import memory_picture
+from hybrid_rl.memory.history import Level, Span, StepMemory
+from hybrid_rl.run.pictures import MemoryPictures, save_trace
+
+STEP = StepMemory(1.0, 3.0, {"actor": 10}, (Level(2.0, "actor", 0),), (Span("update", 1.0, 2.0),), ())
+
+
+class Ranks:
+    """A group whose rank 0 has one step, and counts how often it is asked."""
+
+    has_ended = False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_asked, self._error = 0, error
+
+    def memory_history(self) -> list[list[StepMemory]]:
+        self.num_asked += 1
+        if self._error is not None:
+            raise self._error
+        return [[STEP], []]
+
+
+def test_a_trace_is_written_but_not_of_nothing_or_to_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no training step yet"):
+        save_trace([[], []], tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match="cannot write .*no/trace.json"):
+        save_trace([[STEP]], tmp_path / "no" / "trace.json")
+    told = json.loads(save_trace([[STEP], []], tmp_path / "trace.json").read_text())
+    assert {event["name"] for event in told["traceEvents"] if event["ph"] in "CX"} == {"memory (bytes)", "update"}
+
+
+def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(memory_picture, "draw_memory", lambda step, path, *, title, predicted: drawn.append(title[-7:]))
+    ranks: Any = Ranks()
+    pictures = MemoryPictures(ranks, tmp_path, {})
+    pictures.draw(10)  # fit() with nothing to do
+    assert not ranks.num_asked
+    sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
+    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, wakes)):
+        pictures.look(step, metrics)
+    assert drawn == ["step 12", "step 14"] and ranks.num_asked == 2
+    pictures.draw(15)
+    pictures.draw(15)
+    assert drawn == ["step 12", "step 14", "step 15"] and ranks.num_asked == 3
+
+
+def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ranks: Any = Ranks(RuntimeError("a rank is gone"))
+    pictures = MemoryPictures(ranks, tmp_path, {})
+    pictures.look(1, {})
+    pictures.look(2, {})
+    assert "memory.png: RuntimeError: a rank is gone" in caplog.text
