@@ -17,9 +17,9 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
@@ -104,8 +104,9 @@ class _Guard:
     def close(self) -> None:
         """Refuse from now on."""
         for module in self._modules:
-            for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
-                self._hooks.callback(register(self._refuse).remove)
+            self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
+            for child in module.modules():
+                self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
 
     def open(self) -> None:
         """Refuse no more."""
