@@ -89,7 +89,7 @@ class TrainerMemory:
             guard.open()
 
         sleep(frozenset({tag}))
-        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake)
+        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake, atomic=True)
 
 
 class _Guard:
@@ -133,7 +133,8 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         client.at_rest().wake({WEIGHTS})
 
     # They are gathered from the actor's shards.
-    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,))
+    num_bytes = gathered_bytes(model)
+    return Resident(ENGINE_WEIGHTS, lambda: num_bytes, sleep=sleep, wake=wake, after=(ACTOR,), collective=True)
 
 
 def kv_cache_resident(client: EngineClient) -> Resident:
@@ -144,4 +145,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
+        atomic=True,
     )

@@ -71,17 +71,23 @@ class PagedCache:
 
     def allocate(self) -> None:
         """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
-        NaN."""
-        for index, layer in self.layers.items():
-            outer = (self.num_blocks, layer.num_heads)
-            if self.device.type == "cpu":
-                keys = _lazy_zeros((*outer, layer.key_dim, self.block_size), layer.dtype)
-                values = _lazy_zeros((*outer, self.block_size, layer.padded_value_dim), layer.dtype)
-            else:
-                shape = (self.num_blocks, self.block_size, layer.num_heads)
-                keys = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
-                values = torch.zeros(*shape, layer.padded_value_dim, dtype=layer.dtype, device=self.device)
-            self._memory[index] = (keys, values)
+        NaN. If there is not enough, none is kept, and what the allocator says is raised."""
+        try:
+            for index, layer in self.layers.items():
+                self._memory[index] = self._allocated(layer)
+        except BaseException:
+            self.free()
+            raise
+
+    def _allocated(self, layer: LayerShape) -> tuple[Tensor, Tensor]:
+        outer = (self.num_blocks, layer.num_heads)
+        if self.device.type == "cpu":
+            keys = _lazy_zeros((*outer, layer.key_dim, self.block_size), layer.dtype)
+            values = _lazy_zeros((*outer, self.block_size, layer.padded_value_dim), layer.dtype)
+            return keys, values
+        shape = (self.num_blocks, self.block_size, layer.num_heads)
+        keys = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
+        return keys, torch.zeros(*shape, layer.padded_value_dim, dtype=layer.dtype, device=self.device)
 
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
