@@ -56,7 +56,7 @@ def folders(path: Path) -> Iterator[Callable[..., Trainer]]:
     build_tokenizer().save_pretrained(judge)
 
     def make(case: str = "grpo", *, offload: bool | list[str] = True, **keys: Any) -> Trainer:
-        rewards = [spread, str(judge)] if "reward" in CASES[case]["phases"] else [spread]
+        rewards = [keys.pop("reward", spread), *([str(judge)] if "reward" in CASES[case]["phases"] else [])]
         tags = CASES[case]["offload"] if offload is True else offload or []
         chosen = {**KEYS, **CASES[case]["keys"], "memory.offload": tags, **keys}
         chosen = {"output_dir": str(path / "runs"), "run_name": f"{case}-{bool(offload)}", **chosen}
