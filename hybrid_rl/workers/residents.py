@@ -17,9 +17,9 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
@@ -133,8 +133,9 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         client.at_rest().wake({WEIGHTS})
 
     # They are gathered from the actor's shards.
-    num_bytes = gathered_bytes(model)
-    return Resident(ENGINE_WEIGHTS, lambda: num_bytes, sleep=sleep, wake=wake, after=(ACTOR,), collective=True)
+    return Resident(
+        ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
+    )
 
 
 def kv_cache_resident(client: EngineClient) -> Resident:

@@ -70,13 +70,13 @@ class PagedCache:
         return bool(self._memory)
 
     def allocate(self) -> None:
-        """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
-        NaN. If there is not enough, none is kept, and what the allocator says is raised."""
+        """Get the memory, all of it or none, all zeros: hidden places weigh nothing, but nothing times a NaN left in
+        fresh memory is NaN."""
         try:
             for index, layer in self.layers.items():
                 self._memory[index] = self._allocated(layer)
         except BaseException:
-            self.free()
+            self.free()  # at once: the error may be kept, and the frames that it remembers with it
             raise
 
     def _allocated(self, layer: LayerShape) -> tuple[Tensor, Tensor]:
