@@ -55,7 +55,10 @@ class OffloadedTensors:
 
     def resident(self, after: tuple[str, ...] = ()) -> Resident:
         """Make its resident. after: as there."""
-        return Resident(self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=not self.is_asleep)
+        starts_awake = not self.is_asleep
+        return Resident(
+            self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=starts_awake, atomic=True
+        )
 
     def sleep(self, tags: frozenset[str] = frozenset()) -> None:
         """Copy its bytes to the arena and free its memory. tags: not used; residents give them.
