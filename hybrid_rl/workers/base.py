@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.memory.comparison import Comparison, DevicePeak, Expected
 from hybrid_rl.memory.cycle import Phase
 from hybrid_rl.memory.history import History, StepMemory
 from hybrid_rl.memory.leases import Leases, Resident
@@ -16,15 +17,20 @@ from hybrid_rl.workers.preflight import RankProbe, probe_rank
 
 
 class WorkerBase:
-    """A rank of a worker group: its leases and its measured memory."""
+    """A rank of a worker group: its leases and its measured memory. expected: what the plan of the run says of it, None
+    if there is no plan."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, expected: Expected | None = None) -> None:
         self._context = context
         # An engine's memory comes from the device itself: PyTorch must not keep memory that an update has freed.
         give_back = torch.cuda.empty_cache if context.device.type == "cuda" else None
         self.leases = Leases(gather=context.gather if context.num_ranks > 1 else None, give_back=give_back)
         self.movable: set[str] = set()  # tags of the residents that can sleep
         self.history = History()
+        self._comparison: Comparison | None = None
+        if expected is not None:
+            peak = DevicePeak(context.device) if context.device.type == "cuda" else None
+            self._comparison = Comparison(expected, self.leases.resident_bytes, peak)
         self._seconds = {"sleep": 0.0, "wake": 0.0}  # since the last step
 
     def hold(self, resident: Resident) -> None:
@@ -42,8 +48,15 @@ class WorkerBase:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Have what a phase needs in memory inside the block, and note when it was."""
-        with self.lease(phase.tags), self.history.phase(phase.name):
+        """Have what a phase needs in memory inside the block, and watch it."""
+        with self.lease(phase.tags), self.watched(phase):
+            yield
+
+    @contextmanager
+    def watched(self, phase: Phase) -> Iterator[None]:
+        """Note when this phase was, and compare its memory with the plan."""
+        comparing = nullcontext() if self._comparison is None else self._comparison.phase(phase.name)
+        with self.history.phase(phase.name), comparing:
             yield
 
     def _note_moves(self) -> None:
@@ -55,8 +68,8 @@ class WorkerBase:
 
     @dispatch(collect="all")
     def memory_metrics(self) -> dict[str, float]:
-        """Return bytes by resident (0 = asleep), as measured for the process, and seconds of the sleeps and wakes since
-        the last call. It ends a step of the history."""
+        """Return bytes by resident (0 = asleep), as measured for the process, seconds of the sleeps and wakes since the
+        last call, and how far the memory was from its plan. It ends a step of the history."""
         sizes = self.leases.resident_bytes()
         metrics = {f"memory/{tag}_bytes": float(size) for tag, size in {**sizes, **measure()}.items()}
         self._note_moves()
@@ -64,7 +77,7 @@ class WorkerBase:
         for verb, seconds in self._seconds.items():
             metrics[f"timing/{verb}"] = seconds
             self._seconds[verb] = 0.0
-        return metrics
+        return metrics if self._comparison is None else metrics | self._comparison.drain()
 
     @dispatch(collect="all")
     def memory_history(self) -> list[StepMemory]:

@@ -54,7 +54,7 @@ class HybridWorker(WorkerBase):
     need."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
-        super().__init__(context)
+        super().__init__(context, setup.expected)
         config = setup.config
         self._config = config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
@@ -134,7 +134,7 @@ class HybridWorker(WorkerBase):
         for tags, scorers in self._scorers:
             with self.lease(tags) if tags else nullcontext():
                 for phase, columns in scorers:
-                    with self.history.phase(phase.name) if phase.is_taken else nullcontext():
+                    with self.watched(phase) if phase.is_taken else nullcontext():
                         batch = batch.with_columns(**columns(batch, plan))
         return batch
 

@@ -154,7 +154,11 @@ def test_an_arena_that_is_too_small_is_told_at_the_start(make: Callable[..., Tra
 def test_a_cache_without_memory_is_told_and_may_come_later(
     make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the in-place engine, whose weights are the actor's. The second layer's keys are one too many."""
+    """Of the in-place engine, whose weights are the actor's."""
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("asked to fail")
+
     keys = {"engine": "inplace", "offload": ["optimizer", "critic", "critic_optimizer"], "save_steps": NUM_STEPS}
     expected = make(**keys, run_name="expected")
     expected.fit()
@@ -163,18 +167,10 @@ def test_a_cache_without_memory_is_told_and_may_come_later(
     worker = worker_of(trainer)
     with worker.lease(frozenset()):
         pass
-    allocated, num_calls = PagedCache._allocated, 0
-
-    def failing(cache: PagedCache, layer: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            raise torch.OutOfMemoryError("asked to fail")
-        return allocated(cache, layer)
-
-    monkeypatch.setattr(PagedCache, "_allocated", failing)
-    with pytest.raises(MemoryRefusedError, match="wake of 'kv_cache': OutOfMemoryError"):
-        trainer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedCache, "_bytes", out_of_memory)
+        with pytest.raises(MemoryRefusedError, match="wake of 'kv_cache': OutOfMemoryError"):
+            trainer.step()
     assert not worker._engine._cache.is_allocated and worker.leases.broken is None
     trainer.fit()
     for one in (expected, trainer):

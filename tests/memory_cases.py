@@ -1,0 +1,249 @@
+"""Training steps whose memory is measured: three sizes of a Qwen2, five configurations, two engines; on one rank, or as
+one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.compat.fsdp import parameters
+from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.config.validate import optimizer_steps_per_training_step
+from hybrid_rl.controller import LocalBackend, RankContext
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.colocated import ColocatedEngine
+from hybrid_rl.memory.cycle import (
+    ACTOR,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    ENGINE_WEIGHTS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    Phase,
+)
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.run.prepare import mini_batches
+from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.weights.sources import StateSource
+from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
+from tests.measured_memory import Measured, MeasuredMemory
+from tests.tiny import build_model, build_tokenizer, ids_of, spread
+
+# What decides where bytes go: many thin layers; wide layers with a head that is not tied; a large vocabulary.
+SIZES: Mapping[str, dict[str, Any]] = {
+    "deep": {
+        "hidden_size": 64,
+        "num_hidden_layers": 10,
+        "intermediate_size": 192,
+        "vocab_size": 512,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "wide": {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "intermediate_size": 1024,
+        "vocab_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "wordy": {
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "intermediate_size": 256,
+        "vocab_size": 16384,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+}
+ARENA, ASLEEP = "arena", "asleep"  # host memory; a region without pages, whose tensors still have their address
+PROMPT_TOKENS, COMPLETION_TOKENS, NUM_PROMPTS, NUM_GENERATIONS = 16, 48, 4, 4
+SAMPLE_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
+PACKED_TOKENS = PROMPT_TOKENS + NUM_GENERATIONS * COMPLETION_TOKENS  # of a group, its prompt counted once
+KEYS: dict[str, Any] = {
+    "prompts_per_step": NUM_PROMPTS,
+    "num_generations": NUM_GENERATIONS,
+    "max_completion_length": COMPLETION_TOKENS,
+    "max_prompt_length": PROMPT_TOKENS,
+    "tokens_per_micro_batch": 2 * PACKED_TOKENS,
+    "kv_cache_memory_bytes": 1 << 20,
+    "old_logprobs": "recompute",
+    "learning_rate": 1e-6,
+}
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "ppo": {"algorithm": "ppo", "beta": 0.05},
+    "checkpointing": {"gradient_checkpointing": True},
+    "ranks": {},
+    "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
+}
+VLLM_KEYS: dict[str, Any] = {
+    "engine": "vllm",
+    "enforce_eager": True,
+    "rollout.vllm.block_size": 32,
+    "per_request_seeds": True,
+}
+
+
+@dataclass
+class MeasuredStep:
+    """A worker that trains, watched. config: resolved; module: as it was built."""
+
+    size: str
+    keys: dict[str, Any]
+    context: RankContext = field(default_factory=RankContext)
+
+    def __post_init__(self) -> None:
+        loaded, given = load_config(KEYS | self.keys)
+        self.config: TrainerConfig = resolve(loaded, given)
+        model: Any = build_case_model(self.size, getattr(torch, self.config.model.dtype))
+        if self.context.num_ranks > 1:
+            model = ModelRecipe.of_module(model, StateSource(dict(model.state_dict())))
+        num_steps = 3 * optimizer_steps_per_training_step(self.config)
+        self._setup = WorkerSetup(
+            model=model,
+            tokenizer=build_tokenizer(),
+            rewards=RewardSetup(spread, ()),
+            config=self.config,
+            num_optimizer_steps=num_steps,
+            num_critic_steps=num_steps,
+            max_length=SAMPLE_TOKENS,
+            probe_ids=tuple(ids_of("1+2=")),
+        )
+
+    def run(self) -> dict[str, Measured]:
+        """Two training steps; what the second took, by phase. The first makes what stays."""
+        group = PolicyGroup(LocalBackend("policy", self._make))
+        try:
+            client = self.worker._side.client
+            client._thread, client._advance = None, client._step
+            with MeasuredMemory(self._residents, on_host=(ARENA, ASLEEP)) as memory:
+                self._watch(memory)
+                for step in (0, 1, 2):
+                    memory.forget()
+                    if step:
+                        self._train(group, step)
+                    group.update_weights(step)
+                return memory.phases
+        finally:
+            group.close()
+
+    def _make(self, context: RankContext) -> HybridWorker:
+        self.worker = HybridWorker(self._setup, self.context if self.context.num_ranks > 1 else context)
+        return self.worker
+
+    def _train(self, group: PolicyGroup, step: int) -> None:
+        text = "1+2=" * (PROMPT_TOKENS // 4)
+        num_prompts = NUM_PROMPTS // self.context.num_ranks
+        rows = [PromptRow(index, text, tuple(ids_of(text)), {}) for index in range(num_prompts)]
+        collector = Collector(group, ("spread",), max_failure_share=0.0)
+        params = SamplingParams(max_tokens=COMPLETION_TOKENS, temperature=1.0)  # nothing ends a completion early
+        collected = collector.rollout(
+            rows, NUM_GENERATIONS, params, step - 1, TrainerState(step, 4, 0.0), purpose=f"train/{step}"
+        )
+        batch = collected.batch.with_columns(mini_batch=mini_batches(collected.batch["group"], self.config, step))
+        group.update(group.advantages(group.score(batch, step)), step)
+
+    # ------------------------------------------------------------------------------------------------- what to watch
+
+    def _watch(self, memory: MeasuredMemory) -> None:
+        """Phases are those of the worker; optimizer steps, and what moves between two phases, are measured apart."""
+        worker = self.worker
+        roles, watched = worker._roles, worker.watched
+
+        @contextmanager
+        def measured(phase: Phase) -> Iterator[None]:
+            with watched(phase), memory.phase(phase.name):
+                yield
+
+        worker.watched = measured  # type: ignore[method-assign]
+        memory.during(worker.leases, "_move_to", "moves")
+        memory.during(worker._actor.optimizer, "step", "update: optimizer step")
+        if roles._critic is not None:
+            memory.during(roles._critic.optimizer, "step", "update_critic: optimizer step")
+
+    def _residents(self) -> dict[str, list[Tensor]]:
+        worker = self.worker
+        roles = worker._roles
+        engine: Any = worker._side.client.engine
+        found = {ACTOR: shards(worker._actor.model.module), OPTIMIZER: worker._actor.optimizer.tensors()}
+        region = getattr(worker._actor.model, "region", None)
+        if region is not None and region._released:
+            found[ASLEEP] = found.pop(ACTOR)
+        arena = worker._memory._arena
+        found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
+        found["gradients"] = gradients(worker._actor)
+        if roles._reference is not None:
+            found[REFERENCE] = shards(roles._reference.model.module)
+        if roles._critic is not None:
+            found[CRITIC] = shards(roles._critic.model.module)
+            found[CRITIC_OPTIMIZER] = roles._critic.optimizer.tensors()
+            found["gradients"] += gradients(roles._critic)
+        for role in (worker._actor, roles._critic):
+            if role is not None and isinstance(role.model, ShardedCausalLM):
+                whole = parameters(role.model.module)
+                found["gradients"] += [tensor for parameter in whole for tensor in _whole_gradients(parameter)]
+                tag = ENGINE_WEIGHTS if role.model.twin.is_bound else "gathered"
+                found[tag] = [
+                    *found.get(tag, []),
+                    *(local_tensor(p._unsharded_param) for p in whole if hasattr(p, "_unsharded_param")),
+                    *(tensor for parameter in whole for tensor in parameter.all_gather_outputs),
+                ]
+        if isinstance(engine, ColocatedEngine):
+            found |= {ENGINE_WEIGHTS: shards(engine.weights.model), KV_CACHE: vllm_caches(engine)}
+        else:
+            found[KV_CACHE] = [tensor for pair in engine._cache._memory.values() for tensor in pair]
+        return found
+
+
+def build_case_model(size: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a size, with random weights."""
+    return build_model(dtype=dtype, **SIZES[size], max_position_embeddings=SAMPLE_TOKENS)
+
+
+def shards(module: nn.Module) -> list[Tensor]:
+    """Weights and buffers of this rank, whatever is gathered now."""
+    whole = [parameter._sharded_param_data for parameter in parameters(module)] or list(module.parameters())
+    return [*whole, *module.buffers()]
+
+
+def gradients(role: Any) -> list[Tensor]:
+    """What a role that learns has accumulated."""
+    optimizer = role.optimizer
+    holders = (*optimizer._parameters.values(), *optimizer._targets.values())
+    return [local_tensor(holder.grad) for holder in holders if holder.grad is not None]
+
+
+def vllm_caches(engine: Any) -> list[Tensor]:
+    """Keys and values of a vLLM in this process."""
+    executor = engine._llm.engine_core.engine_core.model_executor
+    return [cache for cache in executor.driver_worker.worker.model_runner.kv_caches if isinstance(cache, Tensor)]
+
+
+def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
+    """Gradients of a gathered parameter that ranks have not summed yet."""
+    if parameter.unsharded_accumulated_grad is not None:
+        yield parameter.unsharded_accumulated_grad
+    full = getattr(parameter, "_unsharded_param", None)
+    if full is not None and full.grad is not None:
+        yield local_tensor(full.grad)
+
+
+def lines(phases: Mapping[str, Measured]) -> Iterator[str]:
+    """A table for people."""
+    for phase, found in phases.items():
+        held = ", ".join(f"{tag} {size:,}" for tag, size in found.residents.items() if size)
+        yield f"{phase:28} peak {found.peak_bytes:>12,}  transient {found.transient_bytes:>12,}  {held}"
