@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Collection, Sequence
 from itertools import combinations
+from pathlib import Path
 
 from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle, Phase
-from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 
 
@@ -37,45 +40,34 @@ class MemoryWatch:
     def _problems(self, step: StepMemory, awake: set[str]) -> list[str]:
         """The same for a step; `awake` is kept up to date."""
         found: list[str] = []
-        events: list[tuple[float, int, str, str]] = []  # at one moment memory is first given back, then taken
+        phases = sorted(step.phases, key=lambda phase: phase.start)
         for move in step.moves:
-            end = move.start + move.seconds
-            events.append((move.start, 2, "wake", move.tag) if move.awake else (end, 0, "sleep", move.tag))
+            while phases and phases[0].start < move.start:
+                found += self._phase_problems(phases.pop(0), step, awake)
+            tag = move.tag
+            if tag not in self._movable:
+                found.append(f"{tag} moves, and should always be there")
             if move.awake:
-                events.append((end, 2, "is awake", move.tag))
-            else:
-                events.append((move.start, 1, "leaves", move.tag))
-        for phase in step.phases:
-            events += [(phase.start, 3, "begin", phase.name), (phase.end, 1, "end", phase.name)]
-        running: list[str] = []
-        for _, _, what, name in sorted(events):
-            if what in ("wake", "sleep", "is awake", "leaves"):
-                if name not in self._movable:
-                    found.append(f"{name} moves, and should always be there")
-                if running:
-                    found.append(f"{name} moves in the middle of {running}")
-            if what == "begin":
-                running.append(name)
-                wanted = self._phases[name].tags & self._movable
-                if awake != wanted:
-                    found.append(f"{name} needs {sorted(wanted)}, but {sorted(awake)} are awake")
-            elif what == "end":
-                running.remove(name)
-            elif what == "wake":
-                if name in awake:
-                    found.append(f"{name} wakes awake")
-                others = [other for other in sorted(awake) if frozenset({name, other}) in self._apart]
-                found += [f"{name} wakes while {other} is awake" for other in others]
-                awake.add(name)
-            elif what == "sleep":
-                if name not in awake:
-                    found.append(f"{name} goes to sleep asleep")
-                awake.discard(name)
+                others = [other for other in sorted(awake) if frozenset({tag, other}) in self._apart]
+                found += [f"{tag} wakes while {other} is awake" for other in others]
+            if (tag in awake) == move.awake:
+                found.append(f"{tag} wakes awake" if move.awake else f"{tag} goes to sleep asleep")
+            (awake.add if move.awake else awake.discard)(tag)
+        for phase in phases:
+            found += self._phase_problems(phase, step, awake)
         for tag in sorted(self._movable):
             verbs = {move.awake for move in step.moves if move.tag == tag}
             found += [f"{tag} never {word}" for word, verb in (("woke", True), ("slept", False)) if verb not in verbs]
         missing = self._names - {phase.name for phase in step.phases}
         return found + [f"there was no {name}" for name in sorted(missing)]
+
+    def _phase_problems(self, phase: Span, step: StepMemory, awake: set[str]) -> list[str]:
+        found = []
+        wanted = self._phases[phase.name].tags & self._movable
+        if awake != wanted:
+            found.append(f"{phase.name} needs {sorted(wanted)}, but {sorted(awake)} are awake")
+        inside = sorted({move.tag for move in step.moves if phase.start < move.start < phase.end})
+        return found + [f"{tag} moves in the middle of {phase.name}" for tag in inside]
 
 
 def phases_of(trainer: Trainer) -> MemoryPhases:
@@ -98,3 +90,23 @@ class Recorder:
         for mine, steps in zip(self.ranks, self._trainer.policy.memory_history(), strict=True):
             mine.append(steps[-1])
         return metrics
+
+
+def held_bytes() -> int:
+    """Memory of this process: its own pages, and those of memory files, which it need not have mapped."""
+    status = Path("/proc/self/status").read_text()
+    own = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+    files = [path for path in Path("/proc/self/fd").iterdir() if "/memfd:hybrid_rl" in _target(path)]
+    return own + sum(path.stat().st_blocks * 512 for path in files)
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # of the listing itself
+        return ""
+
+
+def slope(values: Sequence[float]) -> float:
+    """The median slope of all pairs: a jump of somebody else's does not count."""
+    return statistics.median((values[b] - values[a]) / (b - a) for a, b in combinations(range(len(values)), 2))

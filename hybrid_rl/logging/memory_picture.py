@@ -71,7 +71,7 @@ def predicted_line(step: StepMemory, predicted: Mapping[str, int]) -> list[tuple
 
 def chrome_trace(ranks: Sequence[Sequence[StepMemory]]) -> dict[str, Any]:
     """Return the steps of every rank in the Trace Event Format: bytes by resident as counters; phases, sleeps and wakes
-    as durations. Times are in microseconds of each rank's own clock, which ranks of one host share."""
+    as durations. Times are microseconds since the epoch, by the clock of each rank's host."""
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(ranks):
         events.append(_named(rank, None, "process_name", f"rank {rank}"))

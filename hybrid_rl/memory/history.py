@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hybrid_rl.memory.leases import Transition
+from hybrid_rl.memory.residents import Transition
 
 KEPT_STEPS = 4
 KEPT_LEVELS = 4096  # of one step, which may hold any number of evaluations
@@ -16,7 +16,7 @@ KEPT_LEVELS = 4096  # of one step, which may hold any number of evaluations
 
 @dataclass(frozen=True)
 class Span:
-    """A phase of the cycle. start, end: seconds of time.perf_counter."""
+    """A phase of the cycle. start, end: seconds since the epoch."""
 
     name: str
     start: float
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Level:
-    """The bytes of a resident from a moment on (seconds of time.perf_counter)."""
+    """The bytes of a resident from a moment on (seconds since the epoch)."""
 
     at: float
     tag: str
@@ -36,7 +36,7 @@ class Level:
 class StepMemory:
     """The memory of one process over a training step: from the first phase or move after the last one to its end.
 
-    start, end: seconds of time.perf_counter. before: bytes by resident at the start; levels: what changed since, in
+    start, end: seconds since the epoch. before: bytes by resident at the start; levels: what changed since, in
     order. phases: when the process was in a phase of the cycle, by their end. moves: sleeps and wakes, in order.
     """
 
@@ -87,23 +87,26 @@ class History:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Note the block as a phase of the cycle."""
-        start = time.perf_counter()
+        start = time.time()
         self._start = start if self._start is None else self._start
         try:
             yield
         finally:
-            self._phases.append(Span(name, start, time.perf_counter()))
+            self._phases.append(Span(name, start, time.time()))
 
     def note(self, moved: Iterable[Transition]) -> None:
         """Add transitions, oldest first: a resident that sleeps has given its memory back at the end of its, one that
         wakes takes it from the start on."""
-        for transition in moved:
-            self._start = transition.start if self._start is None else self._start
-            self._moves.append(transition)
-            if transition.awake:
-                self._add(transition.start, transition.tag, transition.num_bytes)
+        before, end = -1.0, 0.0
+        for move in moved:
+            self._start = move.start if self._start is None else self._start
+            self._moves.append(move)
+            if move.start != before:  # else it went to sleep in one call with the last one
+                before, end = move.start, move.start + move.seconds
+            if move.awake:
+                self._add(move.start, move.tag, move.num_bytes)
             else:
-                self._add(transition.start + transition.seconds, transition.tag, 0)
+                self._add(end, move.tag, 0)
 
     def _add(self, at: float, tag: str, num_bytes: int) -> None:
         if self._known.get(tag) == num_bytes:
@@ -116,7 +119,7 @@ class History:
 
     def end_step(self, bytes_now: Mapping[str, int]) -> None:
         """Close the record of the step that is running, and begin the next. bytes_now: by resident, 0 if it sleeps."""
-        now = time.perf_counter()
+        now = time.time()
         for tag, num_bytes in bytes_now.items():
             self._add(now, tag, num_bytes)
         levels = sorted(self._levels, key=lambda level: level.at)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.tensors.boxes import local_tensor
 
 
@@ -55,7 +55,10 @@ class OffloadedTensors:
 
     def resident(self, after: tuple[str, ...] = ()) -> Resident:
         """Make its resident. after: as there."""
-        return Resident(self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=not self.is_asleep)
+        starts_awake = not self.is_asleep
+        return Resident(
+            self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=starts_awake, atomic=True
+        )
 
     def sleep(self, tags: frozenset[str] = frozenset()) -> None:
         """Copy its bytes to the arena and free its memory. tags: not used; residents give them.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,13 +17,12 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.optimizer import Optimizer
 
 
@@ -55,10 +53,8 @@ class TrainerMemory:
             for module in modules:
                 own_memory(module)
 
-        def weights() -> dict[str, Tensor]:
-            return dict(
-                chain.from_iterable(module.named_parameters(prefix=str(at)) for at, module in enumerate(modules))
-            )
+        def weights() -> list[Tensor]:
+            return [tensor for model in models for tensor in _weights(model)]
 
         if any(isinstance(model, ShardedCausalLM) for model in models):
             shards = weights()  # while weights are gathered, a module names these instead
@@ -77,12 +73,12 @@ class TrainerMemory:
     def _resident(
         self,
         tag: str,
-        tensors: Callable[[], Mapping[str, Tensor] | Sequence[Tensor]],
+        tensors: Callable[[], Sequence[Tensor]],
         modules: Sequence[nn.Module] = (),
         regions: Sequence[Region] = (),
     ) -> Resident:
         if tag not in self._offload:
-            return Resident(tag, lambda: sum(local_tensor(t).nbytes for t in _values(tensors())))
+            return Resident(tag, lambda: sum(tensor.nbytes for tensor in tensors()))
         assert self._arena is not None
         memory = OffloadedTensors(tag, tensors, self._arena, regions)
         guard = _Guard(tag, modules)
@@ -96,7 +92,7 @@ class TrainerMemory:
             guard.open()
 
         sleep(frozenset({tag}))
-        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake)
+        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake, atomic=True)
 
 
 class _Guard:
@@ -122,8 +118,8 @@ class _Guard:
         )
 
 
-def _values(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Iterator[Tensor]:
-    return iter(tensors.values() if isinstance(tensors, Mapping) else tensors)
+def _weights(model: CausalLM) -> list[Tensor]:
+    return model.shards() if isinstance(model, ShardedCausalLM) else list(model.module.parameters())
 
 
 def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Resident:
@@ -140,7 +136,9 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         client.at_rest().wake({WEIGHTS})
 
     # They are gathered from the actor's shards.
-    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,))
+    return Resident(
+        ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
+    )
 
 
 def kv_cache_resident(client: EngineClient) -> Resident:
@@ -151,4 +149,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
+        atomic=True,
     )

@@ -20,7 +20,7 @@ STEP = StepMemory(
     {"kv_cache": 0, "teacher": 0, "actor": 10, "optimizer": 20},
     (Level(52.0, "optimizer", 0), Level(52.5, "kv_cache", 40)),
     (Span("update", 50.0, 52.0), Span("generate", 53.0, 57.0)),
-    (Transition("optimizer", False, 52.0, 0.5, 20), Transition("kv_cache", True, 52.5, 0.5, 40)),
+    (Transition("optimizer", False, 0.5, 52.0, 20), Transition("kv_cache", True, 0.5, 52.5, 40)),
 )
 
 

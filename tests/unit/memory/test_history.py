@@ -15,7 +15,7 @@ from hybrid_rl.memory.leases import Leases, Resident, Transition
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time that only the test moves; for the leases too."""
     clock = SimpleNamespace(now=0.0)
-    clock.perf_counter = lambda: clock.now
+    clock.perf_counter = clock.time = lambda: clock.now
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr("hybrid_rl.memory.leases.time", clock)
     return clock
@@ -25,9 +25,9 @@ def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
     history = History()
     clock.now = 100.0
     history.end_step({"actor": 10, "optimizer": 0, "kv_cache": 0})
-    wake = Transition("optimizer", True, 200.0, 0.5, 20)
+    wake = Transition("optimizer", True, 0.5, 200.0, 20)
     # Its first update gave it state of 5 bytes more, which is seen as it leaves.
-    leave, generate = Transition("optimizer", False, 203.0, 0.25, 25), Transition("kv_cache", True, 203.5, 0.5, 40)
+    leave, generate = Transition("optimizer", False, 0.25, 203.0, 25), Transition("kv_cache", True, 0.5, 203.5, 40)
     clock.now = 200.5
     history.note([wake])
     with history.phase("update"):
@@ -72,7 +72,7 @@ def test_only_the_last_steps_and_levels_are_kept(clock: SimpleNamespace, monkeyp
     history = History()
     for number in range(1, KEPT_STEPS + 3):
         for add in range(4):
-            history.note([Transition("kv_cache", True, number + 0.1 * add, 0.0, 10 * number + add)])
+            history.note([Transition("kv_cache", True, 0.0, number + 0.1 * add, 10 * number + add)])
         history.end_step({"kv_cache": 10 * number + 3})
     assert len(history.steps) == KEPT_STEPS
     last = history.steps[-1]
@@ -97,8 +97,18 @@ def test_leases_tell_when_and_how_much(clock: SimpleNamespace) -> None:
         with leases.lease(tags):
             pass
     assert leases.drain_transitions() == [
-        Transition("engine_weights", True, 0.0, 1.0, 3),
-        Transition("kv_cache", True, 1.0, 0.5, 40),
-        Transition("kv_cache", False, 1.5, 2.0, 40),
-        Transition("engine_weights", False, 3.5, 0.0, 3),
+        Transition("engine_weights", True, 1.0, 0.0, 3),
+        Transition("kv_cache", True, 0.5, 1.0, 40),
+        Transition("kv_cache", False, 2.0, 1.5, 40),
+        Transition("engine_weights", False, 0.0, 1.5, 3),
     ]
+
+
+def test_who_sleeps_in_one_call_gives_memory_back_at_its_end(clock: SimpleNamespace) -> None:
+    history = History()
+    history.end_step({"kv_cache": 40, "engine_weights": 3})
+    together = [Transition("kv_cache", False, 2.0, 5.0, 40), Transition("engine_weights", False, 0.0, 5.0, 3)]
+    history.note(together)
+    clock.now = 9.0
+    history.end_step({})
+    assert history.steps[-1].levels == (Level(7.0, "kv_cache", 0), Level(7.0, "engine_weights", 0))

@@ -29,7 +29,7 @@ def step_of(script: tuple[tuple[str, str], ...]) -> StepMemory:
     now, phases, moves = 0.0, [], []
     for name, words in script:
         for word in words.split():
-            moves.append(Transition(word[1:], word[0] == "+", now, 0.5, 8))
+            moves.append(Transition(word[1:], word[0] == "+", 0.5, now, 8))
             now += 0.5
         if name:
             phases.append(Span(name, now, now + 10.0))
@@ -87,4 +87,4 @@ def test_a_missing_phase_and_a_move_in_its_middle_are_told(watch: MemoryWatch) -
     step = step_of(SCRIPT)
     longer = tuple(replace(span, end=span.end + 1.0) if span.name == "update" else span for span in step.phases)
     found = watch.problems([replace(step, phases=longer)])
-    assert "step 1: optimizer moves in the middle of ['update']" in found
+    assert "step 1: optimizer moves in the middle of update" in found

@@ -1,0 +1,199 @@
+"""What every region promises: in host memory, and on a GPU over a stand-in of its driver. tests/gpu/test_region.py runs
+the same tests on a real one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.cuda_region import CudaRegion
+from tests.cuda_stand_in import StandIn, stand_in
+from tests.sleeping_region import SleepingRegion
+
+MIB = 2**20
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+
+
+@dataclass
+class Kind:
+    """How to make regions of a kind and to put them to sleep, and the bytes of memory that all of them take by the
+    system's account. reads_when_gone: whether tensors of a closed region may be read."""
+
+    make: Callable[..., Any]
+    sleep: Callable[[Any], None]
+    taken_bytes: Callable[[], int]
+    reads_when_gone: bool = False
+
+
+def host() -> Kind:
+    def taken() -> int:
+        files = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and "hybrid_rl_" in os.readlink(fd)]
+        return sum({(status := fd.stat()).st_ino: status.st_blocks * 512 for fd in files}.values())
+
+    def make(tag: str = "test", capacity_bytes: int = 16 * MIB) -> SleepingRegion:
+        return SleepingRegion(tag, capacity_bytes=capacity_bytes)
+
+    return Kind(make, lambda region: region.sleep("discard"), taken, reads_when_gone=True)
+
+
+def cuda(standing_in: StandIn) -> Kind:
+    def make(tag: str = "test", capacity_bytes: int = 16 * MIB) -> CudaRegion:
+        return CudaRegion(
+            tag, capacity_bytes=capacity_bytes, device="cpu", chunk_bytes=MIB // 2, driver=standing_in.driver
+        )
+
+    return Kind(make, CudaRegion.sleep, lambda: standing_in.ledger().physical_bytes)
+
+
+@pytest.fixture(params=["host", "cuda"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return host() if request.param == "host" else cuda(stand_in())
+
+
+def filled(region: Any, num_bytes: int, value: int = 7) -> torch.Tensor:
+    return region.allocate((num_bytes,), torch.uint8).fill_(value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_are_zero_aligned_and_apart(kind: Kind, dtype: torch.dtype) -> None:
+    region = kind.make()
+    tensors = [region.allocate(shape, dtype) for shape in ((3, 5), (), (1,), (2, 0, 3), (65,))]
+    assert [tuple(t.shape) for t in tensors] == [(3, 5), (), (1,), (2, 0, 3), (65,)]
+    assert all(t.dtype == dtype and t.is_contiguous() and t.device == region.device for t in tensors)
+    held = [t for t in tensors if t.numel()]
+    assert all(t.data_ptr() % 64 == 0 and not t.view(torch.uint8 if t.dim() else t.dtype).any() for t in held)
+    ends = [t.data_ptr() + t.numel() * t.itemsize for t in held]
+    assert all(end <= after.data_ptr() for end, after in zip(ends[:-1], held[1:], strict=True))
+    # 15, 1, 1 and 65 elements, each rounded up to whole 64 bytes.
+    assert region.num_bytes == sum(-(-n * dtype.itemsize // 64) * 64 for n in (15, 1, 1, 65))
+
+
+def test_a_tensor_saves_itself_and_not_its_region(kind: Kind, tmp_path: Path) -> None:
+    region = kind.make()
+    filled(region, MIB)
+    path = tmp_path / "tensor.pt"
+    torch.save(filled(region, 100, 3), path)
+    assert path.stat().st_size < 10_000
+    assert torch.load(path).tolist() == [3] * 100
+
+
+def test_tensors_are_found_in_their_region(kind: Kind) -> None:
+    region, other = kind.make(), kind.make("other")
+    first, second = filled(region, 100, 1), filled(region, 64, 2)
+    # 100 bytes, rounded up to whole 64.
+    assert (region.offset_of(first), region.offset_of(second)) == (0, 128)
+    assert region.offset_of(second[5:].view(59)) == 133
+    assert region.offset_of(first.view(10, 10).T) == 0
+    for elsewhere in (torch.zeros(3), filled(other, 100), first[:0], torch.empty(3, device="meta")):
+        assert region.offset_of(elsewhere) is None
+    region.close()
+    with pytest.raises(MemoryStateError, match="region 'test' is closed and cannot be searched"):
+        region.offset_of(first)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(kind: Kind) -> None:
+    region = kind.make("kv", capacity_bytes=8192)
+    most = region.capacity_bytes  # a whole number of pages, which may be larger than 8192
+    region.allocate((1,), torch.int64)
+    with pytest.raises(
+        MemoryStateError, match=rf"'kv' holds 64 of {most} bytes; a tensor \({most // 4},\) of torch.float32"
+    ):
+        region.allocate((most // 4,), torch.float32)
+    assert region.allocate((most // 4 - 16,), torch.float32).numel() == most // 4 - 16 and region.num_bytes == most
+    with pytest.raises(MemoryStateError, match=rf"holds {most} of {most} bytes; a tensor \(1,\) of torch.uint8"):
+        region.allocate((1,), torch.uint8)
+
+
+def test_unused_capacity_costs_nothing(kind: Kind) -> None:
+    before = kind.taken_bytes()
+    region = kind.make(capacity_bytes=64 * MIB)
+    assert kind.taken_bytes() == before
+    filled(region, 4 * MIB)
+    assert kind.taken_bytes() == before + 4 * MIB
+
+
+def test_sleep_gives_the_memory_back_and_wake_gives_zeros_at_the_same_place(kind: Kind) -> None:
+    region = kind.make()
+    before = kind.taken_bytes()
+    first, second = filled(region, 2 * MIB), filled(region, 2 * MIB, 9)
+    addresses = first.data_ptr(), second.data_ptr()
+    assert kind.taken_bytes() == before + 4 * MIB
+    for _ in range(3):
+        kind.sleep(region)
+        assert region.is_asleep and kind.taken_bytes() == before and region.num_bytes == 4 * MIB
+        region.wake()
+        assert not region.is_asleep and not first.any() and not second.any()
+        first.fill_(5)
+        second.fill_(6)
+        assert (first.sum().item(), second.sum().item()) == (5 * 2 * MIB, 6 * 2 * MIB)
+        assert (first.data_ptr(), second.data_ptr()) == addresses and kind.taken_bytes() == before + 4 * MIB
+
+
+def test_a_region_that_woke_goes_on_where_it_was(kind: Kind) -> None:
+    region = kind.make()
+    first = filled(region, 100)
+    kind.sleep(region)
+    region.wake()
+    second = filled(region, MIB, 3)
+    assert region.offset_of(second) == 128 and not first.any() and second.sum() == 3 * MIB
+
+
+def test_an_empty_region_sleeps_too(kind: Kind) -> None:
+    region = kind.make()
+    kind.sleep(region)
+    region.wake()
+    assert filled(region, 4).tolist() == [7] * 4
+
+
+def test_nobody_sleeps_or_wakes_twice_nor_allocates_asleep(kind: Kind) -> None:
+    region = kind.make("kv")
+    tensor = filled(region, 10)
+    with pytest.raises(MemoryStateError, match="'kv' is already awake"):
+        region.wake()
+    kind.sleep(region)
+    with pytest.raises(MemoryStateError, match="'kv' is (already )?asleep"):
+        kind.sleep(region)
+    with pytest.raises(MemoryStateError, match="'kv' is asleep.*wake it"):
+        region.allocate((1,), torch.uint8)
+    region.wake()
+    assert tensor.tolist() == [0] * 10 and region.num_bytes == 64
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_close_gives_everything_back(kind: Kind, asleep: bool) -> None:
+    before = kind.taken_bytes()
+    region = kind.make("kv")
+    tensor = filled(region, 2 * MIB)
+    if asleep:
+        kind.sleep(region)
+    region.close()
+    region.close()
+    assert kind.taken_bytes() == before
+    assert not kind.reads_when_gone or not tensor.any()
+    for call in (region.wake, lambda: kind.sleep(region), lambda: region.allocate((1,), torch.uint8)):
+        with pytest.raises(MemoryStateError, match="'kv' is closed"):
+            call()
+
+
+def test_memory_goes_with_the_last_that_looks_at_it(kind: Kind) -> None:
+    gc.collect()
+    before = kind.taken_bytes()
+    num_files = len(os.listdir("/proc/self/fd"))
+    region = kind.make("gone")
+    tensor = filled(region, 2 * MIB)
+    view = tensor[5:]
+    del region, tensor
+    gc.collect()
+    assert view.sum() == 7 * (2 * MIB - 5)
+    del view
+    gc.collect()
+    assert kind.taken_bytes() == before
+    assert len(os.listdir("/proc/self/fd")) <= num_files
