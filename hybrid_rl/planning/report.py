@@ -167,7 +167,10 @@ def _state(name: str, phase: Phase, memory: MemoryPlan) -> str:
     found = [planned for planned in memory.phases if planned.phase == phase.name]
     if any(planned.bytes_of(name) for planned in found):
         return STAYS
-    return ON_HOST if any(planned.host_bytes_of(name) for planned in found) else GONE if found else UNKNOWN
+    # What sleeps waits in the arena, under that name.
+    if name in memory.choices.offload or any(planned.host_bytes_of(name) for planned in found):
+        return ON_HOST
+    return GONE if found else UNKNOWN
 
 
 def _rank(name: str) -> int:
