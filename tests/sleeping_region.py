@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import psutil
@@ -29,12 +28,6 @@ class SleepingRegion(Region):
         super().__init__(tag, capacity_bytes=total)
         self._asleep = False
         self._saved: bytes | None = None
-
-    @property
-    def occupied_bytes(self) -> int:
-        """Bytes of physical memory behind the mapping now, as the operating system counts them."""
-        self._require_open("measured")
-        return os.fstat(self.fd).st_blocks * 512
 
     @property
     def is_asleep(self) -> bool:

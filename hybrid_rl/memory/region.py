@@ -20,6 +20,8 @@ ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 class TensorRegion(ABC):
     """One range of addresses, filled with tensors one after the other. It is not thread-safe.
 
+    `release` and `restore` let it sleep at one address; in between no process may use its tensors.
+
     tag: the name in errors. capacity_bytes: the most that can be allocated. device: of its tensors.
     """
 
@@ -30,6 +32,7 @@ class TensorRegion(ABC):
         self._address = address
         self._num_bytes = 0
         self._closed = False
+        self._released = False
 
     @property
     def num_bytes(self) -> int:
@@ -39,6 +42,8 @@ class TensorRegion(ABC):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor of zeros, 64-byte aligned. Raises MemoryStateError if the capacity is used up."""
         self._require_open("allocated from")
+        if self._released:
+            raise MemoryStateError(f"region {self.tag!r} is asleep; wake it before allocating")
         num_elements = math.prod(shape)
         if num_elements == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -63,6 +68,33 @@ class TensorRegion(ABC):
         span = (sum((extent - 1) * stride for extent, stride in steps) + 1) * tensor.itemsize
         offset = tensor.data_ptr() - self._address
         return offset if offset >= 0 and offset + span <= self._num_bytes else None
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its memory has been released."""
+        return self._released
+
+    @property
+    @abstractmethod
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind its addresses now."""
+
+    def content(self) -> Tensor:
+        """Return all its tensors as one: uint8 [num_bytes], a view."""
+        self._require_open("read")
+        if self._num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return self._tensor(0, self._num_bytes, torch.uint8)
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back; the content is lost, addresses stay. Idempotent. Raises MemoryStateError if the system
+        refuses; the content is then undefined."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Have memory again, all zeros. Idempotent. Raises MemoryStateError if there is too little; it is then released
+        as before."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,6 +123,38 @@ class Region(TensorRegion):
         self._mapping = mmap.mmap(self.fd, capacity_bytes, mmap.MAP_SHARED)
         address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         super().__init__(tag, capacity_bytes=capacity_bytes, address=address, device=torch.device("cpu"))
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind the mapping now, as the operating system counts them."""
+        self._require_open("measured")
+        return os.fstat(self.fd).st_blocks * 512
+
+    def release(self) -> None:
+        """Give its pages back, for all processes that map it; the content is lost, addresses stay. Idempotent.
+
+        Raises MemoryStateError if the system refuses; the content is then undefined.
+        """
+        self._require_open("put to sleep")
+        try:
+            self._release_pages()
+        except OSError as error:
+            raise MemoryStateError(f"region {self.tag!r}: its pages could not be released ({error})") from error
+        self._released = True
+
+    def restore(self) -> None:
+        """Have memory again, which reads zeros. Idempotent.
+
+        Nothing can stop a process from using a tensor of a released region, but such a use takes pages: then it raises
+        MemoryStateError, and stays released; after another `release` it can be restored.
+        """
+        self._require_open("woken")
+        if self._released and (touched := self.occupied_bytes):
+            raise MemoryStateError(
+                f"region {self.tag!r} was used while it slept and takes {touched} bytes: reads gave zeros, and writes "
+                f"are lost; lease it wherever it is used"
+            )
+        self._released = False
 
     def close(self) -> None:
         """Release everything for good; idempotent. Tensors that are still held read zeros; their addresses stay valid

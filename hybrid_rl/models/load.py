@@ -22,6 +22,7 @@ from transformers import (
 
 from hybrid_rl.compat.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from hybrid_rl.errors import ModelError
+from hybrid_rl.memory.offload import own_memory
 
 Medium = Literal["images", "audio"]
 # Entries of a config that only models have which take something besides text.
@@ -68,7 +69,8 @@ def load_model(
     path: str, *, dtype: str, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Load a causal LM by name or folder; each tensor goes from the files to the device at once, without a copy of the
-    model in host memory. Raises ModelError if it cannot be loaded, or a weight is missing."""
+    model in host memory. On a CPU it owns its weights: they are no views of mapped files. Raises ModelError if it
+    cannot be loaded, or a weight is missing."""
     refuse_missing_folder(path)
     target = torch.device(device)
     with loading("model", path):
@@ -88,6 +90,7 @@ def load_model(
                 f"model {path!r}: {len(info[kind])} {kind.replace('_', ' ')}, e.g. {shown}; "
                 "these weights would start random. Is the checkpoint complete, and of this architecture?"
             )
+    own_memory(model)
     return model
 
 

@@ -157,7 +157,7 @@ class IpcExport:
         """Copy current weights to where others read them. Raises HandoffError if an exported tensor has moved."""
         for lent in () if self._lender is None else self._lender.lent:
             region = self._gpu_regions[lent.number]
-            if region.is_asleep or region.num_sleeps != lent.num_sleeps:
+            if region.is_asleep or region.num_releases != lent.num_releases:
                 raise HandoffError(
                     f"rank {self.rank}: region {region.tag!r} has slept since it was exported, so other processes "
                     f"would read its old memory; export again while it is awake"

@@ -34,13 +34,13 @@ _SECONDS = 30.0  # for an answer, which takes milliseconds
 
 @dataclass(frozen=True)
 class LentRegion:
-    """A region of another process. address: of its socket; number: among its regions; num_sleeps: of the region when it
-    was exported, because after another sleep the memory is another."""
+    """A region of another process. address: of its socket; number: among its regions; num_releases: of the region when
+    it was exported, because after another one its memory is another."""
 
     address: str
     number: int
     tag: str
-    num_sleeps: int
+    num_releases: int
 
 
 class RegionLender:
@@ -57,7 +57,7 @@ class RegionLender:
                 raise CannotShareError(str(error)) from error
         address = f"hybrid_rl/{os.getpid()}/{secrets.token_hex(8)}"
         self.lent = tuple(
-            LentRegion(address, number, region.tag, region.num_sleeps) for number, region in enumerate(regions)
+            LentRegion(address, number, region.tag, region.num_releases) for number, region in enumerate(regions)
         )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(_name(address))
@@ -83,7 +83,7 @@ def open_region(lent: LentRegion, rank: int, device: torch.device) -> OpenedRegi
         connection.settimeout(_SECONDS)
         try:
             connection.connect(_name(lent.address))
-            connection.send(json.dumps([lent.number, lent.num_sleeps]).encode())
+            connection.send(json.dumps([lent.number, lent.num_releases]).encode())
             handles = _received(connection)
         except OSError as error:
             raise PeerError(
@@ -127,11 +127,11 @@ def _serve(listener: socket.socket, regions: Sequence[CudaRegion]) -> None:
 def _answer(connection: socket.socket, regions: Sequence[CudaRegion]) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
-    number, num_sleeps = json.loads(connection.recv(_MESSAGE_BYTES))
+    number, num_releases = json.loads(connection.recv(_MESSAGE_BYTES))
     region = regions[number]
     if user != os.getuid():
         refusal = "its process belongs to another user"
-    elif region.is_asleep or region.num_sleeps != num_sleeps:
+    elif region.is_asleep or region.num_releases != num_releases:
         refusal = "it has slept since it was exported; export it again while it is awake"
     else:
         refusal = ""

@@ -130,8 +130,8 @@ def test_a_region_that_slept_must_be_exported_again(driver: StandIn) -> None:
     layout = layout_of(tensors, 1)
     region, mine = in_region(tensors, driver)
     export = IpcExport(layout, 0, mine, [region])
-    region.sleep()
-    region.wake()
+    region.release()
+    region.restore()
     with pytest.raises(HandoffError, match="rank 0: region 'shards' has slept since it was exported"):
         export.refresh()
     late = IpcSource(layout, [export.exported])
