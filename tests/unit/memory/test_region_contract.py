@@ -25,12 +25,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch
 
 @dataclass
 class Kind:
-    """How to make regions of a kind, and the bytes of memory that all of them take by the system's account.
-    reads_when_gone: whether tensors of a closed region may be read."""
+    """How to make regions of a kind, and the bytes of memory that all of them take by the system's account, which may
+    err by `slack` bytes. unit: bytes of a tensor of some size. reads_when_gone: whether tensors of a closed region may
+    be read."""
 
     make: Callable[..., TensorRegion]
     taken_bytes: Callable[[], int]
+    unit: int = MIB
+    slack: int = 0
     reads_when_gone: bool = False
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether all regions take so many bytes."""
+        return abs(self.taken_bytes() - num_bytes) <= self.slack
 
 
 def host() -> Kind:
@@ -114,30 +121,31 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: Kind) -> None:
 
 def test_unused_capacity_costs_nothing(kind: Kind) -> None:
     before = kind.taken_bytes()
-    region = kind.make(capacity_bytes=64 * MIB)
-    assert kind.taken_bytes() == before
-    filled(region, 4 * MIB)
-    assert kind.taken_bytes() == before + 4 * MIB
+    region = kind.make(capacity_bytes=64 * kind.unit)
+    assert kind.takes(before)
+    filled(region, 4 * kind.unit)
+    assert kind.takes(before + 4 * kind.unit)
 
 
-def test_sleep_gives_the_memory_back_and_wake_gives_zeros_at_the_same_place(kind: Kind) -> None:
-    region = kind.make()
+def test_release_gives_the_memory_back_and_restore_gives_zeros_at_the_same_place(kind: Kind) -> None:
+    size = 2 * kind.unit
+    region = kind.make(capacity_bytes=2 * size)
     before = kind.taken_bytes()
-    first, second = filled(region, 2 * MIB), filled(region, 2 * MIB, 9)
+    first, second = filled(region, size), filled(region, size, 9)
     addresses = first.data_ptr(), second.data_ptr()
-    assert kind.taken_bytes() == before + 4 * MIB
+    assert kind.takes(before + 2 * size) and region.occupied_bytes == 2 * size
     for _ in range(3):
         region.release()
-        assert region.is_asleep and kind.taken_bytes() == before and region.num_bytes == 4 * MIB
+        assert region.is_asleep and kind.takes(before) and region.num_bytes == 2 * size
         region.restore()
         assert not region.is_asleep and not first.any() and not second.any()
         first.fill_(5)
         second.fill_(6)
-        assert (first.sum().item(), second.sum().item()) == (5 * 2 * MIB, 6 * 2 * MIB)
-        assert (first.data_ptr(), second.data_ptr()) == addresses and kind.taken_bytes() == before + 4 * MIB
+        assert (first.sum().item(), second.sum().item()) == (5 * size, 6 * size)
+        assert (first.data_ptr(), second.data_ptr()) == addresses and kind.takes(before + 2 * size)
 
 
-def test_a_region_that_woke_goes_on_where_it_was(kind: Kind) -> None:
+def test_a_region_that_slept_goes_on_where_it_was(kind: Kind) -> None:
     region = kind.make()
     first = filled(region, 100)
     region.release()
@@ -172,10 +180,9 @@ def test_the_content_of_a_region_waits_in_host_memory(kind: Kind) -> None:
     region = kind.make()
     first, second = filled(region, 100, 3), region.allocate((7, 5), torch.float32).fill_(0.25)
     assert region.content().shape == (128 + 192,) and region.content().data_ptr() == first.data_ptr()
-    before = kind.taken_bytes()
     offloaded = OffloadedTensors("weights", lambda: [first, second], HostArena(region.device), [region])
     offloaded.sleep()
-    assert region.is_asleep and region.occupied_bytes == 0 and kind.taken_bytes() < before
+    assert region.is_asleep and region.occupied_bytes == 0
     offloaded.wake()
     assert first.tolist() == [3] * 100 and second.tolist() == [[0.25] * 5] * 7
 
@@ -183,13 +190,13 @@ def test_the_content_of_a_region_waits_in_host_memory(kind: Kind) -> None:
 @pytest.mark.parametrize("asleep", [False, True])
 def test_close_gives_everything_back(kind: Kind, asleep: bool) -> None:
     before = kind.taken_bytes()
-    region = kind.make("kv")
-    tensor = filled(region, 2 * MIB)
+    region = kind.make("kv", capacity_bytes=2 * kind.unit)
+    tensor = filled(region, 2 * kind.unit)
     if asleep:
         region.release()
     region.close()
     region.close()
-    assert kind.taken_bytes() == before
+    assert kind.takes(before)
     assert not kind.reads_when_gone or not tensor.any()
     for call in (region.restore, region.release, lambda: region.allocate((1,), torch.uint8)):
         with pytest.raises(MemoryStateError, match="'kv' is closed"):
@@ -200,13 +207,13 @@ def test_memory_goes_with_the_last_that_looks_at_it(kind: Kind) -> None:
     gc.collect()
     before = kind.taken_bytes()
     num_files = len(os.listdir("/proc/self/fd"))
-    region = kind.make("gone")
-    tensor = filled(region, 2 * MIB)
+    region = kind.make("gone", capacity_bytes=2 * kind.unit)
+    tensor = filled(region, 2 * kind.unit)
     view = tensor[5:]
     del region, tensor
     gc.collect()
-    assert view.sum() == 7 * (2 * MIB - 5)
+    assert view.sum() == 7 * (2 * kind.unit - 5)
     del view
     gc.collect()
-    assert kind.taken_bytes() == before
-    assert len(os.listdir("/proc/self/fd")) <= num_files
+    assert kind.takes(before)
+    assert kind.slack or len(os.listdir("/proc/self/fd")) == num_files  # CUDA opens files as it likes
