@@ -49,18 +49,21 @@ CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time")
 @contextmanager
 def folders(path: Path) -> Iterator[Callable[..., Trainer]]:
     """Make Trainers of the tiny model whose runs are in this folder, and close them. A case may be named, which gives
-    its keys and, for ppo, a reward model."""
+    its keys and, for ppo, a reward model. offload: all that the case says, nothing, or these."""
     made: list[Trainer] = []
     judge = path / "judge"
     classifier("llama", vocab_size=len(VOCABULARY)).save_pretrained(judge)
     build_tokenizer().save_pretrained(judge)
 
-    def make(case: str = "grpo", *, offload: bool = True, **keys: Any) -> Trainer:
-        rewards = [spread, str(judge)] if "reward" in CASES[case]["phases"] else [spread]
-        chosen = {**KEYS, **CASES[case]["keys"], "offload": CASES[case]["offload"] if offload else [], **keys}
-        chosen = {"output_dir": str(path / "runs"), "run_name": f"{case}-{offload}", **chosen}
-        shape = chosen.pop("shape", {})
-        made.append(Trainer(build_model(**shape), rewards, sums(12), tokenizer=build_tokenizer(), **chosen))
+    def make(case: str = "grpo", *, offload: bool | list[str] = True, **keys: Any) -> Trainer:
+        rewards = [keys.pop("reward", spread), *([str(judge)] if "reward" in CASES[case]["phases"] else [])]
+        tags = CASES[case]["offload"] if offload is True else offload or []
+        chosen = {**KEYS, **CASES[case]["keys"], "memory.offload": tags, **keys}
+        chosen = {"output_dir": str(path / "runs"), "run_name": f"{case}-{bool(offload)}", **chosen}
+        if chosen.get("engine") == "inplace":
+            del chosen["verify_steps"]  # nothing is copied
+        model = chosen.pop("model", None) or build_model(**chosen.pop("shape", {}))
+        made.append(Trainer(model, rewards, sums(12), tokenizer=build_tokenizer(), **chosen))
         return made[-1]
 
     try:
@@ -101,8 +104,8 @@ def compare(mine: Path, theirs: Path) -> None:
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics of a run, without what differs from run to run."""
-    lines = read_jsonl(folder / "metrics.jsonl")
+    """Read the metrics of the steps of a run, without what differs from run to run."""
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if line["step"]]
     return [{k: v for k, v in line.items() if not k.startswith(CLOCK_AND_MEMORY)} for line in lines]
 
 

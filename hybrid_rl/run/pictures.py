@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
+from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import StepMemory
 from hybrid_rl.workers.groups import PolicyGroup
 
@@ -21,11 +22,13 @@ class MemoryPictures:
     """Draws memory.png of a run: after its second step, whenever other residents are awake between two steps than in
     the picture, and at the end.
 
-    folder: of the run. predicted: bytes of residents by phase, as planned; empty without a plan.
+    folder: of the run. expected: what the plan of the run says of a rank; None if there is no plan.
     """
 
-    def __init__(self, policy: PolicyGroup, folder: Path, predicted: Mapping[str, int]) -> None:
-        self._policy, self._folder, self._predicted = policy, folder, predicted
+    def __init__(self, policy: PolicyGroup, folder: Path, expected: Expected | None = None) -> None:
+        self._policy, self._folder = policy, folder
+        residents = {} if expected is None else expected.residents
+        self._predicted = {phase: sum(sizes.values()) for phase, sizes in residents.items()}
         self._num_steps = 0
         self._awake: frozenset[str] | None = None  # in the picture
         self._drawn = -1  # the step in the picture

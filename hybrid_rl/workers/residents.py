@@ -151,7 +151,7 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
-    # They are gathered from the actor's shards.
+    # They are gathered from the actor's shards, by all ranks together.
     return Resident(
         ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
     )
@@ -165,5 +165,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
-        atomic=True,
+        atomic=True,  # the cache of all layers is taken at once
     )

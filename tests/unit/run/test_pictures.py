@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
+from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 
@@ -44,9 +45,16 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[str] = []
-    monkeypatch.setattr(memory_picture, "draw_memory", lambda step, path, *, title, predicted: drawn.append(title[-7:]))
+    lines: list[dict[str, int]] = []
+
+    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+        assert step is STEP and path == tmp_path / "memory.png"
+        drawn.append(title[-7:])
+        lines.append(predicted)
+
+    monkeypatch.setattr(memory_picture, "draw_memory", draw)
     ranks: Any = Ranks()
-    pictures = MemoryPictures(ranks, tmp_path, {})
+    pictures = MemoryPictures(ranks, tmp_path, Expected({"update": {"actor": 10, "optimizer": 20}}, {"update": 99}))
     pictures.draw(10)  # fit() with nothing to do
     assert not ranks.num_asked
     sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
@@ -56,11 +64,12 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     pictures.draw(15)
     pictures.draw(15)
     assert drawn == ["step 12", "step 14", "step 15"] and ranks.num_asked == 3
+    assert lines == [{"update": 30}] * 3  # residents only, as in the bands
 
 
 def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks: Any = Ranks(RuntimeError("a rank is gone"))
-    pictures = MemoryPictures(ranks, tmp_path, {})
+    pictures = MemoryPictures(ranks, tmp_path)
     pictures.look(1, {})
     pictures.look(2, {})
     assert "memory.png: RuntimeError: a rank is gone" in caplog.text
