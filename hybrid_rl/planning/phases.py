@@ -35,8 +35,8 @@ from hybrid_rl.planning.ledger import (
     Share,
 )
 from hybrid_rl.planning.passes import Passes, sharding_of
-from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.planning.shapes import has_masters, in_units, optimizer_share, trained_numel, weights_share
+from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.resharding.plan import BUCKET_BYTES
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS

@@ -215,10 +215,11 @@ def _verdict(memory: MemoryPlan) -> Text:
 def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
     """Yield a line for each value that was `auto`."""
     choices = memory.choices
+    cache = choices.kv_cache_memory_bytes
     leaves = {
         "offload": f"[{', '.join(choices.offload)}]",
         "optimizer_on_host": str(choices.optimizer_on_host).lower(),
-        "kv_cache_memory_bytes": str(choices.kv_cache_memory_bytes),
+        "kv_cache_memory_bytes": str(cache) + ("" if cache is None else f" ({size_text(cache)})"),
         "tokens_per_micro_batch": str(choices.tokens_per_micro_batch),
     }
     for path, reason in choices.reasons.items():

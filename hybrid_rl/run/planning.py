@@ -73,10 +73,15 @@ def plan_shape(
     cycle = memory_phases(decided, has_reward_models=bool(shape.models.rewards)).cycle
     handoff = plan_handoff(decided, shape.models.policy, ranks_per_host=ranks_per_host, layouts=layouts)
     plan = RunPlan(_title(decided, shape.models), cycle, memory, remedies, handoff)
-    if rates is None or config.model.device == "cpu":
-        on_cpu = "the rates of CPUs are not known"
-        known = f"the rates of its GPU are not known; name it with --gpu ({', '.join(GPUS)})"
-        return replace(plan, time_missing=on_cpu if config.model.device == "cpu" else known)
+    missing = ""
+    if not memory.fits:
+        missing = "not estimated for a run that does not fit"
+    elif config.model.device == "cpu":
+        missing = "the rates of CPUs are not known"
+    elif rates is None:
+        missing = f"the rates of its GPU are not known; name it with --gpu ({', '.join(GPUS)})"
+    if missing or rates is None:
+        return replace(plan, time_missing=missing)
     return replace(plan, time=_time(plan, shape, decided, passes, rates))
 
 
