@@ -12,16 +12,18 @@ from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.choices import plan_memory, with_choices
 from hybrid_rl.planning.handoff_plan import plan_handoff
-from hybrid_rl.planning.ledger import Budget
+from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
-from hybrid_rl.planning.rates import GPUS, Rates
+from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
 from hybrid_rl.planning.remedies import find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.planning.step_time import StepTime, step_time
 from hybrid_rl.planning.step_work import step_work
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import prompt_room
+from hybrid_rl.run.memory import budget_of, run_shape
+from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.request import Machine, planned_config
 from hybrid_rl.training.cycle import memory_phases
 
@@ -44,50 +46,62 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     models = RunModels.of(recipe, config, teacher=teacher, critic=critic)
     prompt, note = _longest_prompt(config, models)
     length = prompt + config.rollout.max_completion_length
-    plan = plan_shape(
-        RunShape(models, length, length),
-        config,
-        _budget(config, machine),
-        rates=machine.rates,
-        layouts=layouts,
-        ranks_per_host=machine.gpus_per_host,
-    )
-    notes = (*plan.memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
-    return replace(plan, memory=replace(plan.memory, notes=notes))
-
-
-def plan_shape(
-    shape: RunShape,
-    config: TrainerConfig,
-    budget: Budget,
-    *,
-    rates: Rates | None,
-    ranks_per_host: int,
-    layouts: Path | None = None,
-) -> RunPlan:
-    """Plan a run whose models and lengths are known. config: resolved. rates: of its GPUs, if they are known."""
-    passes = Passes(shape)
+    shape = RunShape(models, length, length)
+    budget, passes = _budget(config, machine), Passes(shape)
     memory = plan_memory(shape, config, budget, passes=passes)
     remedies = () if memory.fits else tuple(r.words for r in find_remedies(shape, config, budget, passes))
+    notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
     decided = with_choices(config, memory.choices)
-    cycle = memory_phases(decided, has_reward_models=bool(shape.models.rewards)).cycle
-    handoff = plan_handoff(decided, shape.models.policy, ranks_per_host=ranks_per_host, layouts=layouts)
-    plan = RunPlan(_title(decided, shape.models), cycle, memory, remedies, handoff)
+    plan = _assembled(decided, passes, replace(memory, notes=notes), machine.rates, layouts, may_trace=True)
+    return replace(plan, remedies=remedies)
+
+
+def plan_prepared(run: Run, layouts: Path | None = None) -> RunPlan:
+    """Return the plan of a run that is prepared. layouts: a folder of traces of vLLM's loader.
+
+    Raises ModelError for a model whose memory cannot be counted.
+    """
+    shape = run_shape(run)
+    passes, memory = Passes(shape), run.plan
+    if memory is None:
+        assert run.config.num_ranks != "auto"
+        budget = budget_of(run.config, run.hardware) or Budget(None, None, run.config.num_ranks)
+        memory = plan_memory(shape, run.config, budget, passes=passes)
+    rates = rates_of_device(run.hardware.name)
+    # A process that runs vLLM may not trace another model of it.
+    return _assembled(run.config, passes, memory, rates, layouts, may_trace=False)
+
+
+def _assembled(
+    config: TrainerConfig,
+    passes: Passes,
+    memory: MemoryPlan,
+    rates: Rates | None,
+    layouts: Path | None,
+    *,
+    may_trace: bool,
+) -> RunPlan:
+    """Return the plan of a run whose memory is planned. config: with what was chosen."""
+    models = passes.shape.models
+    cycle = memory_phases(config, has_reward_models=bool(models.rewards)).cycle
+    ranks = memory.budget.ranks_per_host
+    handoff = plan_handoff(config, models.policy, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
+    plan = RunPlan(_title(config, models), cycle, memory, (), handoff)
     missing = ""
     if not memory.fits:
         missing = "not estimated for a run that does not fit"
     elif config.model.device == "cpu":
         missing = "the rates of CPUs are not known"
     elif rates is None:
-        missing = f"the rates of its GPU are not known; name it with --gpu ({', '.join(GPUS)})"
+        missing = f"the rates of its GPU are not known; hybrid-rl plan knows those of {', '.join(GPUS)} (--gpu)"
     if missing or rates is None:
         return replace(plan, time_missing=missing)
-    return replace(plan, time=_time(plan, shape, decided, passes, rates))
+    return replace(plan, time=_time(plan, config, passes, rates))
 
 
-def _time(plan: RunPlan, shape: RunShape, config: TrainerConfig, passes: Passes, rates: Rates) -> StepTime:
+def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) -> StepTime:
     """Estimate the time of a step of a run."""
-    models = shape.models
+    models = passes.shape.models
     others = {TEACHER: models.teacher, CRITIC: models.critic}
     if config.rollout.is_packed:
         token = sum(layer.bytes_per_token for layer in passes.layer_shapes(config).values())
@@ -98,7 +112,7 @@ def _time(plan: RunPlan, shape: RunShape, config: TrainerConfig, passes: Passes,
         models.policy,
         plan.cycle,
         plan.memory,
-        prompt_tokens=shape.max_length - config.rollout.max_completion_length,
+        prompt_tokens=passes.shape.max_length - config.rollout.max_completion_length,
         handoff_bytes=plan.handoff.bytes_by_link,
         kv_bytes_per_token=token,
         others={tag: model for tag, model in others.items() if model is not None},
