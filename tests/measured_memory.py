@@ -173,13 +173,16 @@ class MeasuredMemory(TorchDispatchMode):
         """Measure anew; what is alive stays known."""
         self.phases.clear()
 
-    def during(self, owner: Any, method: str, phase: str) -> None:
-        """Make every call of an object's method a phase."""
-        function = getattr(owner, method)
+    def measured(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """Make every call of a function a phase."""
 
         @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with self.phase(phase):
                 return function(*args, **kwargs)
 
-        setattr(owner, method, measured)
+        return call
+
+    def during(self, owner: Any, method: str, phase: str) -> None:
+        """Make every call of an object's method a phase."""
+        setattr(owner, method, self.measured(getattr(owner, method), phase))

@@ -3,9 +3,9 @@ one of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from hybrid_rl.memory.cycle import (
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    RESIDENTS,
     Phase,
 )
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.planning.ledger import GRADIENTS, PhaseMemory
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
@@ -69,6 +71,8 @@ SIZES: Mapping[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
+LEAVING, OPTIMIZER_STEP = "leaving", "optimizer step"
+PEAK = "peak"
 ARENA, ASLEEP = "arena", "asleep"  # host memory; a region without pages, whose tensors still have their address
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_PROMPTS, NUM_GENERATIONS = 16, 48, 4, 4
 SAMPLE_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
@@ -80,6 +84,8 @@ KEYS: dict[str, Any] = {
     "max_prompt_length": PROMPT_TOKENS,
     "tokens_per_micro_batch": 2 * PACKED_TOKENS,
     "kv_cache_memory_bytes": 1 << 20,
+    "max_num_seqs": NUM_PROMPTS * NUM_GENERATIONS,  # as many as there are, and passes that are full
+    "max_num_batched_tokens": NUM_PROMPTS * PROMPT_TOKENS,
     "old_logprobs": "recompute",
     "learning_rate": 1e-6,
 }
@@ -87,14 +93,13 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "ppo": {"algorithm": "ppo", "beta": 0.05},
     "checkpointing": {"gradient_checkpointing": True},
-    "ranks": {},
+    "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "max_num_batched_tokens": 32},
     "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {
     "engine": "vllm",
     "enforce_eager": True,
     "rollout.vllm.block_size": 32,
-    "per_request_seeds": True,
 }
 
 
@@ -121,7 +126,7 @@ class MeasuredStep:
             num_optimizer_steps=num_steps,
             num_critic_steps=num_steps,
             max_length=SAMPLE_TOKENS,
-            probe_ids=tuple(ids_of("1+2=")),
+            probe_ids=tuple(ids_of(prompt_text(0))),
         )
 
     def run(self) -> dict[str, Measured]:
@@ -146,9 +151,8 @@ class MeasuredStep:
         return self.worker
 
     def _train(self, group: PolicyGroup, step: int) -> None:
-        text = "1+2=" * (PROMPT_TOKENS // 4)
-        num_prompts = NUM_PROMPTS // self.context.num_ranks
-        rows = [PromptRow(index, text, tuple(ids_of(text)), {}) for index in range(num_prompts)]
+        texts = [prompt_text(index) for index in range(NUM_PROMPTS // self.context.num_ranks)]
+        rows = [PromptRow(index, text, tuple(ids_of(text)), {}) for index, text in enumerate(texts)]
         collector = Collector(group, ("spread",), max_failure_share=0.0)
         params = SamplingParams(max_tokens=COMPLETION_TOKENS, temperature=1.0)  # nothing ends a completion early
         collected = collector.rollout(
@@ -160,20 +164,28 @@ class MeasuredStep:
     # ------------------------------------------------------------------------------------------------- what to watch
 
     def _watch(self, memory: MeasuredMemory) -> None:
-        """Phases are those of the worker; optimizer steps, and what moves between two phases, are measured apart."""
+        """Phases are those of the worker, each with the wakes before it; optimizer steps, and residents on their way to
+        sleep ("leaving"), are measured apart."""
         worker = self.worker
         roles, watched = worker._roles, worker.watched
 
         @contextmanager
         def measured(phase: Phase) -> Iterator[None]:
+            before = [memory.phases.pop("waking")] if "waking" in memory.phases else []
+            for found in before:
+                memory.phases[phase.name] = memory.phases.get(phase.name, Measured()).joined(found)
             with watched(phase), memory.phase(phase.name):
                 yield
 
         worker.watched = measured  # type: ignore[method-assign]
-        memory.during(worker.leases, "_move_to", "moves")
-        memory.during(worker._actor.optimizer, "step", "update: optimizer step")
+        memory.during(worker.leases, "_move_to", LEAVING)
+        for tag, resident in worker.leases._residents.items():
+            if resident.wake is not None:
+                wake = memory.measured(resident.wake, "waking")
+                worker.leases._residents[tag] = replace(resident, wake=wake)
+        memory.during(worker._actor.optimizer, "step", f"update: {OPTIMIZER_STEP}")
         if roles._critic is not None:
-            memory.during(roles._critic.optimizer, "step", "update_critic: optimizer step")
+            memory.during(roles._critic.optimizer, "step", f"update_critic: {OPTIMIZER_STEP}")
 
     def _residents(self) -> dict[str, list[Tensor]]:
         worker = self.worker
@@ -185,17 +197,17 @@ class MeasuredStep:
             found[ASLEEP] = found.pop(ACTOR)
         arena = worker._memory._arena
         found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
-        found["gradients"] = gradients(worker._actor)
+        found[GRADIENTS] = gradients(worker._actor)
         if roles._reference is not None:
             found[REFERENCE] = shards(roles._reference.model.module)
         if roles._critic is not None:
             found[CRITIC] = shards(roles._critic.model.module)
             found[CRITIC_OPTIMIZER] = roles._critic.optimizer.tensors()
-            found["gradients"] += gradients(roles._critic)
+            found[GRADIENTS] += gradients(roles._critic)
         for role in (worker._actor, roles._critic):
             if role is not None and isinstance(role.model, ShardedCausalLM):
                 whole = parameters(role.model.module)
-                found["gradients"] += [tensor for parameter in whole for tensor in _whole_gradients(parameter)]
+                found[GRADIENTS] += [tensor for parameter in whole for tensor in _whole_gradients(parameter)]
                 tag = ENGINE_WEIGHTS if role.model.twin.is_bound else "gathered"
                 found[tag] = [
                     *found.get(tag, []),
@@ -209,15 +221,19 @@ class MeasuredStep:
         return found
 
 
+def prompt_text(index: int) -> str:
+    """A prompt of PROMPT_TOKENS tokens, which shares no beginning with the others."""
+    return f"{index}+2=" * (PROMPT_TOKENS // 4)
+
+
 def build_case_model(size: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a size, with random weights."""
     return build_model(dtype=dtype, **SIZES[size], max_position_embeddings=SAMPLE_TOKENS)
 
 
 def shards(module: nn.Module) -> list[Tensor]:
-    """Weights and buffers of this rank, whatever is gathered now."""
-    whole = [parameter._sharded_param_data for parameter in parameters(module)] or list(module.parameters())
-    return [*whole, *module.buffers()]
+    """Weights of this rank, whatever is gathered now."""
+    return [parameter._sharded_param_data for parameter in parameters(module)] or list(module.parameters())
 
 
 def gradients(role: Any) -> list[Tensor]:
@@ -242,8 +258,43 @@ def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
         yield local_tensor(full.grad)
 
 
-def lines(phases: Mapping[str, Measured]) -> Iterator[str]:
+@dataclass(frozen=True)
+class Row:
+    """A line of a comparison. what: a resident, "gradients", or PEAK."""
+
+    phase: str
+    what: str
+    predicted: int
+    measured: int
+
+    @property
+    def share(self) -> float:
+        """How far the prediction is off, as a share of what was measured."""
+        return abs(self.predicted - self.measured) / max(self.measured, 1)
+
+
+def compared(planned: Sequence[PhaseMemory], measured: Mapping[str, Measured]) -> list[Row]:
+    """Every resident in every phase, and every phase's peak; of gradients, their most in the phase."""
+    assert not {phase.phase for phase in planned} - set(measured) - {"save"}, "a planned phase was not taken"
+    rows = []
+    for name, found in measured.items():
+        if name == LEAVING:
+            continue
+        phase, _, moment = name.partition(": ")
+        moments = [memory for memory in planned if memory.phase == phase]
+        moments = [memory for memory in moments if (memory.moment == OPTIMIZER_STEP) == (moment == OPTIMIZER_STEP)]
+        assert moments, f"{name} was not planned"
+        fullest = max(moments, key=lambda memory: memory.device_bytes)
+        for tag in RESIDENTS:
+            rows.append(Row(name, tag, fullest.bytes_of(tag), found.residents.get(tag, 0)))
+        if moment == OPTIMIZER_STEP:
+            rows.append(Row(name, GRADIENTS, fullest.bytes_of(GRADIENTS), found.largest[GRADIENTS]))
+        rows.append(Row(name, PEAK, fullest.device_bytes, found.peak_bytes))
+    return [row for row in rows if row.predicted or row.measured]
+
+
+def table(rows: Iterable[Row]) -> Iterator[str]:
     """A table for people."""
-    for phase, found in phases.items():
-        held = ", ".join(f"{tag} {size:,}" for tag, size in found.residents.items() if size)
-        yield f"{phase:28} peak {found.peak_bytes:>12,}  transient {found.transient_bytes:>12,}  {held}"
+    for row in rows:
+        off = row.predicted / row.measured - 1 if row.measured else float("inf")
+        yield f"{row.phase:32}{row.what:18}{row.predicted:>14,}{row.measured:>14,}{off:>+9.2%}"

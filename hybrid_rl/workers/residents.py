@@ -104,8 +104,9 @@ class _Guard:
     def close(self) -> None:
         """Refuse from now on."""
         for module in self._modules:
-            for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
-                self._hooks.callback(register(self._refuse).remove)
+            self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
+            for child in module.modules():
+                self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
 
     def open(self) -> None:
         """Refuse no more."""
@@ -135,7 +136,7 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
-    # They are gathered from the actor's shards.
+    # They are gathered from the actor's shards, by all ranks together.
     return Resident(
         ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
     )
@@ -149,5 +150,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
-        atomic=True,
+        atomic=True,  # the cache of all layers is taken at once
     )

@@ -88,7 +88,7 @@ class PagedCache:
         """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
         NaN. Raises MemoryStateError if a region cannot have it; nothing is allocated then."""
         if self._memory and self._region is not None:
-            self._region.wake()
+            self._region.restore()
             return
         wanted = [(shape, layer.dtype) for layer in self.layers.values() for shape in self._shapes(layer)]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
@@ -102,7 +102,7 @@ class PagedCache:
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
         if self._region is not None:
-            self._region.sleep()
+            self._region.release()
         else:
             self._memory = {}
 
