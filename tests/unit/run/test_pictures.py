@@ -59,7 +59,8 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     pictures.draw(10)  # fit() with nothing to do
     assert not ranks.num_asked
     sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
-    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, wakes)):
+    other = {**wakes, "memory/available_bytes": 8.0}  # no resident
+    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, other)):
         pictures.look(step, metrics)
     assert drawn == ["step 12", "step 14"] and ranks.num_asked == 2
     pictures.draw(15)
