@@ -80,12 +80,16 @@ class StepMemory:
 
     def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
         """Return what the run has, by tag."""
+        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype)
+        weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
+        return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+
+    def _weights(self) -> dict[str, Share]:
         models, sharding = self.passes.shape.models, sharding_of(self.config)
         policy, itemsize = models.policy, DTYPES[self.config.model.dtype].itemsize
         found = {
             ACTOR: weights_share(ACTOR, [policy], sharding),
             OPTIMIZER: optimizer_share(OPTIMIZER, policy, sharding),
-            KV_CACHE: self.cache().share(kv_cache_bytes),
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
             found[ENGINE_WEIGHTS] = engines.vllm_weights_share(policy, self.config, itemsize)
