@@ -49,12 +49,14 @@ class MeasuredMemory(TorchDispatchMode):
 
     residents: the tensors that belong to each resident now; asked at every local peak, it must run no operator.
     on_host: residents that are on the host, wherever their tensors are: they do not count. What was alive before the
-    block and belongs to nobody does not count either.
+    block and belongs to nobody does not count either. lasting: residents that keep what was theirs until it is freed,
+    as gradients do that their parameters no longer name.
     """
 
-    def __init__(self, residents: Residents, on_host: Iterable[str] = ()) -> None:
+    def __init__(self, residents: Residents, on_host: Iterable[str] = (), lasting: Iterable[str] = ()) -> None:
         super().__init__()
         self._residents, self._on_host = residents, frozenset(on_host)
+        self._lasting: dict[str, set[int]] = {tag: set() for tag in lasting}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # bytes of a storage, by its address as an object
         self._before: set[int] = set()
         self._total = 0
@@ -118,6 +120,8 @@ class MeasuredMemory(TorchDispatchMode):
         if known is reference:
             self._keep_peak()
             del self._live[key]
+            for keys in self._lasting.values():
+                keys.discard(key)
             self._change(-size)
 
     def _change(self, num_bytes: int) -> None:
@@ -139,6 +143,9 @@ class MeasuredMemory(TorchDispatchMode):
         counted: set[int] = set()
         for tag, tensors in self._residents().items():
             keys = {tensor.untyped_storage()._cdata for tensor in tensors} - counted
+            if tag in self._lasting:
+                keys |= self._lasting[tag]
+                self._lasting[tag] = keys
             counted |= keys
             size = sum(self._live[key][0] for key in keys if key in self._live)
             if tag in self._on_host:
@@ -151,6 +158,7 @@ class MeasuredMemory(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as this phase; a phase inside another is not part of it."""
         self._close()
+        self.look()  # what lasts is known from here on
         self._open.append(name)
         self._begin()
         try:

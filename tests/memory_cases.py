@@ -30,7 +30,10 @@ from hybrid_rl.memory.cycle import (
     Phase,
 )
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.planning.ledger import GRADIENTS, PhaseMemory
+from hybrid_rl.planning.choices import plan_memory
+from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory
+from hybrid_rl.planning.models import RunModels
+from hybrid_rl.planning.passes import RunShape
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
@@ -94,6 +97,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "beta": 0.05},
     "checkpointing": {"gradient_checkpointing": True},
     "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "max_num_batched_tokens": 32},
+    "bfloat16": {"dtype": "bfloat16"},  # fp32 masters and accumulators
     "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {
@@ -112,8 +116,7 @@ class MeasuredStep:
     context: RankContext = field(default_factory=RankContext)
 
     def __post_init__(self) -> None:
-        loaded, given = load_config(KEYS | self.keys)
-        self.config: TrainerConfig = resolve(loaded, given)
+        self.config = config_of(self.keys)
         model: Any = build_case_model(self.size, getattr(torch, self.config.model.dtype))
         if self.context.num_ranks > 1:
             model = ModelRecipe.of_module(model, StateSource(dict(model.state_dict())))
@@ -135,7 +138,7 @@ class MeasuredStep:
         try:
             client = self.worker._side.client
             client._thread, client._advance = None, client._step
-            with MeasuredMemory(self._residents, on_host=(ARENA, ASLEEP)) as memory:
+            with MeasuredMemory(self._residents, on_host=(ARENA, ASLEEP), lasting=(GRADIENTS,)) as memory:
                 self._watch(memory)
                 for step in (0, 1, 2):
                     memory.forget()
@@ -183,9 +186,9 @@ class MeasuredStep:
             if resident.wake is not None:
                 wake = memory.measured(resident.wake, "waking")
                 worker.leases._residents[tag] = replace(resident, wake=wake)
-        memory.during(worker._actor.optimizer, "step", f"update: {OPTIMIZER_STEP}")
-        if roles._critic is not None:
-            memory.during(roles._critic.optimizer, "step", f"update_critic: {OPTIMIZER_STEP}")
+        for name, role in (("update", worker._actor), ("update_critic", roles._critic)):
+            for method in ("accumulate", "step") if role is not None else ():
+                memory.during(role.optimizer, method, f"{name}: {OPTIMIZER_STEP}")
 
     def _residents(self) -> dict[str, list[Tensor]]:
         worker = self.worker
@@ -224,6 +227,20 @@ class MeasuredStep:
 def prompt_text(index: int) -> str:
     """A prompt of PROMPT_TOKENS tokens, which shares no beginning with the others."""
     return f"{index}+2=" * (PROMPT_TOKENS // 4)
+
+
+def predicted(size: str, config: TrainerConfig) -> MemoryPlan:
+    """The plan of such a run, from its configuration and the shapes of its model."""
+    with torch.device("meta"):
+        model = build_case_model(size, getattr(torch, config.model.dtype))
+    shape = RunShape(RunModels.of(model, config), max_length=SAMPLE_TOKENS, engine_length=SAMPLE_TOKENS)
+    return plan_memory(shape, config, Budget(None, None, ranks_per_host=1))
+
+
+def config_of(keys: Mapping[str, Any]) -> TrainerConfig:
+    """The resolved configuration of a case."""
+    loaded, given = load_config(KEYS | dict(keys))
+    return resolve(loaded, given)
 
 
 def build_case_model(size: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -77,6 +77,18 @@ def test_gradients_are_seen_when_they_are_most() -> None:
     assert memory.phases["backward"].largest == {"gradients": 4400}
 
 
+def test_what_lasts_is_known_after_it_lost_its_name() -> None:
+    """A buffer that an optimizer still reads when its parameter has let go of it."""
+    named = [kilobytes(3)]
+    held = list(named)
+    with MeasuredMemory(lambda: {"named": named}, lasting=["named"]) as memory, memory.phase("step"):
+        named.clear()
+        kilobytes(1)
+        held.clear()
+        kilobytes(2)
+    assert memory.phases["step"].residents == {"named": 3 * KB} and memory.look().peak_bytes == 0
+
+
 def of_profiler(events: list) -> int:
     """The most bytes at a time beyond those at the start, from allocations and frees in their order."""
     total = most = 0
