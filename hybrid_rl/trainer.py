@@ -34,6 +34,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import Tenant, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
@@ -102,7 +103,7 @@ class Trainer(Tenant):
             run = prepare(
                 model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing
             )
-            self._start(run, callbacks, closing)
+            self._start(planned(run), callbacks, closing)
             self._closing = closing.pop_all()
 
     def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:

@@ -35,9 +35,9 @@ class Handles:
 class CudaRegion(TensorRegion):
     """Tensors on a GPU, in physical memory that is mapped into a range of addresses by the driver.
 
-    The addresses are reserved at once, memory is mapped as tensors are allocated, and `sleep` gives it back. A tensor
-    must not be used while its region sleeps, nor after `close`: on a GPU such a use fails, and no later call of this
-    process succeeds. If the last holder of a region, a tensor or the region itself, is gone, so is everything.
+    The addresses are reserved at once, memory is mapped as tensors are allocated, and `release` gives it back. A tensor
+    must not be used until `restore`, nor after `close`: on a GPU such a use fails, and no later call of this process
+    succeeds. If the last holder of a region, a tensor or the region itself, is gone, so is everything.
 
     capacity_bytes: of addresses, rounded up to whole pages of the device. device: of its tensors. chunk_bytes: physical
     memory is had in pieces of at most this. shareable: whether `handles` may be asked for. driver: None = that of CUDA.
@@ -60,47 +60,42 @@ class CudaRegion(TensorRegion):
             native = (driver or Driver()).new(ordinal, max(1, capacity_bytes), chunk_bytes, shareable=shareable)
         info = native.info()
         super().__init__(tag, capacity_bytes=info.capacity, address=info.address, device=device)
-        self.num_sleeps = 0
+        self.num_releases = 0
         self._native = native
         self._drop = weakref.finalize(self, native.drop)
-        self._asleep = False
 
     @property
-    def mapped_bytes(self) -> int:
-        """Bytes of physical memory behind the addresses now."""
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind the addresses now; 0 when closed."""
         return 0 if self._closed else self._native.info().mapped
 
-    @property
-    def is_asleep(self) -> bool:
-        """Whether its memory has been given back."""
-        return self._asleep
+    def release(self) -> None:
+        """Wait for the device and give the memory back; the content is lost, addresses stay. Idempotent. What another
+        process has mapped is free when that process has unmapped it.
 
-    def sleep(self) -> None:
-        """Wait for the device and give the memory back; the content is lost. What another process has mapped is free
-        when that process has unmapped it.
-
-        Raises MemoryStateError while asleep, or if the driver refuses; then it is awake, and the content is lost too.
+        Raises MemoryStateError if the driver refuses; it is then awake, and the content is lost.
         """
-        self._require_awake("put to sleep")
+        self._require_open("put to sleep")
+        if self._released:
+            return
         with _explained(self.tag, "cannot sleep"):
             self._native.sleep()
-        self._asleep = True
-        self.num_sleeps += 1
+        self._released = True
+        self.num_releases += 1
 
-    def wake(self) -> None:
-        """Have memory at the same addresses, all zeros.
+    def restore(self) -> None:
+        """Have memory at the same addresses, all zeros. Idempotent.
 
-        Raises MemoryStateError while awake, or if there is too little memory; then it sleeps as before.
+        Raises MemoryStateError if there is too little memory; it is then released as before.
         """
         self._require_open("woken")
-        if not self._asleep:
-            raise MemoryStateError(f"region {self.tag!r} is already awake; put it to sleep first")
-        self._with_room(self._native.wake, "cannot wake")
-        self._asleep = False
+        if self._released:
+            self._with_room(self._native.wake, "cannot wake")
+            self._released = False
 
     def handles(self) -> Handles:
-        """Return new descriptors of the memory that is mapped now; those of before a sleep name memory that is gone.
-        Raises MemoryStateError unless awake and made with shareable=True."""
+        """Return new descriptors of the memory that is mapped now; those of before a release name memory that is
+        gone. Raises MemoryStateError unless awake and made with shareable=True."""
         self._require_awake("shared")
         with _explained(self.tag, "cannot be shared"):
             fds, sizes = self._native.export()
@@ -127,8 +122,8 @@ class CudaRegion(TensorRegion):
 
     def _require_awake(self, what: str) -> None:
         self._require_open(what)
-        if self._asleep:
-            raise MemoryStateError(f"region {self.tag!r} is asleep and cannot be {what}; wake it first")
+        if self._released:
+            raise MemoryStateError(f"region {self.tag!r} is asleep and cannot be {what}; restore it first")
 
     def _with_room(self, call: Callable[[], None], what: str) -> None:
         """Make a call that takes memory; once more if PyTorch kept free what the device has not."""

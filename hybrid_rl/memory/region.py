@@ -20,6 +20,8 @@ ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 class TensorRegion(ABC):
     """One range of addresses, filled with tensors one after the other. It is not thread-safe.
 
+    `release` and `restore` let it sleep at one address; in between no process may use its tensors.
+
     tag: the name in errors. capacity_bytes: the most that can be allocated. device: of its tensors.
     """
 
@@ -30,6 +32,7 @@ class TensorRegion(ABC):
         self._address = address
         self._num_bytes = 0
         self._closed = False
+        self._released = False
 
     @property
     def num_bytes(self) -> int:
@@ -39,6 +42,8 @@ class TensorRegion(ABC):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor of zeros, 64-byte aligned. Raises MemoryStateError if the capacity is used up."""
         self._require_open("allocated from")
+        if self._released:
+            raise MemoryStateError(f"region {self.tag!r} is asleep; wake it before allocating")
         num_elements = math.prod(shape)
         if num_elements == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -64,6 +69,33 @@ class TensorRegion(ABC):
         offset = tensor.data_ptr() - self._address
         return offset if offset >= 0 and offset + span <= self._num_bytes else None
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its memory has been released."""
+        return self._released
+
+    @property
+    @abstractmethod
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind its addresses now."""
+
+    def content(self) -> Tensor:
+        """Return all its tensors as one: uint8 [num_bytes], a view."""
+        self._require_open("read")
+        if self._num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return self._tensor(0, self._num_bytes, torch.uint8)
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back; the content is lost, addresses stay. Idempotent. Raises MemoryStateError if the system
+        refuses; the content is then undefined."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Have memory again, all zeros. Idempotent. Raises MemoryStateError if there is too little; it is then released
+        as before."""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything for good; idempotent."""
@@ -81,7 +113,6 @@ class Region(TensorRegion):
     """Tensors in one shared mapping of an anonymous file (memfd), which other processes can map through `fd`.
 
     Its address range is reserved at once and its pages when they are first written, so an unused part costs nothing.
-    `release` and `restore` let it sleep at one address; in between no process may use its tensors.
     """
 
     def __init__(self, tag: str, *, capacity_bytes: int) -> None:
@@ -92,26 +123,12 @@ class Region(TensorRegion):
         self._mapping = mmap.mmap(self.fd, capacity_bytes, mmap.MAP_SHARED)
         address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         super().__init__(tag, capacity_bytes=capacity_bytes, address=address, device=torch.device("cpu"))
-        self._released = False
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As every region; raises MemoryStateError also while it is released."""
-        if self._released:
-            raise MemoryStateError(f"region {self.tag!r} is asleep; wake it before allocating")
-        return super().allocate(shape, dtype)
 
     @property
     def occupied_bytes(self) -> int:
         """Bytes of physical memory behind the mapping now, as the operating system counts them."""
         self._require_open("measured")
         return os.fstat(self.fd).st_blocks * 512
-
-    def content(self) -> Tensor:
-        """Return all its tensors as one: uint8 [num_bytes], a view."""
-        self._require_open("read")
-        if self._num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._num_bytes)
 
     def release(self) -> None:
         """Give its pages back, for all processes that map it; the content is lost, addresses stay. Idempotent.

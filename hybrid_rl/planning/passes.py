@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,13 +138,17 @@ class Passes:
             sharding=sharding_of(config),
         )
 
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` gave for this key the first time."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def _once(self, role: str, config: TrainerConfig, what: Any, how: Any, count: Any) -> Any:
         counted = self._counted(role, config)
         model = config.model
         key = (role, what, how, counted.checkpoints, counted.offloads, counted.sharding, model.attention, model.device)
-        if key not in self._known:
-            self._known[key] = count(counted)
-        return self._known[key]
+        return self.remember(key, lambda: count(counted))
 
 
 def tokens_per_micro_batch(config: TrainerConfig, max_length: int) -> int:

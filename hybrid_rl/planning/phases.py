@@ -35,8 +35,9 @@ from hybrid_rl.planning.ledger import (
     Share,
 )
 from hybrid_rl.planning.passes import Passes, sharding_of
-from hybrid_rl.planning.shapes import has_masters, in_units, optimizer_share, trained_numel, weights_share
+from hybrid_rl.planning.shapes import has_masters, host_optimizer_share, optimizer_share, trained_numel, weights_share
 from hybrid_rl.planning.sharded import padded_numel, units_of
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.resharding.plan import BUCKET_BYTES
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS
@@ -46,7 +47,7 @@ CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, wor
 NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
 GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
 NOTES = (
-    f"a process on a GPU takes {in_units(CONTEXT_BYTES)} for CUDA, and {in_units(NCCL_BYTES)} for NCCL if there are "
+    f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there are "
     "several ranks",
     "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length",
     "gaps between tensors in the allocator's segments are not counted",
@@ -80,12 +81,18 @@ class StepMemory:
 
     def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
         """Return what the run has, by tag."""
+        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype, self.optimizer_on_host)
+        weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
+        return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+
+    def _weights(self) -> dict[str, Share]:
         models, sharding = self.passes.shape.models, sharding_of(self.config)
         policy, itemsize = models.policy, DTYPES[self.config.model.dtype].itemsize
         found = {
             ACTOR: weights_share(ACTOR, [policy], sharding),
-            OPTIMIZER: optimizer_share(OPTIMIZER, policy, sharding),
-            KV_CACHE: self.cache().share(kv_cache_bytes),
+            OPTIMIZER: host_optimizer_share(OPTIMIZER, policy)
+            if self.optimizer_on_host
+            else optimizer_share(OPTIMIZER, policy, sharding),
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
             found[ENGINE_WEIGHTS] = engines.vllm_weights_share(policy, self.config, itemsize)
@@ -148,7 +155,7 @@ class StepMemory:
         if self.config.model.device != "cuda":
             return []
         several = self.config.num_ranks != 1
-        words = "CUDA context and libraries" + (f", {in_units(NCCL_BYTES)} of NCCL" if several else "")
+        words = "CUDA context and libraries" + (f", {size_text(NCCL_BYTES)} of NCCL" if several else "")
         return [Share(PROCESS, CONTEXT_BYTES + NCCL_BYTES * several, words)]
 
     def _work(self, phase: Phase) -> Iterator[tuple[str, list[Share], int]]:
@@ -202,7 +209,7 @@ class StepMemory:
         if count.most_others.others > count.fullest.others:
             moments = {"activations": count.most_others} | moments
         for name, held in moments.items():
-            parts = [f"{in_units(held.gradients)} of this micro-batch"] if held.gradients else []
+            parts = [f"{size_text(held.gradients)} of this micro-batch"] if held.gradients else []
             parts += [f"{numel:,} trained x 4 B accumulated"] if earlier else []
             text = " + ".join(parts)
             shares = [
@@ -219,7 +226,7 @@ class StepMemory:
         elif accumulators:
             # Gradients of the last slice are freed after they were added.
             last = min(numel, SLICE_ELEMENTS) * 2
-            num_bytes, text = accumulators + last, f"{numel:,} trained x 4 B + {in_units(last)} not taken over yet"
+            num_bytes, text = accumulators + last, f"{numel:,} trained x 4 B + {size_text(last)} not taken over yet"
         else:
             num_bytes, text = 4 * numel, f"{numel:,} trained x 4 B"
         yield "optimizer step", [Share(GRADIENTS, num_bytes, text)], 0
@@ -241,11 +248,11 @@ class StepMemory:
         text = f"counted: a pass of {num_tokens:,} tokens, logits of {num_sequences}"
         if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
             if not own.enforce_eager:
-                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {in_units(GRAPH_BYTES)} of CUDA graphs")]
+                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {size_text(GRAPH_BYTES)} of CUDA graphs")]
         elif config.model.device == "cuda" and getattr(own, "cuda_graphs", False):
             count = own.max_num_seqs
             graphs = self.passes.generate(config, count, count, keeps_logprobs=keeps).fullest.others
-            return [Share(ENGINE_WORK, held + graphs, f"{text}, {in_units(graphs)} of CUDA graphs")]
+            return [Share(ENGINE_WORK, held + graphs, f"{text}, {size_text(graphs)} of CUDA graphs")]
         return [Share(ENGINE_WORK, held, text)]
 
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
@@ -279,5 +286,5 @@ class StepMemory:
         shares = []
         if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
             count = 2 if config.fsdp.cpu_offload else 4
-            shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {in_units(BUCKET_BYTES)}"))
+            shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
@@ -15,7 +14,7 @@ from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
-from hybrid_rl.planning.shapes import in_units
+from hybrid_rl.planning.sizes import size_text
 
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
@@ -72,8 +71,8 @@ def too_much(plan: MemoryPlan) -> str:
         total, shares, source = peak.host_bytes * count, peak.host, budget.host
         where = f"a host ({count} x the following)" if count > 1 else "the host"
     lines = [
-        f'phase "{peak.name}" takes {in_units(total)} of {where}, which has {in_units(there)} ({source}), '
-        f"{in_units(total - there)} too much:"
+        f'phase "{peak.name}" takes {size_text(total)} of {where}, which has {size_text(there)} ({source}), '
+        f"{size_text(total - there)} too much:"
     ]
     return "\n".join([*lines, *table(shares)])
 
@@ -81,28 +80,31 @@ def too_much(plan: MemoryPlan) -> str:
 def table(shares: Sequence[Share]) -> list[str]:
     """Return shares as lines: name, bytes, arithmetic."""
     name = max((len(share.resident) for share in shares), default=0)
-    return [f"  {share.resident:<{name}}  {in_units(share.num_bytes):>9}  {share.formula}" for share in shares]
+    return [f"  {share.resident:<{name}}  {size_text(share.num_bytes):>9}  {share.formula}" for share in shares]
 
 
 def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
-    """Return remedies that make a run fit, each of which was planned: single keys, then pairs, then more together."""
-    singles = list(_singles(config, shape))
-    found: list[Remedy] = []
-    for count in range(1, 4):
-        for combination in combinations(singles, count):
-            paths = [path for remedy in combination for path, _ in remedy.values]
-            if len(set(paths)) < len(paths) or any(set(one.values) <= set(sum_of(combination).values) for one in found):
-                continue
-            remedy = sum_of(combination)
-            if _fits(remedy, shape, config, budget, passes):
-                found.append(remedy)
-            if len(found) == MOST_NAMED:
-                return found
-        if found:
-            return found
-    everything = sum_of([one for one in singles if one.values[0][0] != "num_ranks"][:8]) if singles else None
-    if everything is not None and _fits(everything, shape, config, budget, passes):
-        return [everything]
+    """Return remedies that make a run fit, each of which was planned: single keys; if none is enough, the fewest of
+    all together, on these ranks or on more."""
+
+    def fits(remedies: Sequence[Remedy]) -> bool:
+        return _fits(sum_of(remedies), shape, config, budget, passes)
+
+    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config))
+    found = [one for one in singles if fits([one])][:MOST_NAMED]
+    if len(found) < MOST_NAMED:
+        found += [one for one in more_ranks if fits([one])][:1]
+    if found:
+        return found
+    for ranks in ([], *([one] for one in more_ranks)):
+        if fits([*singles, *ranks]):
+            needed = singles
+            for one in reversed(singles):  # those that cost most time first
+                fewer = [other for other in needed if other is not one]
+                needed = fewer if fits([*fewer, *ranks]) else needed
+            found.append(sum_of([*needed, *ranks]))
+            if ranks or len(found) == MOST_NAMED:
+                break
     return found
 
 
@@ -145,12 +147,15 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     if not model.gradient_checkpointing:
         yield one("model.gradient_checkpointing", True)
     size = tokens_per_micro_batch(config, shape.max_length)
-    if config.optimizer.tokens_per_micro_batch is not None:
-        while size // 2 >= max(shape.max_length, min(FEWEST_TOKENS, size // 2)):
-            size //= 2
-            yield one("optimizer.tokens_per_micro_batch", size)
-            if size <= FEWEST_TOKENS:
-                break
+    if config.optimizer.tokens_per_micro_batch is None:  # less than what was tried for auto
+        size = min(size, max(FEWEST_TOKENS, shape.max_length))
+    for number in (size // 2, size // 4, shape.max_length):
+        if shape.max_length <= number < size:
+            yield one("optimizer.tokens_per_micro_batch", number)
+    engine = getattr(config.rollout, config.rollout.engine)
+    for name, number in (("max_num_batched_tokens", 2048), ("max_num_seqs", 32)):
+        if getattr(engine, name) > number:
+            yield one(f"rollout.{config.rollout.engine}.{name}", number)
     if is_cuda and not model.activation_offload:
         yield one("model.activation_offload", True)
     if isinstance(config.rollout, VLLMRolloutConfig):
@@ -159,17 +164,22 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         for number in (2, 4, 8, 16):
             if number > own and config.num_ranks % number == 0:
                 yield one("rollout.vllm.tensor_parallel_size", number)
+    elif several and is_cuda and config.num_ranks % 8 == 0:  # an embedded engine has the whole model on every rank
+        yield Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 8)))
     if is_cuda and model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
     if is_cuda and not several and config.memory.optimizer_on_host is False:
         yield one("memory.optimizer_on_host", True)
     if is_cuda and several and not config.fsdp.cpu_offload:
         yield one("fsdp.cpu_offload", True)
+
+
+def _more_ranks(config: TrainerConfig) -> Iterator[Remedy]:
     assert config.num_ranks != "auto"
     number = config.num_ranks
     while number * 2 <= MOST_RANKS:
         number *= 2
-        yield one("num_ranks", number)
+        yield Remedy((("num_ranks", number),))
 
 
 def _written(value: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -18,7 +19,34 @@ from hybrid_rl.planning.step_time import StepTime
 
 NEEDED, STAYS, ON_HOST, GONE, UNKNOWN = "needed", "stays", "host", "-", ""
 STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim", UNKNOWN: ""}
-LINK_NAMES = {"local": "its own GPU", "host": "GPUs of its host", "remote": "other hosts"}
+ANY_WIDTH = 10_000
+GPU_LINKS = {"local": "its own GPU", "host": "GPUs of its host (NVLink or PCIe)", "remote": "other hosts (network)"}
+HOST_LINKS = {"local": "its own memory", "host": "ranks of its host", "remote": "other hosts (network)"}
+
+Column = TypeVar("Column")
+
+
+class InParts(Generic[Column]):
+    """A table that is continued below where the console is too narrow for all of its columns.
+
+    make: makes the table of some of the columns.
+    """
+
+    def __init__(self, make: Callable[[Sequence[Column]], Table], columns: Sequence[Column]) -> None:
+        self._make, self._columns = make, columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield tables of as many columns as fit, at least one."""
+        left = list(self._columns)
+        while left:
+            count = len(left)
+            while count > 1 and self._width(console, options, left[:count]) > options.max_width:
+                count -= 1
+            yield self._make(left[:count])
+            left = left[count:]
+
+    def _width(self, console: Console, options: ConsoleOptions, columns: Sequence[Column]) -> int:
+        return console.measure(self._make(columns), options=options.update_width(ANY_WIDTH)).maximum
 
 
 def tables(
@@ -34,7 +62,7 @@ def tables(
     parts: list[RenderableType] = [Text(title, style="bold"), _verdict(memory)]
     if remedies:
         parts += [*_section("What would make it fit"), *_lines(remedies)]
-    parts += [*_section("Cycle: what each phase of a step needs, and where the rest is"), cycle_table(cycle, memory)]
+    parts += [*_section("Cycle: what each phase of a step needs, and where the rest is"), phase_table(cycle, memory)]
     parts += [Text(_legend(cycle, memory), style="dim")]
     parts += [*_section(f"Memory of a rank, {_units(memory)}"), memory_table(memory), *_lines(memory.notes)]
     parts += [*_section(f"The peak, {memory.peak.name}, line by line"), arithmetic(memory.peak.device)]
@@ -50,38 +78,42 @@ def tables(
     return Group(*parts)
 
 
-def cycle_table(cycle: Cycle, memory: MemoryPlan) -> Table:
+def phase_table(cycle: Cycle, memory: MemoryPlan) -> RenderableType:
     """Return the phases of a step with the state of every resident."""
-    taken = [phase for phase in cycle if phase.tags]
-    residents = _residents(cycle)
-    table = _table("phase", *(name.replace("_", "\n", 1) for name in residents), right=False)
-    for phase in taken:
-        states = [_state(name, phase, memory) for name in residents]
-        table.add_row(phase.name, *(Text(state, style=STYLES[state]) for state in states))
-    return table
+
+    def part(residents: Sequence[str]) -> Table:
+        table = _table("phase", *(name.replace("_", "\n", 1) for name in residents), right=False)
+        for phase in cycle:
+            if phase.is_taken:
+                states = [_state(name, phase, memory) for name in residents]
+                table.add_row(phase.name, *(Text(state, style=STYLES[state]) for state in states))
+        return table
+
+    return InParts(part, _residents(cycle))
 
 
-def memory_table(memory: MemoryPlan) -> Table:
+def memory_table(memory: MemoryPlan) -> RenderableType:
     """Return residents by phases, with totals, what is left, and a mark at the peak."""
     unit = unit_of(phase.device_bytes for phase in memory.phases)
-    peak = memory.peak
-    table = _table("", *(_heading(phase) for phase in memory.phases))
-    for name in sorted(memory.residents, key=_rank):
-        sizes = [phase.bytes_of(name) for phase in memory.phases]
-        if any(sizes):
-            table.add_row(name, *(unit.number(size) for size in sizes))
-    table.add_section()
-    totals = [unit.number(phase.device_bytes) for phase in memory.phases]
-    table.add_row("total", *totals, style="bold")
-    budget = memory.budget.device_bytes
-    if budget is not None:
-        left = [budget - phase.device_bytes for phase in memory.phases]
-        styled = (Text(unit.number(size), style="red" if size < 0 else "green") for size in left)
-        table.add_row(f"left of {unit.number(budget)}", *styled)
-    table.add_row("", *("^ peak" if phase is peak else "" for phase in memory.phases), style="bold magenta")
-    if memory.host_peak.host_bytes:
-        table.add_row("on the host", *(unit.number(phase.host_bytes) for phase in memory.phases), style="cyan")
-    return table
+    peak, budget = memory.peak, memory.budget.device_bytes
+    names = [name for name in sorted(memory.residents, key=_rank) if any(p.bytes_of(name) for p in memory.phases)]
+
+    def part(phases: Sequence[PhaseMemory]) -> Table:
+        table = _table("", *map(_heading, phases))
+        for name in names:
+            table.add_row(name, *(unit.number(phase.bytes_of(name)) for phase in phases))
+        table.add_row("total", *(unit.number(phase.device_bytes) for phase in phases), style="bold")
+        if budget is not None:
+            left = [budget - phase.device_bytes for phase in phases]
+            styled = (Text(unit.number(size), style="red" if size < 0 else "green") for size in left)
+            table.add_row(f"left of {unit.number(budget)}", *styled)
+        if peak in phases:
+            table.add_row("", *("^ peak" if phase is peak else "" for phase in phases), style="bold magenta")
+        if memory.host_peak.host_bytes:
+            table.add_row("on the host", *(unit.number(phase.host_bytes) for phase in phases), style="cyan")
+        return table
+
+    return InParts(part, memory.phases)
 
 
 def arithmetic(shares: tuple[Share, ...]) -> Table:
@@ -108,7 +140,7 @@ def _table(*titles: str, right: bool = True) -> Table:
     table = Table(box=None, pad_edge=False)
     for number, title in enumerate(titles):
         justify = "right" if right and number else "left"
-        table.add_column(escape(title), justify=justify, no_wrap=True, vertical="bottom")  # type: ignore[arg-type]
+        table.add_column(escape(title), justify=justify, no_wrap=number > 0, vertical="bottom")  # type: ignore[arg-type]
     return table
 
 
@@ -136,7 +168,10 @@ def _state(name: str, phase: Phase, memory: MemoryPlan) -> str:
     found = [planned for planned in memory.phases if planned.phase == phase.name]
     if any(planned.bytes_of(name) for planned in found):
         return STAYS
-    return ON_HOST if any(planned.host_bytes_of(name) for planned in found) else GONE if found else UNKNOWN
+    # What sleeps waits in the arena, under that name.
+    if name in memory.choices.offload or any(planned.host_bytes_of(name) for planned in found):
+        return ON_HOST
+    return GONE if found else UNKNOWN
 
 
 def _rank(name: str) -> int:
@@ -152,7 +187,7 @@ def _legend(cycle: Cycle, memory: MemoryPlan) -> str:
         GONE: "not needed, given up",
     }
     residents = _residents(cycle)
-    shown = {_state(name, phase, memory) for phase in cycle if phase.tags for name in residents}
+    shown = {_state(name, phase, memory) for phase in cycle if phase.is_taken for name in residents}
     return "; ".join(f"{state}: {meaning}" for state, meaning in meanings.items() if state in shown)
 
 
@@ -181,10 +216,11 @@ def _verdict(memory: MemoryPlan) -> Text:
 def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
     """Yield a line for each value that was `auto`."""
     choices = memory.choices
+    cache = choices.kv_cache_memory_bytes
     leaves = {
         "offload": f"[{', '.join(choices.offload)}]",
         "optimizer_on_host": str(choices.optimizer_on_host).lower(),
-        "kv_cache_memory_bytes": str(choices.kv_cache_memory_bytes),
+        "kv_cache_memory_bytes": str(cache) + ("" if cache is None else f" ({size_text(cache)})"),
         "tokens_per_micro_batch": str(choices.tokens_per_micro_batch),
     }
     for path, reason in choices.reasons.items():
@@ -200,8 +236,9 @@ def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
     if not handoff.links:
         return parts
     table = _table("from", "read", "written")
+    names = GPU_LINKS if handoff.is_on_gpus else HOST_LINKS
     for name, part in handoff.links.items():
-        table.add_row(LINK_NAMES[name], size_text(part.read_bytes), size_text(part.written_bytes))
+        table.add_row(names[name], size_text(part.read_bytes), size_text(part.written_bytes))
     table.add_row("least possible", size_text(handoff.minimum.read_bytes), size_text(handoff.minimum.written_bytes))
     parts.append(table)
     if handoff.gathered_bytes:

@@ -21,7 +21,7 @@ UNUSUAL = frozenset({"check", "save"})  # phases that most steps do without
 
 def num_trips(cycle: Cycle, tag: str) -> int:
     """Count how often a resident that may sleep is put to sleep, and woken again, in a step."""
-    phases = [phase for phase in cycle if phase.tags and phase.name not in UNUSUAL]
+    phases = [phase for phase in cycle if phase.is_taken and phase.name not in UNUSUAL]
     return sum(
         tag in phase.tags and tag not in after.tags
         for phase, after in zip(phases, [*phases[1:], *phases[:1]], strict=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
 from hybrid_rl.memory.comparison import Expected
+from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.history import StepMemory
 from hybrid_rl.workers.groups import PolicyGroup
 
@@ -36,7 +37,7 @@ class MemoryPictures:
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Draw if it is due after this step, whose metrics tell what is in memory now."""
         self._num_steps += 1
-        awake = frozenset(name for name, value in metrics.items() if name.startswith("memory/") and value > 0)
+        awake = frozenset(tag for tag in RESIDENTS if metrics.get(f"memory/{tag}_bytes", 0.0) > 0)
         if self._num_steps >= FIRST_STEP and awake != self._awake:
             self._awake = awake
             self.draw(step)

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybrid_rl import native
 from hybrid_rl.compat.torch import foreach_copy
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS
 from hybrid_rl.training.optimizer import HasGradient, Optimizer, follow, slices
 
+HASHING = "strided_copy"  # the operator that hashes
 STREAMED_ELEMENTS = 1 << 26  # gradients that come down in one slice, unless a tensor is larger
 
 
@@ -50,7 +52,7 @@ class HostOptimizer(Optimizer):
         self._down, self._up = _Lane(device), _Lane(device)
         self._seeds = torch.tensor([name_seed(name) for name in self.names], device=device)
         # Of the parameters as they were written last; None: to be compared number by number.
-        self._known: Tensor | None = self._hashes()
+        self._known = self._hashes()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -112,8 +114,10 @@ class HostOptimizer(Optimizer):
         it waits for the device once."""
         self.check()
         hashes = self._hashes()
-        suspects = torch.ones(len(hashes), dtype=torch.bool) if self._known is None else (hashes != self._known).cpu()
-        changed = torch.zeros(len(hashes), dtype=torch.bool)
+        changed = torch.zeros(len(self.names), dtype=torch.bool)
+        suspects = ~changed
+        if hashes is not None and self._known is not None:
+            suspects = (hashes != self._known).cpu()
         for number in suspects.nonzero()[:, 0].tolist():
             name = self.names[number]
             changed[number] = follow(self._targets[name], self._parameters[name].detach().cpu())
@@ -125,8 +129,11 @@ class HostOptimizer(Optimizer):
         super().load_state_dict(state)
         self._known = None
 
-    def _hashes(self) -> Tensor:
-        """Compute the content hash of every parameter, int64 [P] on the device."""
+    def _hashes(self) -> Tensor | None:
+        """Compute the content hash of every parameter, int64 [P] on the device. None on a GPU without the compiled
+        kernel: PyTorch's form takes many times the memory of a tensor."""
+        if self._seeds.device.type == "cuda" and native.operator(HASHING, "cuda") is None:
+            return None
         flat = [parameter.detach().reshape(-1) for parameter in self._parameters.values()]
         every, ones = np.arange(len(flat)), np.ones((len(flat), MAX_DIMS), dtype=np.int64)
         shape = ones.copy()

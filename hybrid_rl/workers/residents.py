@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import WEIGHTS
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import ConfigError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
@@ -36,6 +37,7 @@ class TrainerMemory:
     def __init__(self, config: TrainerConfig, context: RankContext) -> None:
         self._offload = frozenset(config.memory.offload or ())
         self._arena: HostArena | None = None
+        self._owners: dict[int, str] = {}  # tag by storage
         if not self._offload:
             return
         limit = None
@@ -77,6 +79,7 @@ class TrainerMemory:
         modules: Sequence[nn.Module] = (),
         regions: Sequence[Region] = (),
     ) -> Resident:
+        self._check_apart(tag, tensors())
         if tag not in self._offload:
             return Resident(tag, lambda: sum(tensor.nbytes for tensor in tensors()))
         assert self._arena is not None
@@ -94,6 +97,18 @@ class TrainerMemory:
         sleep(frozenset({tag}))
         return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake, atomic=True)
 
+    def _check_apart(self, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Raise ConfigError if what is to move is also another resident's memory, which would leave with it."""
+        if not self._offload:
+            return
+        for tensor in tensors:
+            other = self._owners.setdefault(storage_id(tensor), tag)
+            if other != tag and {tag, other} & self._offload:
+                raise ConfigError(
+                    f"{tag} and {other} have weights in common (one module was made from the other?), so neither can "
+                    f"move by itself; take both out of memory.offload, or pass a copy.deepcopy of one of them"
+                )
+
 
 class _Guard:
     """Refuses calls of modules without weights, which would crash: a module may be the user's own."""
@@ -104,8 +119,9 @@ class _Guard:
     def close(self) -> None:
         """Refuse from now on."""
         for module in self._modules:
-            for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
-                self._hooks.callback(register(self._refuse).remove)
+            self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
+            for child in module.modules():
+                self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
 
     def open(self) -> None:
         """Refuse no more."""
@@ -135,7 +151,7 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
-    # They are gathered from the actor's shards.
+    # They are gathered from the actor's shards, by all ranks together.
     return Resident(
         ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
     )
@@ -149,5 +165,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
-        atomic=True,
+        atomic=True,  # the cache of all layers is taken at once
     )

@@ -3,9 +3,11 @@ the run in which the trainer's side stays, and after any fault the run that noth
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -50,8 +52,10 @@ def test_what_moves_keeps_to_the_table_and_changes_no_bit(
     compare(moved, watched_run(make, case, num_steps, offload=False))
 
 
-def faulty(tag: str, how: How) -> Callable[..., list[float]]:
-    """A reward of which rank 1's, in a step, prepares a fault of what comes after it. Rewards run on the ranks."""
+def faulty(tag: str, how: How | Literal["ctrl-c"]) -> Callable[..., list[float]]:
+    """A reward of which rank 1's, in a step, prepares a fault of what comes after it, or presses the driver's Ctrl-C.
+    Rewards run on the ranks."""
+    driver = os.getpid()
 
     def reward(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
         import torch.distributed as dist
@@ -60,7 +64,10 @@ def faulty(tag: str, how: How) -> Callable[..., list[float]]:
 
         if trainer_state.global_step == FAULTY_STEP and dist.get_rank() == 1 and not hasattr(fail_once, "is_done"):
             fail_once.is_done = True  # type: ignore[attr-defined]
-            fail_once(tag, how)
+            if how == "ctrl-c":
+                os.kill(driver, signal.SIGINT)
+            else:
+                fail_once(tag, how)
         return spread(completion_ids)
 
     reward.__name__ = "spread"
@@ -78,12 +85,13 @@ def faulty(tag: str, how: How) -> Callable[..., list[float]]:
                 ("optimizer", "no memory", "rank 1: wake of 'optimizer': OutOfMemoryError: .*memory was put back"),
                 ("", "engine", "asked to fail"),
                 ("actor", "kill", "policy rank 1 of 2 failed"),
+                ("", "ctrl-c", ""),
             )
         ),
     ],
 )
 def test_one_rank_fails_and_the_run_ends_as_the_undisturbed_one(
-    make: Make, kept: dict[str, Path], tag: str, how: How, says: str
+    make: Make, kept: dict[str, Path], tag: str, how: Any, says: str
 ) -> None:
     """Before the update the step is taken back on both ranks, and the same Trainer goes on; later, or if memory is
     broken, a new one resumes."""
@@ -91,9 +99,10 @@ def test_one_rank_fails_and_the_run_ends_as_the_undisturbed_one(
         kept["ppo"] = watched_run(make, "ppo", NUM_STEPS, offload=True)
     trainer = make(case="ppo", max_steps=NUM_STEPS, save_steps=1, run_name="disturbed", reward=faulty(tag, how))
     trainer.step()
-    with pytest.raises(HybridRLError, match=f"(?s){says}") as raised:
+    with pytest.raises((HybridRLError, KeyboardInterrupt), match=f"(?s){says}") as raised:
         trainer.step()
-    goes_on = tag in ("reference", "critic")
+    goes_on = tag in ("reference", "critic") or how == "ctrl-c"
+    assert isinstance(raised.value, KeyboardInterrupt) == (how == "ctrl-c")
     assert isinstance(raised.value, MemoryRefusedError) == (how == "no memory")
     if not goes_on:
         with pytest.raises(HybridRLError, match="make a new Trainer"):
@@ -105,6 +114,12 @@ def test_one_rank_fails_and_the_run_ends_as_the_undisturbed_one(
     trainer.close()
     name = f"checkpoint-{NUM_STEPS}"
     compare_checkpoints(trainer.run_folder / name, kept["ppo"] / name)
+
+
+@pytest.mark.sweep
+def test_an_arena_that_is_too_small_is_told_at_the_start(make: Make) -> None:
+    with pytest.raises(HybridRLError, match=r"memory\.host_memory"):
+        make(case="ppo", max_steps=1, host_memory="100KB")
 
 
 @pytest.mark.sweep

@@ -88,7 +88,7 @@ class PagedCache:
         """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
         NaN. Raises MemoryStateError if a region cannot have it; nothing is allocated then."""
         if self._memory and self._region is not None:
-            self._region.wake()
+            self._region.restore()
             return
         wanted = [(shape, layer.dtype) for layer in self.layers.values() for shape in self._shapes(layer)]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
@@ -102,7 +102,7 @@ class PagedCache:
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
         if self._region is not None:
-            self._region.sleep()
+            self._region.release()
         else:
             self._memory = {}
 
@@ -144,6 +144,7 @@ class PagedCache:
         """Return zeros, uint8 [num_bytes]."""
         if self._region is not None:
             return self._region.allocate((num_bytes,), torch.uint8)
+        assert self.device.type == "cpu", f"a cache on {self.device} needs a region"
         # Pages that the operating system hands out when they are first written: an unused part of the cache costs no
         # memory, which torch.zeros would touch.
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))

@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,16 +58,16 @@ def test_memory_is_had_in_pieces_as_tensors_need_it(standing_in: StandIn) -> Non
     region = region_of(standing_in)
     standing_in.calls()
     first = pages(region, 3)
-    assert standing_in.calls()["cuMemCreate"] == 2 and region.mapped_bytes == 3 * PAGE
+    assert standing_in.calls()["cuMemCreate"] == 2 and region.occupied_bytes == 3 * PAGE
     pages(region, 1)
-    assert standing_in.calls()["cuMemCreate"] == 1 and region.mapped_bytes == 4 * PAGE
+    assert standing_in.calls()["cuMemCreate"] == 1 and region.occupied_bytes == 4 * PAGE
     region.allocate((1,), torch.uint8)
     region.allocate((PAGE - 64,), torch.uint8)  # the same page
-    assert standing_in.calls()["cuMemCreate"] == 1 and region.mapped_bytes == 5 * PAGE
+    assert standing_in.calls()["cuMemCreate"] == 1 and region.occupied_bytes == 5 * PAGE
     assert first.sum() == 7 * 3 * PAGE
-    region.sleep()
-    region.wake()
-    assert standing_in.calls()["cuMemCreate"] == 4 and region.mapped_bytes == 5 * PAGE and region.num_sleeps == 1
+    region.release()
+    region.restore()
+    assert standing_in.calls()["cuMemCreate"] == 4 and region.occupied_bytes == 5 * PAGE and region.num_releases == 1
 
 
 def test_a_device_with_larger_pages_rounds_up(standing_in: StandIn) -> None:
@@ -73,7 +75,7 @@ def test_a_device_with_larger_pages_rounds_up(standing_in: StandIn) -> None:
     region = region_of(standing_in)
     assert region.capacity_bytes == 2**16
     pages(region, 1)
-    assert region.mapped_bytes == 2**16
+    assert region.occupied_bytes == 2**16
     region.close()
     del region
     gc.collect()
@@ -85,21 +87,21 @@ def test_too_little_memory_for_the_last_piece_undoes_the_others(standing_in: Sta
     standing_in.reset(budget=5 * PAGE)
     with pytest.raises(DriverError, match=r"'kv' cannot grow: cuMemCreate of 8192 bytes gave CUDA_ERROR_OUT_OF_M") as e:
         pages(region, 4)
-    assert e.value.code == 2 and region.num_bytes == region.mapped_bytes == 2 * PAGE and first.sum() == 14 * PAGE
+    assert e.value.code == 2 and region.num_bytes == region.occupied_bytes == 2 * PAGE and first.sum() == 14 * PAGE
     assert pages(region, 3).sum() == 21 * PAGE  # what fits still does
 
 
 def test_too_little_memory_to_wake_leaves_everything_asleep(standing_in: StandIn) -> None:
     region = region_of(standing_in)
     tensor = pages(region, 6)
-    region.sleep()
+    region.release()
     standing_in.reset(budget=4 * PAGE)
     for _ in range(2):
         with pytest.raises(MemoryStateError, match="'kv' cannot wake: cuMemCreate of 8192 bytes.*out of memory"):
-            region.wake()
+            region.restore()
         assert region.is_asleep and standing_in.ledger().physical_bytes == 0 and standing_in.ledger().maps == 0
     standing_in.reset()
-    region.wake()
+    region.restore()
     assert not tensor.any()
 
 
@@ -131,21 +133,21 @@ class Script:
 
     def steps(self) -> None:
         region = self.attempt(lambda: region_of(self.standing_in))
-        first = self.attempt(lambda: pages(region, 3), lambda: region.num_bytes == region.mapped_bytes == 0)
+        first = self.attempt(lambda: pages(region, 3), lambda: region.num_bytes == region.occupied_bytes == 0)
         grown = 3 * PAGE
         second = self.attempt(
             lambda: pages(region, 4, 9),
-            lambda: region.num_bytes == region.mapped_bytes == grown and bool((first == 7).all()),
+            lambda: region.num_bytes == region.occupied_bytes == grown and bool((first == 7).all()),
         )
 
         def awake() -> bool:
             first.fill_(1)
             second.fill_(2)
-            return not region.is_asleep and region.mapped_bytes == 7 * PAGE
+            return not region.is_asleep and region.occupied_bytes == 7 * PAGE
 
-        self.attempt(region.sleep, awake)
-        assert region.mapped_bytes == 0
-        self.attempt(region.wake, lambda: region.is_asleep and region.mapped_bytes == 0)
+        self.attempt(region.release, awake)
+        assert region.occupied_bytes == 0
+        self.attempt(region.restore, lambda: region.is_asleep and region.occupied_bytes == 0)
         assert not first.any() and not second.any()
         assert awake()
         peer = self.attempt(lambda: self.opened(region))
@@ -211,7 +213,7 @@ def broken_pieces(standing_in: StandIn) -> None:
         region = region_of(standing_in)
     except MemoryStateError:
         return
-    steps = (lambda: pages(region, 3), lambda: pages(region, 4), region.sleep, region.wake, region.handles)
+    steps = (lambda: pages(region, 3), lambda: pages(region, 4), region.release, region.restore, region.handles)
     for step in steps:
         try:
             found = step()
@@ -230,14 +232,14 @@ def broken_pieces(standing_in: StandIn) -> None:
 def test_what_cannot_be_undone_is_said_and_can_only_be_closed(standing_in: StandIn) -> None:
     region = region_of(standing_in)
     pages(region, 4)
-    region.sleep()
+    region.release()
     standing_in.fail("cuMemCreate", 2)
     standing_in.fail("cuMemUnmap", 1, FAULT)
     with pytest.raises(MemoryStateError, match=r"cuMemCreate.*; undoing it failed too: cuMemUnmap of 8192 bytes gave"):
-        region.wake()
+        region.restore()
     with pytest.raises(MemoryStateError, match="it is broken, not asleep"):
-        region.wake()
-    assert region.mapped_bytes == 2 * PAGE
+        region.restore()
+    assert region.occupied_bytes == 2 * PAGE
     region.close()
     assert standing_in.ledger().physical_bytes == 0
 
@@ -247,12 +249,12 @@ def test_sleep_that_fails_for_good_is_said(standing_in: StandIn) -> None:
     tensor = pages(region, 4)
     standing_in.fail("cuMemUnmap", 2, FAULT)
     with pytest.raises(MemoryStateError, match="it stays awake, and its content is lost"):
-        region.sleep()
+        region.release()
     assert not region.is_asleep and int(tensor.sum()) == 7 * 2 * PAGE  # of two pieces one was lost
     standing_in.fail("cuMemUnmap", 2, FAULT)
     standing_in.fail("cuMemCreate", 1)
     with pytest.raises(MemoryStateError, match="nor can what was given back be had again: cuMemCreate"):
-        region.sleep()
+        region.release()
     with pytest.raises(MemoryStateError, match="broken"):
         pages(region, 1)
 
@@ -301,7 +303,7 @@ def test_a_failed_wait_is_the_kernels_and_nothing_has_moved(standing_in: StandIn
     tensor = pages(region, 2)
     standing_in.fail("cuCtxSynchronize", code=FAULT)
     with pytest.raises(MemoryStateError, match="'kv' cannot sleep: cuCtxSynchronize gave"):
-        region.sleep()
+        region.release()
     assert not region.is_asleep and tensor.sum() == 14 * PAGE
     standing_in.fail("cuCtxSynchronize", code=FAULT)
     with pytest.raises(MemoryStateError, match="cuCtxSynchronize.*; the memory was given back"):
@@ -327,9 +329,9 @@ def test_a_peer_sees_what_the_owner_writes_until_it_sleeps(standing_in: StandIn)
         MemoryStateError, match="'peer' holds no such tensor: .* beyond the 12288 bytes that are mapped"
     ):
         peer.tensor(3 * PAGE - 4, (2,), torch.float32)
-    region.sleep()
+    region.release()
     assert standing_in.ledger().maps == 2 and seen[0, 0] == 257  # the peer holds the old memory
-    region.wake()
+    region.restore()
     assert seen[0, 0] == 257 and not tensor.any()
 
 
@@ -367,7 +369,7 @@ def test_only_what_was_made_for_it_is_shared(standing_in: StandIn) -> None:
         region.handles()
     shared = region_of(standing_in)
     pages(shared, 1)
-    shared.sleep()
+    shared.release()
     with pytest.raises(MemoryStateError, match="'kv' is asleep and cannot be shared"):
         shared.handles()
 
@@ -382,3 +384,27 @@ def test_the_last_tensor_may_go_in_another_thread(standing_in: StandIn) -> None:
     thread.start()
     thread.join()
     assert standing_in.ledger().is_empty
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_nothing_is_written_where_it_does_not_belong(tmp_path: Path) -> None:
+    """These tests and the contract's, with both libraries under sanitizers of addresses and undefined behaviour."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    named = [["-print-file-name=libasan.so"], ["-print-file-name=libubsan.so"]]
+    found = [subprocess.run([compiler, *name], capture_output=True, text=True, check=True).stdout for name in named]
+    if not all(Path(path.strip()).is_absolute() for path in found):
+        pytest.skip("needs libasan and libubsan")
+    environment = {
+        **os.environ,
+        "CXX": f"{compiler} -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        "LD_PRELOAD": " ".join(path.strip() for path in found),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "TMPDIR": str(tmp_path),
+    }
+    files = [__file__, str(Path(__file__).with_name("test_region_contract.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *files]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, Cycle
 from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, Budget, Choices, MemoryPlan, PhaseMemory, Share
@@ -28,7 +26,7 @@ def share(name: str, gigabytes: float, formula: str = "") -> Share:
 def memory(device_gigabytes: float | None = 40.0, host_gigabytes: float | None = 100.0) -> MemoryPlan:
     """A plan of 4 ranks whose optimizer sleeps and whose actor stays."""
     actor, optimizer = share(ACTOR, 4, "1,000,000,000 parameters x 4 B"), share(OPTIMIZER, 8, "2 moments x 4 B")
-    asleep = (share(ARENA, 8, "optimizer"),)
+    asleep = (share(ARENA, 8, "slots of optimizer"),)
     engine, cache = share(ENGINE_WEIGHTS, 2), share(KV_CACHE, 25.5)
     phases = (
         PhaseMemory("publish", (actor, engine, share("handoff", 0.5)), asleep),
@@ -37,8 +35,6 @@ def memory(device_gigabytes: float | None = 40.0, host_gigabytes: float | None =
         PhaseMemory("update", (actor, optimizer, share(ACTIVATIONS, 20)), moment="backward"),
         PhaseMemory("update", (actor, optimizer, share("updating", 1)), moment="optimizer step"),
     )
-    asleep_optimizer = replace(asleep[0], resident=OPTIMIZER)
-    phases = tuple(replace(p, host=(asleep_optimizer,) if p.host else ()) for p in phases)
     budget = Budget(
         None if device_gigabytes is None else int(device_gigabytes * GB),
         None if host_gigabytes is None else int(host_gigabytes * GB),
@@ -46,6 +42,7 @@ def memory(device_gigabytes: float | None = 40.0, host_gigabytes: float | None =
     )
     reasons = {
         "memory.offload": "the KV cache would have 17.5 GB without it",
+        "kv_cache_memory_bytes": "what is left",
         "optimizer.tokens_per_micro_batch": "the default on a GPU",
     }
     return MemoryPlan(

@@ -49,6 +49,15 @@ def test_the_peak_is_marked_under_its_phase() -> None:
     assert total[:end].endswith("32.00") and "32.00" not in total[end:]
 
 
+def test_narrow_consoles_get_tables_in_parts() -> None:
+    """Every number is there whatever the width, and none is cut."""
+    wide, narrow = plan().text(200), plan().text(44)
+    assert "…" not in narrow and max(map(len, narrow.splitlines()[3:40])) <= 44
+    numbers = [word for line in wide.splitlines() if line.startswith("total") for word in line.split()[1:]]
+    found = [word for line in narrow.splitlines() if line.startswith("total") for word in line.split()[1:]]
+    assert found == numbers and narrow.count("^ peak") == 1
+
+
 @pytest.mark.parametrize(
     ("device", "host", "line"),
     [

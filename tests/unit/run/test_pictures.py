@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     pictures.draw(10)  # fit() with nothing to do
     assert not ranks.num_asked
     sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
-    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, wakes)):
+    other = {**wakes, "memory/available_bytes": 8.0}  # no resident
+    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, other)):
         pictures.look(step, metrics)
     assert drawn == ["step 12", "step 14"] and ranks.num_asked == 2
     pictures.draw(15)
@@ -73,3 +75,28 @@ def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.Log
     pictures.look(1, {})
     pictures.look(2, {})
     assert "memory.png: RuntimeError: a rank is gone" in caplog.text
+
+
+def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, Path, StepMemory]] = []
+
+    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+        drawn.append((title, path, step))
+
+    trainer = make_trainer(max_steps=4, probe_steps=0)
+    monkeypatch.setattr(memory_picture, "draw_memory", draw)
+    trainer.fit()
+    titles, paths, steps = zip(*drawn, strict=True)
+    assert [title[-15:] for title in titles] == ["training step 2", "training step 4"]
+    assert set(paths) == {trainer.run_folder / "memory.png"}
+    last = steps[-1]
+    assert [phase.name for phase in last.phases] == ["generate", "update", "publish"]
+    assert [(move.tag, move.awake) for move in last.moves] == [("kv_cache", True), ("kv_cache", False)]
+    _, bytes_of = last.series()
+    assert bytes_of["kv_cache"] == [trainer.policy._backend._worker._engine.kv_cache_bytes, 0, 0]
+    assert {tag for tag, row in bytes_of.items() if all(row)} == {"actor", "optimizer"}
+    trace = json.loads(trainer.save_memory_trace(tmp_path / "trace.json").read_text())
+    durations = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert durations.count("update") == 4

@@ -54,13 +54,20 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("streamed", [1, 50, 1 << 26], ids=["each", "some", "all"])
+@pytest.mark.parametrize(
+    ("streamed", "hashes"),
+    [(1, True), (50, True), (50, False), (1 << 26, True)],
+    ids=["each", "some", "numbers", "all"],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_steps_are_those_of_the_usual_optimizer(
-    dtype: torch.dtype, streamed: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, streamed: int, hashes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clipped, with weight decay; the fourth is skipped, the fifth begins after a user has changed some weights."""
+    """Clipped, with weight decay; the fourth is skipped, the fifth begins after a user has changed some weights, which
+    is seen from hashes, or without them number by number."""
     monkeypatch.setattr(host_optimizer, "STREAMED_ELEMENTS", streamed)
+    if not hashes:
+        monkeypatch.setattr(HostOptimizer, "_hashes", lambda _: None)
     usual, host = pair(dtype)
     assert isinstance(host[1], HostOptimizer) and len(host[1]._slices) == {1: 8, 50: 2, 1 << 26: 1}[streamed]
     found = []

@@ -26,6 +26,10 @@ BROKEN_AT = 2  # the step in which the fault comes
 IDS = torch.tensor([[6, 7, 8]])
 
 
+def swept(*tags: str) -> list[Any]:
+    return [pytest.param(tag, marks=pytest.mark.sweep) for tag in tags]
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
     draw_nothing(monkeypatch)
@@ -72,7 +76,7 @@ def offloaded(worker: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tag", ["reward_models", "actor", "reference", "critic"])
+@pytest.mark.parametrize("tag", ["reward_models", "actor", *swept("reference", "critic")])
 def test_a_wake_without_memory_before_the_update_takes_the_step_back(
     make: Callable[..., Trainer], straight: Path, fault: Callable[..., None], tag: str
 ) -> None:
@@ -92,7 +96,7 @@ def test_a_wake_without_memory_before_the_update_takes_the_step_back(
     compare(trainer.run_folder, straight)
 
 
-@pytest.mark.parametrize("tag", ["critic_optimizer", "optimizer"])
+@pytest.mark.parametrize("tag", ["optimizer", *swept("critic_optimizer")])
 def test_a_wake_without_memory_in_the_update_ends_the_run_which_resume_goes_on_with(
     make: Callable[..., Trainer], straight: Path, fault: Callable[..., None], tag: str
 ) -> None:
@@ -126,15 +130,17 @@ def test_an_engine_that_does_not_wake_breaks_memory(
     resume(make, trainer, straight)
 
 
+@pytest.mark.parametrize(("tag", "num_steps"), [("reference", 1), ("optimizer", 2)])
 def test_ctrl_c_between_sleep_and_wake_waits_for_the_end_of_the_transition(
-    make: Callable[..., Trainer], straight: Path, fault: Callable[..., None]
+    make: Callable[..., Trainer], straight: Path, fault: Callable[..., None], tag: str, num_steps: int
 ) -> None:
+    """Before the update it takes the step back; from then on the step is completed first."""
     trainer = make(save_steps=NUM_STEPS)
     trainer.step()
-    fault("reference", "interrupt")
+    fault(tag, "interrupt")
     with pytest.raises(KeyboardInterrupt):
         trainer.step()
-    assert trainer.global_step == 1 and worker_of(trainer).leases.broken is None
+    assert trainer.global_step == num_steps and worker_of(trainer).leases.broken is None
     assert_in_place(worker_of(trainer))
     trainer.fit()
     trainer.close()

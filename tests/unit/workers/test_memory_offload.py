@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import HybridRLError, MemoryRefusedError, MemoryStateError
+from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors
 from hybrid_rl.workers.reference import Reference
@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "offload": ["actor", "optimizer", "critic", "critic_optimizer", "reference"]},
     "bfloat16": {"offload": ["actor", "optimizer"]},
     "distillation": {"advantage": "distillation", "offload": ["actor", "optimizer", "teacher"]},
+    "in place": {"engine": "inplace", "beta": 0.05, "offload": ["optimizer", "reference"]},
     "exact": {
         "beta": 0.05,
         "kl_estimator": "exact",
@@ -244,6 +245,16 @@ def test_an_update_that_got_no_memory_stops_the_run_and_a_resumed_one_goes_on_to
     resumed.fit()
     assert records(resumed, comparable=True)[-1] == expected_records[-1]
     assert_equal(state_of(resumed), expected)
+
+
+def test_models_with_common_weights_cannot_move(make_trainer: Callable[..., Trainer]) -> None:
+    """A reward model over the policy's own backbone: it would take the policy's weights along."""
+    judge, model = classifier(vocab_size=len(VOCABULARY)), build_model(hidden_size=32)
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    keys = {"engine": "sleeping", "memory.offload": ["reward_models"]}
+    with pytest.raises(ConfigError, match="reward_models and actor have weights in common"):
+        make_trainer(model, judge, reward_processing_classes=build_tokenizer(), **keys)
+    assert model(input_ids=torch.tensor([[3]])).logits.isfinite().all()
 
 
 def test_nothing_moves_and_nothing_is_copied_unless_it_is_listed(run: Callable[..., Trainer]) -> None:

@@ -83,24 +83,24 @@ def test_a_cache_in_a_region_sleeps_and_wakes_at_its_place_and_takes_all_layers_
     driver.reset(budget=driver.ledger().physical_bytes + 3 * 4096)
     with pytest.raises(MemoryStateError, match="'kv_cache' cannot grow"):
         made.allocate()
-    assert not made.is_allocated and region.mapped_bytes == 0
+    assert not made.is_allocated and region.occupied_bytes == 0
     driver.reset()
     made.allocate()
     tensors = [tensor for layer in layers for tensor in made.memory(layer)]
     assert all(tensor.data_ptr() % 256 == 0 and not tensor.any() for tensor in tensors)
-    assert sum(tensor.nbytes for tensor in tensors) == made.num_bytes and region.mapped_bytes == 4 * 4096
+    assert sum(tensor.nbytes for tensor in tensors) == made.num_bytes and region.occupied_bytes == 4 * 4096
     tensors[3].fill_(1.0)
     places = [tensor.data_ptr() for tensor in tensors]
     made.free()
-    assert not made.is_allocated and region.mapped_bytes == 0
+    assert not made.is_allocated and region.occupied_bytes == 0
     made.allocate()
     assert made.is_allocated and all(map(torch.equal, tensors, (tensor for i in layers for tensor in made.memory(i))))
     assert [tensor.data_ptr() for tensor in tensors] == places and not any(tensor.any() for tensor in tensors)
     tensors[0].fill_(float("nan"))
     made.clear()
-    assert not tensors[0].any() and region.num_sleeps == 1
+    assert not tensors[0].any() and region.num_releases == 1
     made.close()
-    assert region.mapped_bytes == 0
+    assert region.occupied_bytes == 0
 
 
 def test_the_recorder_learns_shapes_and_answers_with_values():
