@@ -32,7 +32,8 @@ class HandoffPlan:
     links: by link (LINKS), as read in the trainer's dtype and written in the engine's. minimum: each element of the
     engine's tensors once. staging_bytes: extra peak of a rank that receives messages. gathered_bytes: what gathering
     full tensors would bring to a rank from others instead; 0 if that is not an alternative. source: where the numbers
-    are from. missing: why there are none; empty if there are. words: what is done, in a sentence.
+    are from. missing: why there are none; empty if there are. words: what is done, in a sentence. is_on_gpus: whether
+    shards and engine are; else shards are in host memory.
     """
 
     words: str
@@ -42,34 +43,45 @@ class HandoffPlan:
     gathered_bytes: int = 0
     source: str = ""
     missing: str = ""
+    is_on_gpus: bool = True
 
     @property
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes that cross each link: of its own memory read and written, of others on the host read in place, from
-        other hosts sent in the engine's dtype."""
+        other hosts sent in the engine's dtype. From host memory to GPUs all is cast, and crosses "pcie"."""
         found = {name: self.links.get(name, Traffic()) for name in LINKS}
+        remote = found["remote"].written_bytes
+        if not self.is_on_gpus:
+            return {"remote": remote, "pcie": sum(part.written_bytes for part in found.values())}
         local = found["local"].read_bytes + found["local"].written_bytes
-        return {"local": local, "host": found["host"].read_bytes, "remote": found["remote"].written_bytes}
+        return {"local": local, "host": found["host"].read_bytes, "remote": remote}
 
 
 def plan_handoff(
-    config: TrainerConfig, skeleton: PreTrainedModel, *, ranks_per_host: int, layouts: Path | None = None
+    config: TrainerConfig,
+    skeleton: PreTrainedModel,
+    *,
+    ranks_per_host: int,
+    layouts: Path | None = None,
+    may_trace: bool = True,
 ) -> HandoffPlan:
     """Plan the handoff of a resolved config. skeleton: the model, which may be on meta. layouts: a folder of traces.
+    may_trace: vLLM's loader is traced here if that folder has no trace of it and vLLM is installed.
 
     Raises ConfigError if that folder has no traces at all.
     """
     assert config.num_ranks != "auto"
     num_ranks, rollout = config.num_ranks, config.rollout
+    on_host = config.model.device == "cpu" or (config.fsdp.cpu_offload and num_ranks > 1)
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     dtype = DTYPES[config.model.dtype]
     if not isinstance(rollout, ColocatedRolloutConfig):
-        return _embedded(skeleton, dtype, hosts, config.fsdp.dp_replicate)
+        return replace(_embedded(skeleton, dtype, hosts, config.fsdp.dp_replicate), is_on_gpus=not on_host)
     if rollout.adopt_weights:
         return HandoffPlan("trainer and engine share one copy of the weights: nothing is moved", {})
     words = f"{rollout.engine} gets each element once, from the rank nearest to it that holds it"
     try:
-        traces, source = _traces(config, skeleton, layouts)
+        traces, source = _traces(config, skeleton, layouts, may_trace=may_trace)
     except ConfigError:
         raise
     except HybridRLError as error:
@@ -86,13 +98,16 @@ def plan_handoff(
         reports[rank] = report_of(make_plan(trace, layout, rank), trace, layout)
     rank = max(reports, key=lambda number: reports[number].total.read_bytes - reports[number].local.read_bytes)
     found = reports[rank]
+    words += f"; through files in {rollout.weights_path}" if rollout.transport == "disk" else ""
+    words += "; its shards are in host memory" if config.fsdp.cpu_offload and on_host else ""
     return HandoffPlan(
-        words + (f"; through files in {rollout.weights_path}" if rollout.transport == "disk" else ""),
+        words,
         {"local": found.local, "host": found.host, "remote": found.remote},
         minimum=found.minimum,
         staging_bytes=found.staging_bytes if found.remote.read_bytes else 0,
         gathered_bytes=_received(gathered(layout, rank)),
         source=source,
+        is_on_gpus=not on_host,
     )
 
 
@@ -121,7 +136,9 @@ def _in_dtype(trace: Trace, dtype: torch.dtype) -> Trace:
     return replace(trace, destinations=tuple(specs))
 
 
-def _traces(config: TrainerConfig, skeleton: PreTrainedModel, layouts: Path | None) -> tuple[dict[int, Trace], str]:
+def _traces(
+    config: TrainerConfig, skeleton: PreTrainedModel, layouts: Path | None, *, may_trace: bool
+) -> tuple[dict[int, Trace], str]:
     """Return the traces of an engine's first and last rank, by rank, and their source; none and the reason if there
     are none."""
     size = config.rollout.ranks_per_engine
@@ -133,6 +150,8 @@ def _traces(config: TrainerConfig, skeleton: PreTrainedModel, layouts: Path | No
             names = " and ".join(found[rank].name for rank in wanted)
             return {rank: load_trace(found[rank]) for rank in wanted}, f"traces of vLLM's loader in {names}"
         reason = f"{layouts} has no trace of this model with tensor_parallel_size={size}"
+    if not may_trace:
+        return {}, f"{reason} (layouts=, such as benchmarks/layouts); metrics of a step have handoff/*_bytes"
     if config.rollout.engine != "vllm" or importlib.util.find_spec("vllm") is None:
         return {}, f"{reason}, and vLLM is not installed to trace its loader here"
     # Imported here: it takes longer than everything else in a plan.

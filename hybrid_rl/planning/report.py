@@ -20,7 +20,8 @@ from hybrid_rl.planning.step_time import StepTime
 NEEDED, STAYS, ON_HOST, GONE, UNKNOWN = "needed", "stays", "host", "-", ""
 STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim", UNKNOWN: ""}
 ANY_WIDTH = 10_000
-LINK_NAMES = {"local": "its own GPU", "host": "GPUs of its host", "remote": "other hosts"}
+GPU_LINKS = {"local": "its own GPU", "host": "GPUs of its host (NVLink or PCIe)", "remote": "other hosts (network)"}
+HOST_LINKS = {"local": "its own memory", "host": "ranks of its host", "remote": "other hosts (network)"}
 
 Column = TypeVar("Column")
 
@@ -139,7 +140,7 @@ def _table(*titles: str, right: bool = True) -> Table:
     table = Table(box=None, pad_edge=False)
     for number, title in enumerate(titles):
         justify = "right" if right and number else "left"
-        table.add_column(escape(title), justify=justify, no_wrap=True, vertical="bottom")  # type: ignore[arg-type]
+        table.add_column(escape(title), justify=justify, no_wrap=number > 0, vertical="bottom")  # type: ignore[arg-type]
     return table
 
 
@@ -215,10 +216,11 @@ def _verdict(memory: MemoryPlan) -> Text:
 def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
     """Yield a line for each value that was `auto`."""
     choices = memory.choices
+    cache = choices.kv_cache_memory_bytes
     leaves = {
         "offload": f"[{', '.join(choices.offload)}]",
         "optimizer_on_host": str(choices.optimizer_on_host).lower(),
-        "kv_cache_memory_bytes": str(choices.kv_cache_memory_bytes),
+        "kv_cache_memory_bytes": str(cache) + ("" if cache is None else f" ({size_text(cache)})"),
         "tokens_per_micro_batch": str(choices.tokens_per_micro_batch),
     }
     for path, reason in choices.reasons.items():
@@ -234,8 +236,9 @@ def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
     if not handoff.links:
         return parts
     table = _table("from", "read", "written")
+    names = GPU_LINKS if handoff.is_on_gpus else HOST_LINKS
     for name, part in handoff.links.items():
-        table.add_row(LINK_NAMES[name], size_text(part.read_bytes), size_text(part.written_bytes))
+        table.add_row(names[name], size_text(part.read_bytes), size_text(part.written_bytes))
     table.add_row("least possible", size_text(handoff.minimum.read_bytes), size_text(handoff.minimum.written_bytes))
     parts.append(table)
     if handoff.gathered_bytes:

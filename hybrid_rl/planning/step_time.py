@@ -128,7 +128,8 @@ class StepWork:
     scored: models that score all samples, by name. trained: models that learn, by name, with their parameters on a
     rank. passes: over the samples. forward_passes: in an update, 2 with checkpointing. optimizer_steps: of each model.
     host_optimizers: of `trained`, those that are updated in host memory. handoff_bytes: that a rank takes from itself
-    ("local"), GPUs of its host ("host") and other hosts ("remote"). moved_bytes: of a rank to the host and back.
+    ("local"), GPUs of its host ("host"), other hosts ("remote") and host memory ("pcie"). moved_bytes: of a rank to
+    the host and back.
     """
 
     num_ranks: int
@@ -220,7 +221,7 @@ def _optimizer_seconds(work: StepWork, rates: Rates, assumed: Assumptions) -> fl
 
 def _handoff_seconds(num_bytes: Mapping[str, int], rates: Rates, assumed: Assumptions) -> float:
     """Return seconds of a handoff, one link after the other."""
-    links = {"host": rates.peer_bandwidth, "remote": assumed.network_bandwidth}
+    links = {"host": rates.peer_bandwidth, "remote": assumed.network_bandwidth, "pcie": rates.host_bandwidth}
     seconds = num_bytes.get("local", 0) / (rates.memory_bandwidth * assumed.decode_share)
     return seconds + sum(num_bytes.get(name, 0) / (rate * assumed.link_share) for name, rate in links.items())
 

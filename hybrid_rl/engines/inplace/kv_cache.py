@@ -144,6 +144,7 @@ class PagedCache:
         """Return zeros, uint8 [num_bytes]."""
         if self._region is not None:
             return self._region.allocate((num_bytes,), torch.uint8)
+        assert self.device.type == "cpu", f"a cache on {self.device} needs a region"
         # Pages that the operating system hands out when they are first written: an unused part of the cache costs no
         # memory, which torch.zeros would touch.
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))

@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,3 +384,27 @@ def test_the_last_tensor_may_go_in_another_thread(standing_in: StandIn) -> None:
     thread.start()
     thread.join()
     assert standing_in.ledger().is_empty
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_nothing_is_written_where_it_does_not_belong(tmp_path: Path) -> None:
+    """These tests and the contract's, with both libraries under sanitizers of addresses and undefined behaviour."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    named = [["-print-file-name=libasan.so"], ["-print-file-name=libubsan.so"]]
+    found = [subprocess.run([compiler, *name], capture_output=True, text=True, check=True).stdout for name in named]
+    if not all(Path(path.strip()).is_absolute() for path in found):
+        pytest.skip("needs libasan and libubsan")
+    environment = {
+        **os.environ,
+        "CXX": f"{compiler} -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+        "LD_PRELOAD": " ".join(path.strip() for path in found),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "TMPDIR": str(tmp_path),
+    }
+    files = [__file__, str(Path(__file__).with_name("test_region_contract.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not sweep", *files]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

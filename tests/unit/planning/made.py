@@ -42,6 +42,7 @@ def memory(device_gigabytes: float | None = 40.0, host_gigabytes: float | None =
     )
     reasons = {
         "memory.offload": "the KV cache would have 17.5 GB without it",
+        "kv_cache_memory_bytes": "what is left",
         "optimizer.tokens_per_micro_batch": "the default on a GPU",
     }
     return MemoryPlan(

@@ -45,6 +45,12 @@ def test_other_hosts_send_in_the_dtype_of_the_engine() -> None:
     assert 0 < found.staging_bytes <= 2 * 256 * 2**20
 
 
+def test_shards_in_host_memory_cross_pcie_in_the_dtype_of_the_engine() -> None:
+    found = plan_handoff(*made(2, "rollout.engine=vllm", "cpu_offload=true"), ranks_per_host=8, layouts=LAYOUTS)
+    assert found.bytes_by_link == {"remote": 0, "pcie": 2 * PARAMETERS}
+    assert found.words.endswith("its shards are in host memory") and not found.is_on_gpus
+
+
 def test_one_rank_holds_the_compute_dtype() -> None:
     found = plan_handoff(*made(1, "rollout.engine=vllm"), ranks_per_host=8, layouts=LAYOUTS)
     assert found.bytes_by_link == {"local": 4 * PARAMETERS, "host": 0, "remote": 0} and found.gathered_bytes == 0
@@ -71,6 +77,12 @@ def test_without_traces_and_without_vllm_the_reason_is_given(
     assert isinstance(found, HandoffPlan) and found.links == {}
     assert "vLLM is not installed" in found.missing
     assert ("has no trace of this model with tensor_parallel_size=7" in found.missing) == (layouts is not None)
+
+
+def test_a_process_that_runs_vllm_traces_nothing() -> None:
+    config = made(2, "rollout.engine=vllm", "tensor_parallel_size=2")
+    found = plan_handoff(*config, ranks_per_host=8, may_trace=False)
+    assert found.links == {} and "no folder of layouts was given (layouts=" in found.missing
 
 
 def test_a_folder_without_traces_is_an_error(tmp_path: Path) -> None:

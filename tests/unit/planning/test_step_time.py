@@ -66,11 +66,12 @@ def test_rollout_by_hand() -> None:
 
 
 def test_links_and_shares() -> None:
-    work = replace(WORK, handoff_bytes={"local": 100, "host": 200, "remote": 25}, moved_bytes=400)
-    found = step_time(work, RATES, HALF)
-    assert found.seconds["handoff"] == pytest.approx(100 / 50 + 200 / 50 + 25 / 25)
+    rates = replace(RATES, peer_bandwidth=80.0)
+    work = replace(WORK, handoff_bytes={"local": 100, "host": 100, "remote": 25, "pcie": 50}, moved_bytes=400)
+    found = step_time(work, rates, HALF)
+    assert found.seconds["handoff"] == pytest.approx(100 / 50 + 100 / 40 + 25 / 25 + 50 / 50)
     assert found.seconds["sleep and wake"] == pytest.approx(8)
-    assert found.total == pytest.approx(15) and found.share("handoff") == pytest.approx(7 / 15)
+    assert found.total == pytest.approx(14.5) and found.share("handoff") == pytest.approx(6.5 / 14.5)
     assert any("MFU" in line for line in found.assumptions) and any("4 tokens" in line for line in found.assumptions)
 
 
