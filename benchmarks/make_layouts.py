@@ -2,7 +2,7 @@
 
 The models are built on meta, by transformers as the trainer and by vLLM as the engine, with stand-ins for the other
 ranks; nothing is downloaded and no weight exists. Of a tensor-parallel group the first and the last rank are written.
-`load_trace` of benchmarks.planned reads the files.
+`load_trace` of hybrid_rl.resharding.trace_files reads the files.
 """
 
 from __future__ import annotations
@@ -16,64 +16,25 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig  # noqa: E402
+from transformers import AutoConfig, DeepseekV3Config, PreTrainedConfig  # noqa: E402
 
-from benchmarks.planned import save_trace  # noqa: E402
-from benchmarks.vllm_meta import trace_on_meta, views_on_meta  # noqa: E402
+from hybrid_rl.resharding.trace_files import save_trace  # noqa: E402
+from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"
+MODELS = Path(__file__).parents[1] / "docs" / "plans" / "models"
 SIZES = (1, 2, 4, 8)
 
 
 def configs() -> dict[str, tuple[PreTrainedConfig, str]]:
     """Config and vLLM's class, by name."""
-    return {
-        "qwen2.5-7b": (
-            Qwen2Config(
-                vocab_size=152064,
-                hidden_size=3584,
-                intermediate_size=18944,
-                num_hidden_layers=28,
-                num_attention_heads=28,
-                num_key_value_heads=4,
-                max_position_embeddings=32768,
-            ),
-            "Qwen2ForCausalLM",
-        ),
-        "qwen2.5-72b": (
-            Qwen2Config(
-                vocab_size=152064,
-                hidden_size=8192,
-                intermediate_size=29568,
-                num_hidden_layers=80,
-                num_attention_heads=64,
-                num_key_value_heads=8,
-                max_position_embeddings=32768,
-            ),
-            "Qwen2ForCausalLM",
-        ),
-        "qwen3-30b-a3b": (
-            Qwen3MoeConfig(
-                vocab_size=151936,
-                hidden_size=2048,
-                intermediate_size=6144,
-                moe_intermediate_size=768,
-                num_hidden_layers=48,
-                num_attention_heads=32,
-                num_key_value_heads=4,
-                num_experts=128,
-                num_experts_per_tok=8,
-                max_position_embeddings=40960,
-                head_dim=128,  # type: ignore[call-arg]
-            ),
-            "Qwen3MoeForCausalLM",
-        ),
-        # transformers' own defaults are DeepSeek-V3's; the last two keys are in its config.json, and vLLM reads them.
-        "deepseek-v3": (
-            DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid"),  # type: ignore[call-arg]
-            "DeepseekV3ForCausalLM",
-        ),
-    }
+    found: dict[str, tuple[PreTrainedConfig, str]] = {}
+    for folder in sorted(MODELS.iterdir()):
+        config = AutoConfig.from_pretrained(folder)
+        found[folder.name] = (config, config.architectures[0])
+    # transformers' own defaults are DeepSeek-V3's; the last two keys are in its config.json, and vLLM reads them.
+    deepseek = DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid")  # type: ignore[call-arg]
+    return {**found, "deepseek-v3": (deepseek, "DeepseekV3ForCausalLM")}
 
 
 def main() -> None:

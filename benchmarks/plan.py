@@ -23,12 +23,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
-from benchmarks.planned import Traffic, fsdp_layout, load_trace, report_of, traffic  # noqa: E402
-from hybrid_rl.resharding.layout import SourceLayout  # noqa: E402
-from hybrid_rl.resharding.pieces import overlaps  # noqa: E402
 from hybrid_rl.resharding.plan import make_plan  # noqa: E402
-from hybrid_rl.resharding.tables import MAX_DIMS, Copies  # noqa: E402
 from hybrid_rl.resharding.trace import Trace  # noqa: E402
+from hybrid_rl.resharding.trace_files import load_trace  # noqa: E402
+from hybrid_rl.resharding.traffic import fsdp_layout, gathered, report_of  # noqa: E402
 
 LAYOUTS = Path(__file__).parent / "layouts"
 SOURCE, ENGINE = torch.float32, torch.bfloat16
@@ -67,17 +65,6 @@ CASES = (
     Case("deepseek-v3", 8, 1024),
     Case("deepseek-v3", 8, 1024, replicas=8),
 )
-
-
-def gathered(layout: SourceLayout, rank: int) -> dict[str, Traffic]:
-    """What `full_tensor` receives on a rank over each link, in the trainer's dtype."""
-    shape = np.ones((len(layout.tensors), MAX_DIMS), dtype=np.int64)
-    for row, tensor in enumerate(layout.tensors):
-        shape[row, : len(tensor.spec.shape)] = tensor.spec.shape
-    number, zeros = np.arange(len(shape), dtype=np.int64), np.zeros_like(shape)
-    read = np.array([tensor.spec.dtype.itemsize for tensor in layout.tensors], dtype=np.int64)
-    whole = Copies(number, zeros, shape, number, zeros[:, 0], zeros)
-    return traffic(overlaps(whole, layout, read, rank), layout, rank, read, read)
 
 
 def measure(case: Case, given: Namespace) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""The command line: `hybrid-rl keys`, `algorithms`, `doctor` and `version`, and the shared `main` of the recipes."""
+"""The command line: `hybrid-rl keys`, `algorithms`, `plan`, `doctor` and `version`, and the shared `main` of the
+recipes."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,10 +26,13 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.controller import Backend, LocalBackend
 from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
+from hybrid_rl.planning.rates import GPUS
 from hybrid_rl.workers.preflight import RankProbe, check, probe_ranks, versions
 
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
        hybrid-rl algorithms          every algorithm by name, with its paper and the keys that it sets
+       hybrid-rl plan RUN --gpus 8 --gpu-memory 80GB    memory, phases and handoff of a run before it is started;
+                                     RUN is a recipe, a YAML file, a preset, or KEY=VALUE (hybrid-rl plan --help)
        hybrid-rl doctor [KEY=VALUE]  this machine, and whether ranks (num_ranks=2) fit together on it
        hybrid-rl version             versions of this library and its dependencies"""
 
@@ -41,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_keys(command[1] if len(command) == 2 else "")
     if command == ["algorithms"]:
         return print_algorithms()
+    if command and command[0] == "plan":
+        return show_plan(command[1:])
     if command and command[0] == "doctor":
         return run_doctor(command[1:])
     if command == ["version"]:
@@ -88,14 +95,64 @@ def _wide_console() -> Console:
     return console if console.is_terminal else Console(width=240)
 
 
-def _show(console: Console, table: Table) -> None:
-    """Print a table. Piped output has no trailing spaces."""
+def _show(console: Console, shown: RenderableType) -> None:
+    """Print a table, or several. Piped output has no trailing spaces."""
     if console.is_terminal:
-        console.print(table)
+        console.print(shown)
         return
     with console.capture() as captured:
-        console.print(table)
+        console.print(shown)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+PLAN_EXAMPLES = """
+examples:
+  hybrid-rl plan grpo model.path=Qwen/Qwen2.5-7B rollout.engine=vllm --gpus 8 --gpu H100
+  hybrid-rl plan recipes/ppo.py model.path=models/mine max_completion_length=4096 --gpus 8 --gpu-memory 80GB
+  hybrid-rl plan run.yaml --gpus 64 --gpu-memory 80GB --host-memory 2TB --layouts benchmarks/layouts
+
+Only the model's config.json is read. No GPU, weights or tokenizer are needed. The exit status is 1 if the run would not
+fit."""
+
+
+def show_plan(arguments: Sequence[str]) -> int:
+    """Print what a run would need and move, before anything of it is loaded.
+
+    Returns 1 if it would not fit, or if it cannot be planned.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hybrid-rl plan",
+        description="Memory, phases and handoff of a run, and shares of its step time, before it is started.",
+        epilog=PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="*", metavar="RUN", help="recipe, YAML file or preset; and KEY=VALUE")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of all hosts; none for a run with device=cpu")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of one GPU, such as 80GB or 80GiB")
+    parser.add_argument("--gpu", metavar="NAME", help=f"for shares of time, and its memory: {', '.join(GPUS)}")
+    parser.add_argument("--host-memory", metavar="SIZE", help="of one host, for what may leave the GPUs, such as 1TB")
+    parser.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="8 if it is not given")
+    parser.add_argument("--layouts", type=Path, metavar="FOLDER", help="traces of vLLM's loader (benchmarks/layouts)")
+    parser.add_argument("--json", action="store_true", help="all numbers as JSON, in bytes and seconds")
+    try:
+        asked = parser.parse_intermixed_args(list(arguments))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    # Imported here, so that no other command waits for it.
+    from hybrid_rl.run.planning import plan_words
+    from hybrid_rl.run.request import Machine
+
+    machine = Machine(asked.gpus, asked.gpu_memory, asked.gpu, asked.host_memory, asked.gpus_per_host)
+    try:
+        plan = plan_words(asked.run, machine, layouts=asked.layouts)
+    except HybridRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if asked.json:
+        print(plan.to_json())
+    else:
+        _show(_wide_console(), plan)
+    return 0 if plan.fits else 1
 
 
 def run_doctor(arguments: Sequence[str]) -> int:

@@ -34,7 +34,9 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import Tenant, make_way, warn_of_training
+from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -101,7 +103,7 @@ class Trainer(Tenant):
             run = prepare(
                 model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing
             )
-            self._start(run, callbacks, closing)
+            self._start(planned(run), callbacks, closing)
             self._closing = closing.pop_all()
 
     def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
@@ -119,11 +121,14 @@ class Trainer(Tenant):
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
+        if run.memory.offload:
+            self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
         hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
         starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = _collector(run, self.policy, self._sampler)
+        self._pictures = MemoryPictures(self.policy, self.run_folder)
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)
@@ -189,7 +194,11 @@ class Trainer(Tenant):
         if self.global_step >= self.max_steps:
             self._log.display.message(self._nothing_to_do())
         self._log.display.start(self.global_step)
-        ends = (lambda: self._notify("on_fit_end"), lambda: self._log.stop(self.policy.lost_samples()))
+        ends = (
+            lambda: self._notify("on_fit_end"),
+            lambda: self._pictures.draw(self.global_step),
+            lambda: self._log.stop(self.policy.lost_samples()),
+        )
         try:
             yield
         except BaseException as error:  # errors from here on keep it as their context
@@ -253,6 +262,7 @@ class Trainer(Tenant):
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
             lambda: self._save_now(final=False) if self._save_due else None,
+            lambda: self._pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
@@ -338,6 +348,12 @@ class Trainer(Tenant):
             raise
         self._notify("on_save", self.global_step, target)
         return target
+
+    def save_memory_trace(self, path: str | Path) -> Path:
+        """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
+        (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
+        self._require_open()
+        return save_trace(self.policy.memory_history(), path)
 
     def _save_now(self, *, final: bool) -> None:
         """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there

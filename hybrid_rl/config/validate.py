@@ -39,6 +39,7 @@ def resolve(
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, _number_of(config))
     _check_mode(config)
+    _check_memory(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
     if config.run_name in (".", ".."):
@@ -147,6 +148,34 @@ def _check_mode(config: TrainerConfig) -> None:
     if config.mode == "rollout" and config.save_steps is not None:
         raise ConfigError(
             f"save_steps={config.save_steps} would save a model that mode=rollout does not train; leave it out"
+        )
+
+
+def _check_memory(config: TrainerConfig) -> None:
+    """Check the keys of memory against each other. What the run holds at all is checked with its reward functions."""
+    offload, on_host = config.memory.offload or [], config.memory.optimizer_on_host
+    if len(set(offload)) < len(offload):
+        raise ConfigError(f"memory.offload={offload} names a resident twice; name each once")
+    if offload and config.fsdp.cpu_offload:
+        raise ConfigError(
+            f"memory.offload={offload} would move nothing: fsdp.cpu_offload=true keeps shards and optimizers in host "
+            "memory all the time; leave one of them out"
+        )
+    if not on_host:
+        return
+    if config.model.device == "cpu":
+        raise ConfigError(
+            "memory.optimizer_on_host=true does nothing on a CPU: everything is in host memory anyway; leave it out"
+        )
+    if _number_of(config) > 1:
+        raise ConfigError(
+            f"memory.optimizer_on_host=true is for one rank, but num_ranks={config.num_ranks}; fsdp.cpu_offload=true "
+            "keeps the optimizers of several ranks in host memory"
+        )
+    if "optimizer" in offload:
+        raise ConfigError(
+            "memory.offload names optimizer, but with memory.optimizer_on_host=true it never leaves host memory; leave "
+            "one of them out"
         )
 
 

@@ -92,8 +92,8 @@ class HostArena:
             )
         if slot is not None:  # its resident is awake, so nobody needs the old bytes; old and new together might not fit
             self._copies.finish()
-            del self._slots[tag]
-            slot.close()
+            self._slots.pop(tag).close()
+            slot = None
         try:
             made = _Slot.of(wanted, pinned=self.device.type == "cuda")
         except (OSError, ValueError, RuntimeError) as error:

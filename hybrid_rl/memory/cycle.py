@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import TypeVar
 
 ACTOR = "actor"  # weights of the policy on this rank: its shards, or all of it with one rank
 OPTIMIZER = "optimizer"  # masters and Adam moments of the policy
@@ -20,6 +22,8 @@ FROZEN = (REFERENCE, TEACHER, REWARD_MODELS)
 ENGINE = (ENGINE_WEIGHTS, KV_CACHE)
 RESIDENTS = (*TRAINED, *FROZEN, *ENGINE)
 
+Part = TypeVar("Part")
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -27,6 +31,11 @@ class Phase:
 
     name: str
     tags: frozenset[str]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the run has this phase at all."""
+        return bool(self.tags)
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,16 @@ class Cycle:
         engine_is_actor: bool,
         update_reads_reference: bool,
         moves_reference: bool,
+        scores_actor: bool = True,
+        rewards_beside_engine: bool = False,
     ) -> Cycle:
         """Return the cycle of a run.
 
         residents: tags of what the run has. engine_is_actor: the engine generates with the trainer's own tensors.
         update_reads_reference: the loss computes the reference's distribution. moves_reference: the reference follows
-        the policy after updates, and is part of checkpoints.
+        the policy after updates, and is part of checkpoints. scores_actor: the policy computes something of a batch
+        before the update. rewards_beside_engine: the engine stays awake while reward models score, because they never
+        leave memory and it may have more to generate.
         """
         unknown = residents - set(RESIDENTS)
         if unknown:
@@ -76,7 +89,7 @@ class Cycle:
             "check": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "generate": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "reward": {REWARD_MODELS},
-            "score_actor": {ACTOR},
+            "score_actor": {ACTOR} if scores_actor else set(),
             "score_reference": {REFERENCE},
             "score_teacher": {TEACHER},
             "score_critic": {CRITIC},
@@ -84,8 +97,43 @@ class Cycle:
             "update": {ACTOR, OPTIMIZER} | reference,
             "save": {*TRAINED} | ({REFERENCE} if moves_reference else set()),
         }
+        if rewards_beside_engine and REWARD_MODELS in residents:
+            needs["reward"] |= needs["generate"]
         return cls(**{name: Phase(name, frozenset(tags) & residents) for name, tags in needs.items()})
 
     def __iter__(self) -> Iterator[Phase]:
         """Iterate over the phases, in order."""
         return iter(getattr(self, item.name) for item in fields(self))
+
+
+def joined(parts: Iterable[tuple[Phase, Part]], movable: Set[str]) -> list[tuple[frozenset[str], list[Part]]]:
+    """Join parts of a call that follow each other: what one lease needs, and the parts under it. Neighbours that differ
+    only in residents that never move share a lease, so that nothing is agreed on that changes nothing.
+
+    parts: each with its phase. movable: tags of the residents that can sleep.
+    """
+    found = []
+    for _, neighbours in groupby(parts, key=lambda part: part[0].tags & movable):
+        phases, its = zip(*neighbours, strict=True)
+        found.append((frozenset().union(*(phase.tags for phase in phases)), list(its)))
+    return found
+
+
+def cycle_table(cycle: Cycle, residents: Set[str], movable: Set[str]) -> str:
+    """Return the phases of a step in order, one line each, and what every resident does in them.
+
+    residents: tags of what the run has. movable: those that can sleep; the others are always there.
+    """
+    shown = [tag for tag in RESIDENTS if tag in residents]
+    rows = [["phase", *shown]]
+    for phase in cycle:
+        if phase.is_taken:
+            rows.append([phase.name, *(_mark(tag, phase, movable) for tag in shown)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _mark(tag: str, phase: Phase, movable: Set[str]) -> str:
+    if tag not in movable:
+        return "always there"
+    return "awake" if tag in phase.tags else "asleep"

@@ -33,6 +33,7 @@ class _Copy:
         self._device = tensor.device
         self._stream = stream
         self._fetched: Tensor | None = None
+        self.was_taken = False
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -50,7 +51,7 @@ class _Copy:
         """Return the tensor on its device; it can be taken again."""
         self.fetch()
         assert self._fetched is not None
-        tensor, self._fetched = self._fetched, None
+        tensor, self._fetched, self.was_taken = self._fetched, None, True
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -86,7 +87,8 @@ class _Offload:
         tensor = self._copies[packed].take()
         if self._stream is not None:  # the backward pass comes for them in reverse
             for copy in self._copies[max(0, packed - NUM_AHEAD) : packed]:
-                copy.fetch()
+                if not copy.was_taken:  # an operation takes what it saved in order: nobody would take those again
+                    copy.fetch()
         return tensor
 
 

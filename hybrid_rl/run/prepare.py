@@ -27,7 +27,7 @@ from hybrid_rl.config import (
     optimizer_steps_per_training_step,
     resolve,
 )
-from hybrid_rl.config.hardware import Device, Hardware
+from hybrid_rl.config.hardware import NO_GPU, Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
 from hybrid_rl.config.validate import notices
 from hybrid_rl.data.prompts import PromptRow
@@ -39,6 +39,7 @@ from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_t
 from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
+from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.run.checks import (
     check_attention,
     check_critic,
@@ -53,6 +54,7 @@ from hybrid_rl.run.checks import (
 from hybrid_rl.run.inputs import Data, load_data
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
+from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
@@ -240,7 +242,10 @@ class Run:
     eval_params: SamplingParams
     max_steps: int
     resume: Path | None
+    memory: MemoryPhases
     lock: FolderLock | None = None  # on the folder of a resumed run
+    hardware: Hardware = NO_GPU
+    plan: MemoryPlan | None = None  # of memory, if one was made
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -326,6 +331,7 @@ def prepare(
     rewards, names = check_rewards(
         reward_funcs, resolved, columns, has_eval=data.eval is not None, processing_classes=processing_classes
     )
+    phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
@@ -334,7 +340,7 @@ def prepare(
     if resume is not None:
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
-    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, lock)
+    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, phases, lock, hardware)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

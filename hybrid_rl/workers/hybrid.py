@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
@@ -16,11 +17,11 @@ from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.engines.base import KV_CACHE, RolloutRequest, SamplingParams
-from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
-from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, OPTIMIZER, REFERENCE, REWARD_MODELS
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums, now
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
@@ -29,62 +30,55 @@ from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.cycle import memory_phases
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
+from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.residents import module_resident, optimizer_resident
+from hybrid_rl.workers.handoff_probe import HandoffProbe
+from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
-from hybrid_rl.workers.roles import CRITICS, SCORING, Roles
+from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
 
-# The cache wakes after the handoff, when nothing is staged or gathered any more.
-PUBLISHING = frozenset({ACTOR, ENGINE_WEIGHTS})
-GENERATING = PUBLISHING | {KV_CACHE}
-TRAINING = frozenset({ACTOR, OPTIMIZER, REFERENCE}) | CRITICS
-
-PROBE_TOKENS = 4
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
-PROBE_REQUEST = -1
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
-def causes(gap: float, proof: str | None) -> str:
-    """Explain why engine and trainer may differ, likeliest cause first. gap: of their logprobs, NaN or inf if one of
-    them gives none. proof: as `RolloutSide.proof` gives it."""
-    if not math.isfinite(gap):
-        return "the weights, or numbers that one of them computes from them, are not finite"
-    others = "own code for the architecture, an argument of the engine, an activation, hook or buffer changed by hand"
-    if proof is None:
-        return (
-            f"the engine does not hold the trainer's weights (they were not compared in this handoff; verify_steps=1 "
-            f"does), or it computes differently ({others})"
-        )
-    return (
-        f"the engine computes this architecture differently ({others}); {proof}. rollout.engine=inplace or hf runs the "
-        "trainer's own modules; probe_tolerance accepts such a gap"
-    )
+logger = logging.getLogger("hybrid_rl")
 
 
 class HybridWorker(WorkerBase):
-    """One rank that trains and generates with the same weights."""
+    """One rank that trains and generates with the same weights. Its methods lease what the cycle says that their phases
+    need."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
-        super().__init__(context)
+        super().__init__(context, setup.expected)
         config = setup.config
         self._config = config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
-        self._probe_ids = setup.probe_ids
         self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
         self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
+        self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
+        self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
         model = build_model(setup.model, config, context, is_trained=True)
         model.verify()
         model.check_length(setup.max_length)
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
-        self._roles = Roles(setup, context)
+        self._memory = TrainerMemory(config, context)
+        try:
+            self._build(setup, model)
+        except BaseException:
+            self._wake_what_is_the_users()
+            raise
+
+    def _build(self, setup: WorkerSetup, model: CausalLM) -> None:
+        """Make everything around the model. What leaves memory leaves as soon as it is made."""
+        config, context, memory = self._config, self._context, self._memory
+        self._roles = Roles(setup, context, memory, self.hold)  # copies of the model, which must still be there
         self._actor = Actor(
             model,
             config,
@@ -92,7 +86,12 @@ class HybridWorker(WorkerBase):
             num_optimizer_steps=setup.num_optimizer_steps,
             reference=self._roles.reference_model,
         )
-        self._side = rollout_side(setup, model, context)
+        self.hold(memory.optimizer(self._actor.optimizer))
+        self.hold(memory.models(ACTOR, [model]))
+        with self.lease(frozenset({ACTOR})):
+            self._side = rollout_side(setup, model, context)
+        for resident in self._side.residents:
+            self.hold(resident)
         self._client = self._side.client
         self._engine = self._client.engine
         if self._engine.kv_cache_tokens < setup.engine_length:
@@ -116,36 +115,47 @@ class HybridWorker(WorkerBase):
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
-        trained = (module_resident(ACTOR, model.module), optimizer_resident(self._actor.optimizer))
-        for resident in (self._reward_models.resident, *trained, *self._roles.residents, *self._side.residents):
-            self.leases.add(resident)
+        if entries.models:
+            self.hold(memory.models(REWARD_MODELS, self._reward_models.models))
+        self._probe = HandoffProbe(setup.probe_ids, config, model.dtype)
+        scorers = [(self._cycle.score_actor, self._actor.columns), *self._roles.scorers(self._cycle)]
+        self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
 
     # ------------------------------------------------------------------------------------------------ training
 
     def _plan(self, batch: Batch, step: int) -> Plan:
         return self._plan_spec.plan(batch, step, self._context, self._actor.model.device)
 
-    @dispatch(split="groups", collect="concat", needs=SCORING)
+    @dispatch(split="groups", collect="concat")
     def score(self, batch: Batch, step: int) -> Batch:
-        """Add the columns that the algorithm needs: logprobs of policy, reference and teacher, values."""
+        """Add the columns that the algorithm needs: logprobs of policy, reference and teacher, values. One model after
+        the other is leased, if they move at all."""
         plan = self._plan(batch, step)
-        batch = batch.with_columns(**self._actor.columns(batch, plan))
-        return batch.with_columns(**self._roles.columns(batch, plan))
+        for tags, scorers in self._scorers:
+            with self.lease(tags) if tags else nullcontext():
+                for phase, columns in scorers:
+                    with self.watched(phase) if phase.is_taken else nullcontext():
+                        batch = batch.with_columns(**columns(batch, plan))
+        return batch
 
     @dispatch(split="groups", collect="concat")
     def advantages(self, batch: Batch) -> Batch:
         """Add advantages, one per completion token, and returns if there is a critic; needs whole groups."""
         return with_advantages(batch, self._advantages, self._context, self._actor.kl_weight.beta)
 
-    @dispatch(split="groups", collect="all", needs=TRAINING)
+    @dispatch(split="groups", collect="all")
     def update(self, batch: Batch, step: int) -> MetricSums:
-        """Take all optimizer steps of a training step. Returns this rank's part of their metrics."""
-        plan = self._plan(batch, step)
+        """Take all optimizer steps of a training step, the critic's first. Returns this rank's part of their
+        metrics."""
+        plan, sums = self._plan(batch, step), MetricSums()
         self._version = None
-        sums = self._roles.update_critic(batch, plan)
+        if self._cycle.update_critic.is_taken:
+            with self.phase(self._cycle.update_critic):
+                sums.merge(self._roles.update_critic(batch, plan))
         if not self._roles.is_warmup(step):
-            sums.merge(self._actor.update(batch, plan, step - 1))
-            self._roles.after_update(self._actor, step)
+            with self.phase(self._cycle.update), no_gradients_left(self._actor.optimizer):
+                sums.merge(self._actor.update(batch, plan, step - 1))
+                self._roles.after_update(self._actor, step)
         # Ranks that have the same samples report them once.
         return sums if self._context.is_data_leader else MetricSums()
 
@@ -159,29 +169,38 @@ class HybridWorker(WorkerBase):
     @dispatch(collect="all")
     def update_weights(self, version: int) -> dict[str, float]:
         """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
-        often as configured, that it has them and computes with them. Leases PUBLISHING, and GENERATING for the probe.
+        often as configured, that it has them and computes with them. The trainer's half of the probe is computed while
+        the actor is there.
 
         Raises HandoffError if it does not: the run stops before anything is generated with such weights.
         """
         self._version = None
-        with self.lease(PUBLISHING):
-            report = self._side.publish(version)
-            metrics = {
-                "handoff/version": float(report.version),
-                "handoff/bytes": float(report.num_bytes),
-                "timing/handoff": report.seconds,
-            }
-            if report.link_bytes:
-                metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
-            metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()}
-            with self._or_invalidate():
-                verified = self._side.verify(version)
-            metrics |= verified
-        if self._is_probed(version):
-            with self.lease(GENERATING), self._or_invalidate():
+        expected: Tensor | None = None
+        with self.phase(self._cycle.publish):
+            try:
+                report = self._side.publish(version)
+                with self._or_invalidate():
+                    verified = self._side.verify(version)
+                    start = now()
+                    if self._is_probed(version):
+                        expected = self._probe.expected(self._actor.model)
+                    seconds = now() - start
+            finally:
+                self._side.let_go()
+        metrics = {
+            "handoff/version": float(report.version),
+            "handoff/bytes": float(report.num_bytes),
+            "timing/handoff": report.seconds,
+        }
+        if report.link_bytes:
+            metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
+        metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()} | verified
+        if expected is not None:
+            with self.phase(self._cycle.check), self._or_invalidate():
                 start = now()
-                metrics["handoff/probe_gap"] = self._probe(version, self._side.proof(verified))
-                metrics["timing/probe"] = now() - start
+                answer = self._client.generate([self._probe.request], version)[0]
+                gap = self._probe.compare(expected, answer, version, self._side.proof(verified))
+                metrics |= {"handoff/probe_gap": gap, "timing/probe": seconds + now() - start}
             self._num_unproved -= 1
         self._version = version
         return metrics
@@ -205,12 +224,21 @@ class HybridWorker(WorkerBase):
         # A rank may have failed alone the last time; all publish together.
         stands = self._context.gather((self._version == version, self._engine.policy_version < 0))
         if not all(was_published for was_published, _ in stands) or not any(is_lost for _, is_lost in stands):
+            if self._gathers_from_what_sleeps:
+                with self.lease(self._cycle.publish.tags):
+                    pass  # gathered while the shards are there; in the next phase they are not
             return
         self._invalidate()
         try:
             self.update_weights(version)
         finally:
             self._version = version
+
+    @property
+    def _gathers_from_what_sleeps(self) -> bool:
+        """Whether an embedded engine has no weights now, and would gather them when the actor's shards have left."""
+        is_embedded = self._config.rollout.placement == "embedded" and ENGINE_WEIGHTS in self.movable
+        return is_embedded and ACTOR in self.movable and ENGINE_WEIGHTS not in self.leases.awake
 
     def _invalidate(self) -> None:
         """Have the engine generate nothing until it is given weights, and probe the handoffs that follow again."""
@@ -226,37 +254,18 @@ class HybridWorker(WorkerBase):
             self._invalidate()
             raise
 
-    def _probe(self, version: int, proof: str | None) -> float:
-        request = RolloutRequest(
-            PROBE_REQUEST,
-            self._probe_ids,
-            SamplingParams(max_tokens=min(PROBE_TOKENS, self._config.rollout.max_completion_length), temperature=0.0),
-        )
-        answer = self._client.generate([request], version)[0]
-        token_ids = torch.tensor([*self._probe_ids, *answer.completion_ids], device=self._actor.model.device)
-        targets = torch.arange(len(self._probe_ids), len(token_ids), device=token_ids.device)
-        with torch.no_grad():
-            expected, _ = self._actor.model.packed_logprobs(token_ids, [len(token_ids)], targets, 1.0)
-        gap = float((expected.cpu() - torch.tensor(answer.logprobs)).abs().max())
-        tolerance = self._config.rollout.probe_tolerance or PROBE_TOLERANCE[self._actor.model.dtype]
-        if not gap <= tolerance:
-            raise HandoffError(
-                f"policy version {version}: engine and trainer differ by {gap:.3g} in the logprobs of the probe prompt "
-                f"(tolerance {tolerance:g}): {causes(gap, proof)}"
-            )
-        return gap
-
     @dispatch(split="items", collect="concat")
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """Generate and score samples of this rank's prompts. Leases GENERATING, and before it PUBLISHING if the engine
-        has given up its weights since they were published: it sleeps without a copy."""
+        """Generate and score samples of this rank's prompts. Publishes before if the engine has given up its weights
+        since they were published: it sleeps without a copy. Reward models score when the engine has finished."""
         self._actor.optimizer.check()
         self._publish_lost(call.version)
-        with self.lease(GENERATING | {REWARD_MODELS}):
+        with self.phase(self._cycle.generate):
             batch, report = self._rollout.run(tasks, call)
-            if call.is_scored and self._rewards.entries.models:
+        if call.is_scored and self._rewards.entries.models:
+            with self.phase(self._cycle.reward):
                 late = self._reward_models.late_scores(batch)
-                batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
+            batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report
 
     @dispatch(split="items", collect="concat")
@@ -297,13 +306,30 @@ class HybridWorker(WorkerBase):
             save_rollout(folder, step, self._context.data_rank, self._context.num_data_ranks, batch)
 
     def close(self) -> None:
-        """Stop scoring and generating."""
+        """Stop scoring and generating. Modules that the user has passed get their weights back."""
         self._rewards.close()
+        self._wake_what_is_the_users()
         self._side.close()
+        self._memory.close()
+
+    def _wake_what_is_the_users(self) -> None:
+        """Bring back the weights of modules that the user has passed, which outlive this worker."""
+        sleeping = {ACTOR, REWARD_MODELS} & self.movable - self.leases.awake
+        if not self._is_live or not sleeping:
+            return
+        try:
+            with self.lease(frozenset(sleeping | ({ACTOR, REWARD_MODELS} & self.leases.awake))):
+                pass
+        except Exception as error:
+            logger.warning(
+                "the weights of %s stay in host memory (%s: %s): the modules that were passed cannot be used; load "
+                "them again from a checkpoint",
+                *(" and ".join(sorted(sleeping)), type(error).__name__, error),
+            )
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    @dispatch(collect="leader", needs=TRAINING)
+    @dispatch(collect="leader")
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state."""
         self._actor.optimizer.check()
@@ -314,20 +340,21 @@ class HybridWorker(WorkerBase):
             if self._context.rank == 0:
                 self._tokenizer.save_pretrained(target)
 
-        optimizer = self._actor.optimizer_state()
-        write_checkpoint(
-            folder,
-            save_model,
-            optimizer,
-            state,
-            parts=self._roles.optimizer_state(),
-            rank=self._context.rank,
-            gather=self._context.gather,
-        )
+        with self.phase(self._cycle.save):
+            write_checkpoint(
+                folder,
+                save_model,
+                self._actor.optimizer_state(),
+                state,
+                parts=self._roles.optimizer_state(),
+                rank=self._context.rank,
+                gather=self._context.gather,
+            )
 
-    @dispatch(collect="leader", needs=TRAINING)
+    @dispatch(collect="leader")
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._version = None
-        self._actor.load(folder)
-        self._roles.load_models(folder)
+        with self.phase(self._cycle.save):
+            self._actor.load(folder)
+            self._roles.load_models(folder)

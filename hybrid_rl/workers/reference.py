@@ -4,12 +4,13 @@ distillation."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import MemoryConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import REFERENCE
 from hybrid_rl.models import CausalLM
@@ -19,7 +20,7 @@ from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.residents import module_resident
+from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.setup import WorkerSetup
 
 
@@ -32,7 +33,8 @@ class Reference:
         self.model: CausalLM = build_model(model, config, context, is_trained=False)
 
     def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
-        """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at."""
+        """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at.
+        Collective if there are several ranks."""
         return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini])
 
     @torch.no_grad()
@@ -56,7 +58,9 @@ class ReferenceWorker(WorkerBase):
         super().__init__(context)
         self._plan = PlanSpec.of(setup.config)
         self._reference = Reference(setup.model, setup.config, context)
-        self.leases.add(module_resident(REFERENCE, self._reference.model.module))
+        # There is nothing else on these ranks that could have its room.
+        config = replace(setup.config, memory=MemoryConfig())
+        self.hold(TrainerMemory(config, context).models(REFERENCE, [self._reference.model]))
 
     @dispatch(split="groups", collect="concat", needs=frozenset({REFERENCE}))
     def score(self, batch: Batch, step: int) -> Batch:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.batch import Batch, Trajectories
@@ -15,8 +15,6 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import ModelError
-from hybrid_rl.memory.cycle import REWARD_MODELS
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.heads.classifier import (
     VERIFY_SEQUENCES,
@@ -36,7 +34,6 @@ from hybrid_rl.sharding.build import call_options, filled
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.plan import token_cap
 from hybrid_rl.weights.sources import StateSource
-from hybrid_rl.workers.residents import module_resident
 
 # Computed by a rank while others still have samples; the result is not used.
 FILLER = (((0,), ()),)
@@ -153,9 +150,9 @@ class RewardModels:
                 )
 
     @property
-    def resident(self) -> Resident:
-        """Their weights, as the leases know them."""
-        return module_resident(REWARD_MODELS, nn.ModuleList([model.model.module for model in self._models.values()]))
+    def models(self) -> list[CausalLM]:
+        """The models that score."""
+        return [model.model for model in self._models.values()]
 
     def late_scores(self, batch: Batch) -> LateScores:
         """Score this rank's trajectories by their last turns. Collective."""

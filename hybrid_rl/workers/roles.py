@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
-from hybrid_rl.memory.cycle import ACTOR, CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER
+from hybrid_rl.memory.cycle import CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER, Cycle, Phase
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
+from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import FolderSource
 from hybrid_rl.workers.reference import Reference
-from hybrid_rl.workers.residents import module_resident, optimizer_resident
+from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.setup import WorkerSetup
 
-CRITICS = frozenset({CRITIC, CRITIC_OPTIMIZER})
-SCORING = frozenset({ACTOR, REFERENCE, TEACHER, CRITIC})
+Scorer = Callable[[Batch, Plan], dict[str, Jagged]]
+
 REFERENCE_FOLDER, CRITIC_FOLDER = "reference", "critic"
 
 
 class Roles:
-    """Reference, teacher and critic of a rank. A role that is not needed is a resident of no bytes, so that one
-    declaration of needs serves all algorithms."""
+    """Reference, teacher and critic of a rank, as far as the run has them. hold: takes each resident as soon as it is
+    built, so that those that leave are never in memory together. Collective."""
 
-    def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
+    def __init__(
+        self, setup: WorkerSetup, context: RankContext, memory: TrainerMemory, hold: Callable[[Resident], None]
+    ) -> None:
         config = setup.config
         self._config, self._context = config, context
-        self._reference = Reference(setup.model, config, context) if setup.has_own_reference else None
-        self._teacher = None if setup.teacher is None else Reference(setup.teacher, config, context)
+        self._reference = self._teacher = None
+        if setup.has_own_reference:
+            self._reference = Reference(setup.model, config, context)
+            hold(memory.models(REFERENCE, [self._reference.model]))
+        if setup.teacher is not None:
+            self._teacher = Reference(setup.teacher, config, context)
+            hold(memory.models(TEACHER, [self._teacher.model]))
         self._critic: Critic | None = None
         if isinstance(config.critic, ValueHeadConfig):
             self._critic = Critic(
@@ -52,36 +58,29 @@ class Roles:
                 options=config.critic,
             )
             self._critic.check(setup.tokenizer, setup.max_length)
+            hold(memory.models(CRITIC, [self._critic.model]))
+            hold(memory.optimizer(self._critic.optimizer, CRITIC_OPTIMIZER))
 
     @property
     def reference_model(self) -> CausalLM | None:
         """The reference on this rank."""
         return None if self._reference is None else self._reference.model
 
-    @property
-    def residents(self) -> Sequence[Resident]:
-        """All roles, as the leases know them."""
-        nothing = torch.nn.Module()
-        frozen = {REFERENCE: self._reference, TEACHER: self._teacher, CRITIC: self._critic}
-        found = [module_resident(tag, role.model.module if role else nothing) for tag, role in frozen.items()]
-        if self._critic is None:
-            return [*found, module_resident(CRITIC_OPTIMIZER, nothing)]
-        return [*found, optimizer_resident(self._critic.optimizer, CRITIC_OPTIMIZER)]
-
-    def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
-        """Compute ref_logprobs, teacher_logprobs and values, as far as there are such models. Collective."""
-        columns: dict[str, Jagged] = {}
-        if self._reference is not None:
-            columns["ref_logprobs"] = self._reference.logprobs(batch, plan)
-        if self._teacher is not None:
-            columns["teacher_logprobs"] = self._teacher.logprobs(batch, plan)
-        if self._critic is not None:
-            columns["values"] = self._critic.values(batch, plan)
-        return columns
+    def scorers(self, cycle: Cycle) -> Iterator[tuple[Phase, Scorer]]:
+        """Yield what adds a column to a batch, with the phase in which it can: reference, teacher and critic, one after
+        the other. Collective."""
+        if (reference := self._reference) is not None:
+            yield cycle.score_reference, lambda batch, plan: {"ref_logprobs": reference.logprobs(batch, plan)}
+        if (teacher := self._teacher) is not None:
+            yield cycle.score_teacher, lambda batch, plan: {"teacher_logprobs": teacher.logprobs(batch, plan)}
+        if (critic := self._critic) is not None:
+            yield cycle.score_critic, lambda batch, plan: {"values": critic.values(batch, plan)}
 
     def update_critic(self, batch: Batch, plan: Plan) -> MetricSums:
         """Take all optimizer steps of the critic in a training step. Collective."""
-        return MetricSums() if self._critic is None else self._critic.update(batch, plan)
+        assert self._critic is not None, "only a run with a critic has this phase"
+        with no_gradients_left(self._critic.optimizer):
+            return self._critic.update(batch, plan)
 
     @property
     def skipped_update(self) -> SkippedUpdate | None:

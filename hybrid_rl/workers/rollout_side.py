@@ -17,7 +17,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.memory.cycle import ENGINE_WEIGHTS
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -46,6 +46,11 @@ class RolloutSide(ABC):
     @abstractmethod
     def publish(self, version: int) -> HandoffReport:
         """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
+
+    def let_go(self) -> None:
+        """Forget where the actor's memory is, before it leaves: it may come back elsewhere. All ranks do, and the lease
+        with which it leaves begins when all have."""
+        return
 
     def verify(self, version: int) -> dict[str, float]:
         """Prove, if that is due, that the engine holds the trainer's weights, byte by byte. Returns metrics, none if it
@@ -101,7 +106,12 @@ class EmbeddedSide(RolloutSide):
         self._model = model
         with generating_model(model) as plain:
             self.client = EngineClient(make_engine(engine_setup(setup, plain, context)))
-        self.residents = (engine_weights_resident(model, self.client), kv_cache_resident(self.client))
+        cache = kv_cache_resident(self.client)
+        if isinstance(model, ShardedCausalLM):
+            self.residents = (engine_weights_resident(model, self.client), cache)
+        else:
+            self.client.at_rest().wake({WEIGHTS})  # they are the actor's, which stay
+            self.residents = (cache,)
 
     def publish(self, version: int) -> HandoffReport:
         """Hand over the actor's tensors themselves; the bytes are those that each rank has gathered."""
@@ -138,6 +148,9 @@ class ColocatedSide(RolloutSide):
         self._hosts: list[str] = context.gather(socket.gethostname())
         self._sources: dict[str, Source] = {}
         self._published = -1
+        # Memory of the host keeps its address, and the mappings of other ranks; for messages no address is told.
+        moves = ACTOR in (setup.config.memory.offload or ()) and context.device.type == "cuda"
+        self._exports_again = moves and config.transport != "distributed"
         self._files: tuple[int, DiskSource] | None = None
         self._verifier: Verifier | None = None
         self.residents = self._residents()
@@ -155,7 +168,9 @@ class ColocatedSide(RolloutSide):
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
-            return replace(resident, sleep=self._sleep, wake=wake, after=after)
+            return replace(
+                resident, sleep=self._sleep, wake=wake, after=after, collective=self._config.ranks_per_engine > 1
+            )
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 
@@ -170,6 +185,11 @@ class ColocatedSide(RolloutSide):
         report = self.client.at_rest().update_weights(self._source(version), version)
         self._published = version
         return report
+
+    def let_go(self) -> None:
+        """Close the sources if the actor's memory gets other addresses when it wakes: it is exported again then."""
+        if self._exports_again:
+            self._close_sources()
 
     def verify(self, version: int) -> dict[str, float]:
         """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is

@@ -15,7 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
-    frozenset({"workers"}),
+    frozenset({"workers", "planning"}),
     frozenset({"run"}),
     frozenset({"trainer", ROOT, "cli", "__main__"}),
 )

@@ -73,6 +73,8 @@ LISTED: tuple[Part, ...] = (
     _test("test_trainer", 60.0),
     _test("test_fsdp", 20.0),
     _test("test_ipc", 30.0),
+    _test("test_offload", 20.0),
+    _test("test_host_optimizer", 15.0),
     _test("test_vllm", 60.0),
     _test("test_vllm_compiled", 120.0),
     _test("test_vllm_trainers", 60.0),

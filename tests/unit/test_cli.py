@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,11 @@ import hybrid_rl
 from hybrid_rl import cli
 from hybrid_rl.cli import main
 from hybrid_rl.errors import DataError
+from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.run import planning
+from hybrid_rl.run.request import Machine
+from tests.unit.planning.made import memory as made_memory
+from tests.unit.planning.made import plan as made_plan
 
 
 def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,3 +116,46 @@ def test_a_recipe_ends_with_one_message(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(SystemExit) as stopped:
             cli.run_recipe(run)
         assert (stopped.value.code, capsys.readouterr().err) == (status, said)
+
+
+def plans(monkeypatch: pytest.MonkeyPatch, made: RunPlan) -> list[tuple[list[str], Machine, Path | None]]:
+    """Have every request answered with this plan. Returns the list of requests."""
+    asked: list[tuple[list[str], Machine, Path | None]] = []
+
+    def answer(words: list[str], machine: Machine, *, layouts: Path | None) -> RunPlan:
+        asked.append((words, machine, layouts))
+        return made
+
+    monkeypatch.setattr(planning, "plan_words", answer)
+    return asked
+
+
+def test_plan_prints_tables_and_tells_by_its_status_whether_the_run_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = plans(monkeypatch, made_plan())
+    options = ["--gpus", "4", "--gpu-memory=40GB", "--host-memory", "1TB", "--layouts", "folder"]
+    assert main(["plan", "grpo", *options, "seed=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1].startswith("fits: peak 32.0 GB of 40.0 GB") and "^ peak" in out and err == ""
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
+    assert asked == [(["grpo", "seed=1"], Machine(4, "40GB", host_memory="1TB"), Path("folder"))]
+    plans(monkeypatch, made_plan(made_memory(30.0)))
+    assert main(["plan", "grpo", "--gpus", "4"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", "grpo", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_plan_refuses_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, status, message in (
+        (["--gpus", "eight"], 2, "argument --gpus: invalid int value"),
+        (["--gpu"], 2, "argument --gpu: expected one argument"),
+        (["model.path=m", "--gpus=0"], 1, "ConfigError: --gpus 0 must be at least 1"),
+        (["model.path=./not/there", "--gpus=1", "--gpu=H100"], 1, "ModelError: model folder './not/there' does not"),
+    ):
+        assert main(["plan", *command]) == status
+        out, err = capsys.readouterr()
+        assert out == "" and message in err
+    assert main(["plan", "--help"]) == 0
+    assert "hybrid-rl plan grpo model.path=" in capsys.readouterr().out

@@ -16,11 +16,11 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.memory.cycle import ENGINE_WEIGHTS
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import engine as engine_module
 from hybrid_rl.vllm.weights import WeightWriter
-from hybrid_rl.workers.hybrid import PUBLISHING, HybridWorker
+from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import WorkerSetup
 from tests.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
@@ -203,7 +203,7 @@ def test_a_failure_while_weights_are_published_again_is_tried_again_by_the_next_
     def fails(*_: Any) -> Any:
         raise OSError("no space left")
 
-    for owner, name in ((WeightWriter, "write"), (bench.worker._side, "verify"), (bench.worker, "_probe")):
+    for owner, name in ((WeightWriter, "write"), (bench.worker._side, "verify"), (bench.worker._probe, "compare")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails)
             with pytest.raises(OSError, match="no space left"):
@@ -215,11 +215,11 @@ def test_a_failure_while_weights_are_published_again_is_tried_again_by_the_next_
 def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watched]) -> None:
     """No phase of a step asks for it; whoever does finds the weights as they were."""
     bench = watch()
-    with bench.worker.lease(PUBLISHING):
+    with bench.worker.lease(frozenset({ACTOR, ENGINE_WEIGHTS})):
         assert bench.llm.asleep == {KV_CACHE}
     assert bench.worker._side._engine.policy_version == 0 and bench.ledger.host_bytes == 0
     first = bench.rollout()
-    with bench.worker.lease(PUBLISHING):
+    with bench.worker.lease(frozenset({ACTOR, ENGINE_WEIGHTS})):
         pass
     with bench.worker.lease(frozenset()):  # the weights follow the cache
         assert bench.llm.asleep == {WEIGHTS, KV_CACHE}

@@ -19,11 +19,11 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from benchmarks import vllm_meta as meta
-from benchmarks.planned import is_same
-from benchmarks.vllm_meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.resharding.trace_files import is_same
+from hybrid_rl.vllm import meta
 from hybrid_rl.vllm.loader import check_reloadable, trace_model
+from hybrid_rl.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
 from hybrid_rl.weights.views import checkpoint_views
 from tests.vllm.live import write_by
 

@@ -126,6 +126,19 @@ def check_machine(name: str, device: torch.device, dtype: torch.dtype, *, is_her
         _refuse(name, lambda other: _machine_obstacles(other, device, dtype, is_here=is_here))
 
 
+def expected_backend(name: str, needs: AttentionNeeds) -> str:
+    """Return the name of the backend that ranks on such a device would choose, as far as can be said without one: a GPU
+    is taken to be new enough, and to have no optional packages."""
+    if name != "auto":
+        return name
+    is_here = needs.device.type == "cpu"
+    for other in ("varlen", "compiled"):
+        machine = _machine_obstacles(other, needs.device, needs.dtype, is_here=is_here)
+        if not machine and not _model_obstacles(other, needs):
+            return other
+    return "sdpa"
+
+
 def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
     """Say why a backend cannot run; empty if it can."""
     return _machine_obstacles(name, needs.device, needs.dtype) + _model_obstacles(name, needs)

@@ -113,7 +113,7 @@ def play(machine: Machine, leases: Leases, wanted: list[frozenset[str]]) -> list
     movable = {tag for tag, kind in machine.kinds.items() if kind != "fixed"}
     fixed = machine.kinds.keys() - movable
     for tags in wanted:
-        before = leases.awake
+        before, moves_before = leases.awake, machine.num_moves
         machine.allowed, machine.fired = [tags, before], []
         outcome = "held"
         try:
@@ -124,9 +124,12 @@ def play(machine: Machine, leases: Leases, wanted: list[frozenset[str]]) -> list
         except (MemoryRefusedError, KeyboardInterrupt):
             outcome = "refused" if leases.broken is None else "broken"
             assert outcome == "broken" or leases.awake == before
-        except (MemoryStateError, OSError, threading.BrokenBarrierError):
+        except (MemoryStateError, OSError):
             outcome = "broken"
             assert leases.broken is not None
+        except threading.BrokenBarrierError:
+            outcome = "broken"  # another rank failed while this one was still on its way out of the first gather
+            assert leases.broken is not None or machine.num_moves == moves_before
         moves = [(t.tag, t.awake) for t in leases.drain_transitions()]
         history.append(Told(outcome, leases.awake, moves, machine.fired))
         if outcome == "broken":

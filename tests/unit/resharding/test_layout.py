@@ -16,9 +16,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.planned import fsdp_layout
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
+from hybrid_rl.resharding.traffic import fsdp_layout
 from hybrid_rl.tensors.boxes import local_box
 from tests.unit.resharding.cells import cell_of
 

@@ -16,7 +16,7 @@ from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.models import CausalLM
 from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
-from hybrid_rl.workers.hybrid import causes
+from hybrid_rl.workers.handoff_probe import causes
 from hybrid_rl.workers.rollout_side import ColocatedSide
 from tests.tiny import build_tokenizer, ids_of, spread
 

@@ -1,22 +1,19 @@
-"""Plans of hypothetical ranks: the layout that FSDP2 would give them, the bytes of a plan by link, traces in files."""
+"""The bytes of a handoff by link, counted from a plan: for ranks that exist and for hypothetical ones."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
+from hybrid_rl.resharding.pieces import overlaps
 from hybrid_rl.resharding.plan import Plan
-from hybrid_rl.resharding.tables import Column, Copies, Pieces
-from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
+from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Pieces
+from hybrid_rl.resharding.trace import Trace
 
 LINKS = ("local", "host", "remote")
 
@@ -111,59 +108,12 @@ def traffic(pieces: Pieces, layout: SourceLayout, rank: int, read: Column, writt
     }
 
 
-def head_of(trace: Trace) -> str:
-    """Return everything in a trace but its tables, as JSON."""
-    return json.dumps(
-        {
-            "sources": [(s.name, s.shape, str(s.dtype)[len("torch.") :]) for s in trace.sources],
-            "destinations": [(d.name, d.shape, d.strides, str(d.dtype)[len("torch.") :]) for d in trace.destinations],
-            "untraced": trace.untraced,
-            "unused": trace.unused,
-        }
-    )
-
-
-def is_same(one: Trace, other: Trace) -> bool:
-    """Tell whether two traces hold the same, element by element."""
-    tables = (one.copies, other.copies), (one.fills, other.fills)
-    return head_of(one) == head_of(other) and all(
-        np.array_equal(getattr(a, item.name), getattr(b, item.name)) for a, b in tables for item in fields(a)
-    )
-
-
-def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace to an .npz file, compressed."""
-    columns: dict[str, Any] = {"head": np.frombuffer(head_of(trace).encode(), dtype=np.uint8)}
-    for prefix, table in (("copies", trace.copies), ("fills", trace.fills)):
-        for item in fields(table):
-            column = getattr(table, item.name)
-            # Neighbouring rows are similar, and differences of integers compress well.
-            change = column if column.dtype == np.float64 else np.diff(column, axis=0, prepend=0)
-            columns[f"{prefix}.{item.name}"] = np.ascontiguousarray(change.T)
-    np.savez_compressed(path, **columns)
-
-
-def load_trace(path: Path) -> Trace:
-    """Read what `save_trace` wrote. Raises HandoffError if the file is not a trace."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            columns = {name: stored[name] for name in stored.files}
-        head = json.loads(columns["head"].tobytes().decode())
-    except (OSError, ValueError, KeyError) as error:
-        raise HandoffError(f"cannot read a trace from {path}: {error}") from error
-
-    def table(kind: Any, prefix: str) -> Any:
-        found = {item.name: columns[f"{prefix}.{item.name}"].T for item in fields(kind)}
-        return kind(**{n: c if c.dtype == np.float64 else np.cumsum(c, axis=0) for n, c in found.items()})
-
-    return Trace(
-        tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in head["sources"]),
-        tuple(
-            DestinationSpec(name, tuple(shape), tuple(strides), getattr(torch, dtype))
-            for name, shape, strides, dtype in head["destinations"]
-        ),
-        table(Copies, "copies"),
-        table(Fills, "fills"),
-        head["untraced"],
-        tuple(head["unused"]),
-    )
+def gathered(layout: SourceLayout, rank: int) -> dict[str, Traffic]:
+    """What `full_tensor` receives on a rank over each link, in the trainer's dtype."""
+    shape = np.ones((len(layout.tensors), MAX_DIMS), dtype=np.int64)
+    for row, tensor in enumerate(layout.tensors):
+        shape[row, : len(tensor.spec.shape)] = tensor.spec.shape
+    number, zeros = np.arange(len(shape), dtype=np.int64), np.zeros_like(shape)
+    read = np.array([tensor.spec.dtype.itemsize for tensor in layout.tensors], dtype=np.int64)
+    whole = Copies(number, zeros, shape, number, zeros[:, 0], zeros)
+    return traffic(overlaps(whole, layout, read, rank), layout, rank, read, read)

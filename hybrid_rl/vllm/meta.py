@@ -27,7 +27,7 @@ GROUPS = [name for name, kind in parallel_state.__annotations__.items() if "Grou
 
 
 def views_on_meta(config: PreTrainedConfig) -> CheckpointViews:
-    """The checkpoint of a causal language model with this config, in fp32 as it is trained."""
+    """Return the checkpoint of a causal language model with this config, in fp32 as it is trained."""
     with torch.device("meta"):
         return checkpoint_views(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
@@ -35,7 +35,7 @@ def views_on_meta(config: PreTrainedConfig) -> CheckpointViews:
 def trace_on_meta(
     config: PreTrainedConfig, architecture: str, views: CheckpointViews, rank: int, size: int, dtype: torch.dtype
 ) -> Trace:
-    """The trace of one rank of a tensor-parallel group, from views of a model with this config.
+    """Trace one rank of a tensor-parallel group, from views of a model with this config.
 
     architecture: the class that vLLM builds. dtype: of the engine.
     """
@@ -47,8 +47,8 @@ def trace_on_meta(
 def stand_in_model(
     config: PreTrainedConfig, architecture: str, rank: int, size: int, dtype: torch.dtype, device: str
 ) -> Iterator[Any]:
-    """One rank's model as vLLM builds it, before its weights are loaded, without the other ranks. Inside, it can load
-    weights; it cannot compute."""
+    """Yield one rank's model as vLLM builds it, before its weights are loaded, without the other ranks. Inside, it can
+    load weights; it cannot compute."""
     with tempfile.TemporaryDirectory() as folder, _stand_in_groups(rank, size):
         Path(folder, "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [architecture]}))
         vllm_config = VllmConfig(
@@ -63,8 +63,8 @@ def stand_in_model(
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """PyTorch's default inside. vLLM has such a context manager too, but in 0.25.1 it does not put the old dtype back
-    where a model cannot be built."""
+    """Set PyTorch's default inside. vLLM has such a context manager too, but in 0.25.1 it does not put the old dtype
+    back if a model cannot be built."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -75,7 +75,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _stand_in_groups(rank: int, size: int) -> Iterator[None]:
-    """vLLM's process groups replaced by what models ask of them while they are built."""
+    """Replace vLLM's process groups by what models ask of them while they are built."""
     alone, shared = _group(0, 1), _group(rank, size)
     before = {name: getattr(parallel_state, name) for name in GROUPS}
     for name in GROUPS:

@@ -1,0 +1,232 @@
+"""Activations, counted: the real forward and backward pass of a micro-batch, on a model without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rl.algos import Needs
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.controller import RankContext
+from hybrid_rl.engines.inplace.kv_cache import LayerShape, ShapeRecorder
+from hybrid_rl.errors import HybridRLError, ModelError
+from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
+from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.cache import CacheSize
+from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.planning.rows import Samples, learning_batch
+from hybrid_rl.planning.sharded import ShardedPass
+from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
+from hybrid_rl.planning.storages import Held, LiveStorages
+from hybrid_rl.sharding.fsdp import ShardOptions
+from hybrid_rl.training.critic import micro_batch_value_loss
+from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.mini_batch import prepared_column
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """The fullest moments of a pass. fullest: of most bytes together; most_others: of most bytes besides gradients;
+    host_bytes: activations that wait in host memory."""
+
+    fullest: Held
+    most_others: Held
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A model on the meta device that is to be counted. device_type: of the ranks, "cuda" or "cpu"; config: of the run,
+    whose keys decide how the model runs; sharding: over the ranks, None on a single one."""
+
+    module: PreTrainedModel
+    config: TrainerConfig
+    device_type: str
+    is_packed: bool = True
+    checkpoints: bool = False
+    offloads: bool = False
+    sharding: ShardOptions | None = None
+
+    def model(self) -> CountedModel:
+        """Wrap the module. Its parameters are shared with all others that were made of it."""
+        return CountedModel(self)
+
+    def update(self, samples: Samples, reference: CountedModel | None = None, *, is_first: bool) -> PassMemory:
+        """Count the policy's forward and backward pass. reference: for a loss that reads its distribution. is_first:
+        whether gradients of the mini-batch do not exist yet."""
+        model, spec = self.model(), LossSpec.of(self.config)
+        batch = learning_batch(samples, self.config, spec)
+        prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
+        if prepared is not None:
+            batch = batch.with_columns(prepared=prepared)
+        with self._named(), Kernels(self.device_type):  # both run the model once
+            routers = Routers(model) if spec.reads_routers else None
+            balance = LoadBalance.of(model, self.config.algorithm.router_aux_loss_coef)
+        beside = SideModels(reference, routers, balance)
+
+        def run() -> None:
+            loss, *_ = micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec), beside)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        return self._count(model, run, is_first=is_first)
+
+    def update_values(self, samples: Samples, clip: float | None, *, is_first: bool) -> PassMemory:
+        """Count the critic's forward and backward pass. Arguments as in `update`."""
+        model = self.model()
+        batch = learning_batch(samples, self.config, LossSpec.of(self.config))
+        mask = batch["completion_mask"].values
+
+        def run() -> None:
+            loss, _ = micro_batch_value_loss(model, batch, mask, clip, len(mask))
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        return self._count(model, run, is_first=is_first)
+
+    def score(self, samples: Samples) -> PassMemory:
+        """Count a forward pass without gradients: logprobs, or values if the model has one number per token."""
+        model, spec = self.model(), LossSpec.of(self.config)
+        columns = samples.columns
+        wants_all = bool(spec.num_top) or Needs.SUM_PI_SQUARED in self.config.advantage.needs
+
+        def run() -> None:
+            row = PackedRow.of(columns["prompt_ids"], columns["completion_ids"], model.device)
+            with torch.no_grad():
+                if not model.is_language_model:
+                    model.row_values(row)
+                elif wants_all:
+                    model.row_distribution(row, self.config.rollout.temperature)
+                else:
+                    model.row_logprobs(row, self.config.rollout.temperature)
+
+        return self._count(model, run, is_first=True)
+
+    def generate(self, num_tokens: int, num_sequences: int) -> PassMemory:
+        """Count a pass of an embedded engine over so many tokens, with logits of so many sequences."""
+        model = self.model()
+
+        def run() -> None:
+            with torch.no_grad():
+                tokens = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+                if self.is_packed:
+                    hidden = model.hidden_states(tokens, tokens, Values())
+                else:
+                    hidden = model.own_forward(tokens[None], use_cache=False).last_hidden_state[0]
+                logits = model.logits(hidden[:num_sequences])
+                torch.log_softmax(logits, 1)
+
+        return self._count(model, run, is_first=True)
+
+    def layer_shapes(self) -> dict[int, LayerShape]:
+        """Return what each layer caches of a token."""
+        model, recorder = self.model(), ShapeRecorder()
+        zero = torch.zeros(1, dtype=torch.int64, device="meta")
+        with torch.no_grad(), self._named(), Kernels(self.device_type):
+            model.hidden_states(zero, zero, recorder)
+        return recorder.layers
+
+    def cache_size(self) -> CacheSize:
+        """Return the bytes of a sequence in the model's own cache."""
+        with self._named(), Kernels(self.device_type):
+            return CacheSize.of(self.model())
+
+    def _count(self, model: CountedModel, run: Callable[[], None], *, is_first: bool) -> PassMemory:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        live = LiveStorages(self.module)
+        try:
+            with self._named(), torch.enable_grad(), Kernels(self.device_type), live:
+                if self.sharding is not None:
+                    with ShardedPass(self.module, self.sharding, live, is_first=is_first).running():
+                        run()
+                    return PassMemory(live.fullest, live.most_others, model.host_bytes)
+                for parameter in [] if is_first else trained:
+                    parameter.grad = torch.empty_like(parameter)
+                    live.count_gradient(parameter)
+                run()
+        finally:
+            for parameter in trained:
+                parameter.grad = None
+        return PassMemory(live.fullest, live.most_others, model.host_bytes)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Raise ModelError for whatever keeps a model from running without memory."""
+        try:
+            yield
+        except HybridRLError:
+            raise
+        except Exception as error:  # foreign code: NotImplementedError of meta kernels, RuntimeError and others
+            raise CannotCount(
+                f"the memory of {type(self.module).__name__} cannot be counted before it is loaded: its code reads "
+                f"numbers that exist only then ({type(error).__name__}: {str(error).splitlines()[0][:200]}); leave out "
+                f"memory.device_memory to run without a plan"
+            ) from error
+
+
+class CannotCount(ModelError):
+    """A model whose code does not run on the meta device."""
+
+
+class Values:
+    """An attention context that answers with the values."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: Any) -> Tensor:
+        """Return values for every head."""
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+class CountedModel(CausalLM):
+    """A CausalLM on the meta device that allocates what it would allocate on the planned one."""
+
+    def __init__(self, counted: Counted) -> None:
+        config, is_packed = counted.config, counted.is_packed
+        super().__init__(
+            counted.module, "sdpa" if is_packed else UNPACKED, float32_head=config.model.cast_lm_head_to_fp32
+        )
+        self._device_type = counted.device_type
+        self._offload = OffloadedActivations() if counted.offloads else None
+        device = torch.device(counted.device_type)
+        if is_packed:
+            name = expected_backend(config.model.attention, AttentionNeeds.of(counted.module, device, self.dtype))
+            if name != "sdpa":
+                kernel: Any = AttentionKernel(is_flash=name != "compiled")
+                self.attention = Backend(name, kernel)
+        self._has_fused_head = counted.device_type == "cuda" and self.dtype == torch.bfloat16
+        if counted.checkpoints:
+            self.enable_gradient_checkpointing()
+        elif getattr(counted.module, "is_gradient_checkpointing", False):
+            counted.module.gradient_checkpointing_disable()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of activations that wait in host memory."""
+        return 0 if self._offload is None else self._offload.host_bytes
+
+    def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Same as CausalLM."""
+        if not self._has_fused_head:
+            return super().token_logprobs(hidden, labels, temperature)
+        apply: Any = FusedHead.apply
+        logprobs, entropy = apply(hidden, self.head.weight, self.head.bias, self.has_float32_head)
+        return logprobs, entropy
+
+    def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        first, again = super()._checkpoint_contexts()
+        return first, _with_kernels(again, self._device_type)  # a backward pass leaves function modes
+
+    def _training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else self._offload.hooks()
+
+
+@contextmanager
+def _with_kernels(context: AbstractContextManager[None], device_type: str) -> Iterator[None]:
+    with context, Kernels(device_type):
+        yield

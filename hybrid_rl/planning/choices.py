@@ -1,0 +1,175 @@
+"""What is `auto` in memory, decided: the least that makes a run fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.memory.cycle import (
+    ACTOR,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    REWARD_MODELS,
+    TEACHER,
+)
+from hybrid_rl.planning.engines import given_cache_bytes
+from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan
+from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
+from hybrid_rl.planning.phases import NOTES, StepMemory
+from hybrid_rl.training.cycle import memory_phases
+
+# What leaves first: what is needed least often, and costs no more than its way through the bus.
+ORDER = (OPTIMIZER, REFERENCE, TEACHER, REWARD_MODELS, CRITIC_OPTIMIZER, CRITIC, ACTOR)
+SPARE_SHARE = 0.05  # of the device, that a chosen cache leaves free
+CACHE_SHARE = 0.5  # of the cache that all sequences want: if there is less, more residents leave while it is awake
+FEWEST_TOKENS = 1024  # of a micro-batch that is made smaller: below, passes only get slower
+
+
+def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passes: Passes | None = None) -> MemoryPlan:
+    """Plan the memory of a resolved configuration, with what is `auto` decided. The plan may not fit: see `fits`.
+    passes: of the same shape, with what has been counted already.
+
+    Raises ModelError for a model that cannot be counted, ConfigError for keys that do not go together.
+    """
+    passes = passes or Passes(shape)
+    attempts = list(_attempts(config, shape))
+    if fitting(attempts, passes, budget) is None:
+        return attempts[-1].plan(passes, budget)
+    cramped: MemoryPlan | None = None
+    for attempt in attempts:
+        plan = attempt.plan(passes, budget)
+        if plan.fits and not _is_cramped(plan, passes, attempt):
+            return plan
+        cramped = cramped or (plan if plan.fits else None)
+    assert cramped is not None
+    return cramped
+
+
+def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
+    """Return whether some choice of what is `auto` makes a run fit."""
+    return fitting(list(_attempts(config, shape)), passes, budget) is not None
+
+
+def fitting(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan | None:
+    """Return a plan that fits, made from one of the attempts that need least of the device, or of the host; None if
+    they do not fit, as then nothing does."""
+    smallest = min(attempt.max_tokens for attempt in attempts)
+    frugal = [attempt for attempt in reversed(attempts) if attempt.max_tokens == smallest]
+    plans = (attempt.plan(passes, budget) for attempt in frugal)
+    return next((plan for plan in plans if plan.fits), None)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A choice that may fit."""
+
+    config: TrainerConfig
+    offload: tuple[str, ...]
+    optimizer_on_host: bool
+    max_tokens: int
+
+    @property
+    def decided(self) -> TrainerConfig:
+        """The configuration with these values."""
+        memory = dataclasses.replace(
+            self.config.memory, offload=list(self.offload), optimizer_on_host=self.optimizer_on_host
+        )
+        optimizer = dataclasses.replace(self.config.optimizer, tokens_per_micro_batch=self.max_tokens)
+        return dataclasses.replace(self.config, memory=memory, optimizer=optimizer)
+
+    def step(self, passes: Passes) -> StepMemory:
+        """Return the memory of a step."""
+        return StepMemory(passes, self.decided, self.optimizer_on_host)
+
+    def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
+        """Plan it, with the largest cache that fits."""
+        step, given = self.step(passes), given_cache_bytes(self.config)
+        cache_bytes = _cache_bytes(step, budget) if given is None else given
+        config = self.config
+        assert config.num_ranks != "auto"
+        default = tokens_per_micro_batch(config, passes.shape.max_length)
+        reasons: dict[str, str] = {}
+        if config.memory.offload is None and self.offload:
+            reasons["memory.offload"] = "without it the run would not fit, or leave little of the KV cache"
+        if config.memory.optimizer_on_host is None and self.optimizer_on_host:
+            reasons["memory.optimizer_on_host"] = "masters and moments do not fit on the device with the gradients"
+        if given is None:
+            reasons["kv_cache_memory_bytes"] = "what the other residents leave while it is awake, or all that is wanted"
+        if self.max_tokens < default:
+            reasons["optimizer.tokens_per_micro_batch"] = f"activations of {default} tokens would not fit"
+        choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
+        return MemoryPlan(config.num_ranks, config.model.device, budget, choices, step.phases(cache_bytes), NOTES)
+
+
+def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
+    """Yield what may be chosen, the cheapest first: nothing; residents that leave, one more at a time; smaller
+    micro-batches; the optimizer on the host."""
+    memory = config.memory
+    base = dataclasses.replace(config, memory=dataclasses.replace(memory, offload=[], optimizer_on_host=False))
+    phases = memory_phases(base, has_reward_models=bool(shape.models.rewards))
+    may_leave = [tag for tag in ORDER if tag in phases.residents]
+    if ACTOR in phases.cycle.generate.tags:
+        may_leave.remove(ACTOR)
+    if config.num_ranks != 1 and config.fsdp.cpu_offload:
+        may_leave = []
+    can_step_on_host = config.num_ranks == 1 and config.model.device == "cuda"
+    hosts = [bool(memory.optimizer_on_host)]
+    if memory.optimizer_on_host is None and can_step_on_host:
+        hosts.append(True)
+    most = tokens_per_micro_batch(config, shape.max_length)
+    sizes = [most]
+    if config.optimizer.tokens_per_micro_batch is None:
+        while sizes[-1] // 2 >= max(shape.max_length, FEWEST_TOKENS):
+            sizes.append(sizes[-1] // 2)
+    for on_host in hosts:
+        own = [tag for tag in may_leave if tag != OPTIMIZER or not on_host]
+        sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]
+        for size in sizes:
+            for leaving in sets:
+                yield Attempt(config, tuple(leaving), on_host, size)
+
+
+def _cache_bytes(step: StepMemory, budget: Budget) -> int:
+    """Return the size of the cache: all that is wanted, or what is left in the phases in which it is in memory, and at
+    least room for one sequence."""
+    cache = step.cache()
+    if budget.device_bytes is None:
+        return cache.wanted_bytes
+    there = [phase for phase in step.phases(0) if _has_cache(step, phase.phase)]
+    spare = int(SPARE_SHARE * budget.device_bytes)
+    left = budget.device_bytes - spare - max(phase.device_bytes for phase in there)
+    return max(cache.smallest_bytes, min(cache.wanted_bytes, left))
+
+
+def _has_cache(step: StepMemory, name: str) -> bool:
+    phase = getattr(step.plan.cycle, name)
+    return KV_CACHE in phase.tags or KV_CACHE not in step.movable
+
+
+def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
+    """Whether the cache got much less than it wants, and more could leave for it."""
+    if given_cache_bytes(attempt.config) is not None or attempt.config.memory.offload is not None:
+        return False
+    wanted = attempt.step(passes).cache().wanted_bytes
+    return (plan.choices.kv_cache_memory_bytes or 0) < CACHE_SHARE * wanted
+
+
+def with_choices(config: TrainerConfig, choices: Choices) -> TrainerConfig:
+    """Return the configuration with the values that were chosen; keys that were given stay."""
+    memory = dataclasses.replace(
+        config.memory, offload=list(choices.offload), optimizer_on_host=choices.optimizer_on_host
+    )
+    config = dataclasses.replace(config, memory=memory)
+    if "optimizer.tokens_per_micro_batch" in choices.reasons:
+        smaller = dataclasses.replace(config.optimizer, tokens_per_micro_batch=choices.tokens_per_micro_batch)
+        config = dataclasses.replace(config, optimizer=smaller)
+    if "kv_cache_memory_bytes" in choices.reasons:
+        engine = config.rollout.engine
+        own = dataclasses.replace(getattr(config.rollout, engine), kv_cache_memory_bytes=choices.kv_cache_memory_bytes)
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{engine: own}))
+    return config

@@ -1,0 +1,163 @@
+"""The memory of engines: their weights, their cache of keys and values, and what a pass of theirs takes.
+
+vLLM's is computed from the trainer's own module, so that a run can be planned where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, TrainerConfig, VLLMRolloutConfig
+from hybrid_rl.engines.inplace.kv_cache import LayerShape
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
+from hybrid_rl.models.cache import CacheSize
+from hybrid_rl.planning.ledger import Share
+
+VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
+VLLM_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The cache of a rank: what one sequence of full length takes, and what all that decode together would take.
+
+    fixed_bytes: what the engine keeps for itself; words: the arithmetic of a sequence.
+    """
+
+    sequence_bytes: int
+    num_sequences: int
+    fixed_bytes: int
+    words: str
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The cache that holds one sequence."""
+        return self.sequence_bytes + self.fixed_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The cache that holds all sequences."""
+        return self.sequence_bytes * self.num_sequences + self.fixed_bytes
+
+    def share(self, num_bytes: int) -> Share:
+        """Return a cache of this size as a line of the plan."""
+        count = (num_bytes - self.fixed_bytes) / max(self.sequence_bytes, 1)
+        return Share(KV_CACHE, num_bytes, f"{count:.1f} of {self.num_sequences} full sequences, {self.words}")
+
+
+def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length: int) -> CacheShape:
+    """Return the cache of rollout.engine=inplace."""
+    assert isinstance(config.rollout, InPlaceRolloutConfig)
+    own = config.rollout.inplace
+    token = sum(layer.bytes_per_token for layer in layers.values())
+    blocks = -(-max_length // own.block_size)
+    words = f"each {blocks} blocks x {own.block_size} tokens x {token:,} B"
+    return CacheShape(blocks * own.block_size * token, own.max_num_seqs, 0, words)
+
+
+def own_cache(size: CacheSize, config: TrainerConfig, max_length: int) -> CacheShape:
+    """Return the cache of rollout.engine=hf."""
+    num_sequences = config.rollout.hf.max_num_seqs  # type: ignore[attr-defined]
+    words = f"each {size.fixed_bytes:,} B + {max_length} tokens x {size.token_bytes:,} B"
+    return CacheShape(size.num_bytes(max_length), num_sequences, 0, words)
+
+
+def vllm_cache(
+    module: PreTrainedModel, layers: dict[int, LayerShape], config: TrainerConfig, max_length: int
+) -> CacheShape:
+    """Return the cache of rollout.engine=vllm on one rank."""
+    assert isinstance(config.rollout, VLLMRolloutConfig)
+    own, settings = config.rollout.vllm, module.config.get_text_config()
+    latent = getattr(settings, "kv_lora_rank", None)
+    token = 0
+    for layer in layers.values():
+        if latent:  # every rank caches the latent
+            token += (latent + settings.qk_rope_head_dim) * layer.dtype.itemsize
+        else:
+            heads = max(1, layer.num_heads // own.tensor_parallel_size)
+            token += heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
+    block = int(own.engine_args.get("block_size") or VLLM_BLOCK)
+    blocks = -(-max_length // block)
+    words = f"each {blocks} blocks x {block} tokens x {token:,} B"
+    return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words)
+
+
+def given_cache_bytes(config: TrainerConfig) -> int | None:
+    """Return the size of the cache that the configuration gives, None for auto."""
+    section = getattr(config.rollout, config.rollout.engine)
+    given: int | None = section.kv_cache_memory_bytes
+    return given
+
+
+def gathered_share(module: PreTrainedModel, itemsize: int) -> Share:
+    """Return the full weights that each of several ranks gathers for an embedded engine."""
+    numel = sum(p.numel() for p in module.parameters())
+    return Share(ENGINE_WEIGHTS, numel * itemsize, f"{numel:,} parameters x {itemsize} B, gathered in place")
+
+
+def vllm_weights_share(module: PreTrainedModel, config: TrainerConfig, itemsize: int) -> Share:
+    """Return vLLM's weights on one rank of a replica: matrices cut over its ranks, the vocabulary filled up, norms and
+    routers on every rank, heads of keys and values on several if there are fewer than ranks, and tables of the rotary
+    embedding.
+
+    Raises ConfigError if the heads cannot be cut into so many parts.
+    """
+    assert isinstance(config.rollout, VLLMRolloutConfig)
+    size = config.rollout.vllm.tensor_parallel_size
+    settings = module.config.get_text_config()
+    num_heads = getattr(settings, "num_attention_heads", None)
+    if num_heads is not None and num_heads % size:
+        fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ConfigError(
+            f"rollout.vllm.tensor_parallel_size={size} does not divide num_attention_heads={num_heads} of the model; "
+            f"use one of {fitting}"
+        )
+    if isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights:
+        return Share(ENGINE_WEIGHTS, _rotary_bytes(settings, itemsize), "the trainer's own memory, and rotary tables")
+    kv_heads = getattr(settings, "num_key_value_heads", None) or num_heads or 1
+    tables = {id(module.get_input_embeddings().weight)}  # type: ignore[union-attr]
+    head = module.get_output_embeddings()
+    if head is not None:
+        tables.add(id(head.weight))
+    numel = 0
+    for name, p in module.named_parameters():
+        numel += _vocabulary_part(p.shape, size) if id(p) in tables else _part(name, p.shape, p.numel(), size, kv_heads)
+    rotary = _rotary_bytes(settings, itemsize)
+    words = f"{numel:,} parameters x {itemsize} B"
+    words += f" (1/{size} of the model, its norms whole)" if size > 1 else ""
+    return Share(ENGINE_WEIGHTS, numel * itemsize + rotary, f"{words} + {rotary:,} B of rotary tables")
+
+
+def _vocabulary_part(shape: tuple[int, ...], size: int) -> int:
+    rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
+    return -(-rows // size) * math.prod(shape[1:])
+
+
+def _part(name: str, shape: tuple[int, ...], numel: int, size: int, kv_heads: int) -> int:
+    """Return the elements of a parameter on one of `size` ranks."""
+    words = name.split(".")
+    layer, kind = (words[-2], words[-1]) if len(words) > 1 else ("", words[-1])
+    if layer in ("k_proj", "v_proj"):
+        return numel // kv_heads * max(1, kv_heads // size)
+    is_router = layer in ("gate", "router", "shared_expert_gate") and len(shape) <= 2
+    is_row_bias = kind == "bias" and layer in ("o_proj", "down_proj", "dense")
+    is_column_bias = kind == "bias" and not is_row_bias and layer.endswith("proj")
+    if is_router or is_row_bias or (len(shape) < 2 and not is_column_bias):
+        return numel
+    return -(-numel // size)
+
+
+def _rotary_bytes(settings: object, itemsize: int) -> int:
+    """Return the bytes of cosines and sines of all positions; layers share them."""
+    positions = getattr(settings, "max_position_embeddings", None)
+    width, heads = getattr(settings, "hidden_size", None), getattr(settings, "num_attention_heads", None)
+    rope = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None)
+    if positions is None or width is None or heads is None or rope is None:
+        return 0
+    dim = getattr(settings, "qk_rope_head_dim", None) or getattr(settings, "head_dim", None) or width // heads
+    part = getattr(settings, "partial_rotary_factor", None) or 1.0
+    return int(positions * int(dim * part) * itemsize)

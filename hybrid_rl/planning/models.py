@@ -1,0 +1,61 @@
+"""The models of a run, without their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.models.heads.classifier import classifier_recipe
+from hybrid_rl.models.heads.value_head import value_model_of
+from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.weights.sources import StateSource
+
+Given = PreTrainedModel | ModelRecipe | str
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """Modules on the meta device. critic, teacher: None if the run has none."""
+
+    policy: PreTrainedModel
+    teacher: PreTrainedModel | None = None
+    critic: PreTrainedModel | None = None
+    rewards: tuple[PreTrainedModel, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        policy: Given,
+        config: TrainerConfig,
+        *,
+        teacher: Given | None = None,
+        critic: Given | None = None,
+        rewards: Sequence[Given] = (),
+    ) -> RunModels:
+        """Build them from modules, recipes, or names and folders, of which only the config is read. critic: the model
+        that it starts from, None for the policy; there is one if the configuration has one.
+
+        Raises ModelError if one cannot be built.
+        """
+        has_critic = isinstance(config.critic, ValueHeadConfig)
+        value_model = value_model_of(_on_meta(critic or policy, config)) if has_critic else None
+        return cls(
+            _on_meta(policy, config),
+            None if teacher is None else _on_meta(teacher, config).requires_grad_(False),
+            None if value_model is None else value_model.requires_grad_(True),
+            tuple(_on_meta(model, config, scores=True).requires_grad_(False) for model in rewards),
+        )
+
+
+def _on_meta(model: Given, config: TrainerConfig, *, scores: bool = False) -> PreTrainedModel:
+    if isinstance(model, PreTrainedModel):
+        return build_on_meta(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+    if isinstance(model, str):
+        trusts = config.model.trust_remote_code
+        make = classifier_recipe if scores else ModelRecipe.of_folder
+        model = make(model, trust_remote_code=trusts)
+    return build_on_meta(model, DTYPES[config.model.dtype])

@@ -1,0 +1,261 @@
+"""What is in memory in each phase of a training step, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
+from hybrid_rl.memory.cycle import (
+    ACTOR,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    ENGINE_WEIGHTS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    REWARD_MODELS,
+    TEACHER,
+    Phase,
+)
+from hybrid_rl.models.load import DTYPES
+from hybrid_rl.planning import engines
+from hybrid_rl.planning.activations import PassMemory
+from hybrid_rl.planning.ledger import (
+    ACTIVATIONS,
+    ARENA,
+    ENGINE_WORK,
+    GATHERED,
+    GRADIENTS,
+    HANDOFF,
+    PROCESS,
+    PhaseMemory,
+    Share,
+)
+from hybrid_rl.planning.passes import Passes, sharding_of
+from hybrid_rl.planning.shapes import has_masters, in_units, optimizer_share, trained_numel, weights_share
+from hybrid_rl.planning.sharded import padded_numel, units_of
+from hybrid_rl.resharding.plan import BUCKET_BYTES
+from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from hybrid_rl.training.optimizer import SLICE_ELEMENTS
+
+# What cannot be known from shapes. Of a GPU of the Hopper or Ampere generation with torch 2.11; see docs/decisions.md.
+CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, workspaces of cuBLAS
+NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
+GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
+NOTES = (
+    f"a process on a GPU takes {in_units(CONTEXT_BYTES)} for CUDA, and {in_units(NCCL_BYTES)} for NCCL if there are "
+    "several ranks",
+    "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length",
+    "gaps between tensors in the allocator's segments are not counted",
+)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one rank over a step, for a configuration in which nothing is `auto` any more but, with
+    kv_cache_bytes=None, the size of the cache."""
+
+    passes: Passes
+    config: TrainerConfig
+    optimizer_on_host: bool
+
+    @property
+    def plan(self) -> MemoryPhases:
+        """The cycle, the residents of the run, and those that go to host memory."""
+        return memory_phases(self.config, has_reward_models=bool(self.passes.shape.models.rewards))
+
+    # ---------------------------------------------------------------------------------------------- residents
+
+    def cache(self) -> engines.CacheShape:
+        """Return the cache of the engine."""
+        config, length, module = self.config, self.passes.shape.engine_length, self.passes.shape.models.policy
+        if isinstance(config.rollout, InPlaceRolloutConfig):
+            return engines.paged_cache(self.passes.layer_shapes(config), config, length)
+        if isinstance(config.rollout, ColocatedRolloutConfig):
+            return engines.vllm_cache(module, self.passes.layer_shapes(config), config, length)
+        return engines.own_cache(self.passes.cache_size(config), config, length)
+
+    def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
+        """Return what the run has, by tag."""
+        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype)
+        weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
+        return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+
+    def _weights(self) -> dict[str, Share]:
+        models, sharding = self.passes.shape.models, sharding_of(self.config)
+        policy, itemsize = models.policy, DTYPES[self.config.model.dtype].itemsize
+        found = {
+            ACTOR: weights_share(ACTOR, [policy], sharding),
+            OPTIMIZER: optimizer_share(OPTIMIZER, policy, sharding),
+        }
+        if isinstance(self.config.rollout, ColocatedRolloutConfig):
+            found[ENGINE_WEIGHTS] = engines.vllm_weights_share(policy, self.config, itemsize)
+        elif sharding is not None:
+            found[ENGINE_WEIGHTS] = engines.gathered_share(policy, itemsize)
+        if needs_reference(self.config) and not reference_ranks(self.config):
+            found[REFERENCE] = weights_share(REFERENCE, [policy], sharding)
+        if models.teacher is not None:
+            found[TEACHER] = weights_share(TEACHER, [models.teacher], sharding)
+        if models.critic is not None:
+            found[CRITIC] = weights_share(CRITIC, [models.critic], sharding)
+            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, models.critic, sharding)
+        if models.rewards:
+            found[REWARD_MODELS] = weights_share(REWARD_MODELS, models.rewards, sharding)
+        return found
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """Tags of what sleeps if a phase does not need it."""
+        rollout, engine = self.config.rollout, {ENGINE_WEIGHTS, KV_CACHE}
+        if isinstance(rollout, ColocatedRolloutConfig) and (self.config.model.device == "cpu" or rollout.adopt_weights):
+            engine = set()  # vLLM sleeps on GPUs only, and adopted memory is the trainer's
+        return frozenset(self.plan.offload | engine)
+
+    # -------------------------------------------------------------------------------------------------- phases
+
+    def phases(self, kv_cache_bytes: int) -> tuple[PhaseMemory, ...]:
+        """Return all phases that the run takes, in order."""
+        residents = self.residents(kv_cache_bytes)
+        found = []
+        for phase in self.plan.cycle:
+            if phase.is_taken:
+                for moment, work, host in self._work(phase):
+                    found.append(self._memory(phase, residents, moment, work, host))
+        return tuple(found)
+
+    def _memory(
+        self, phase: Phase, residents: dict[str, Share], moment: str, work: list[Share], host_bytes: int
+    ) -> PhaseMemory:
+        device: list[Share] = []
+        host: list[Share] = []
+        waiting = 0
+        shards_on_host = self.config.fsdp.cpu_offload and sharding_of(self.config) is not None
+        for tag, share in residents.items():
+            on_host = tag == OPTIMIZER and self.optimizer_on_host
+            if on_host or (shards_on_host and tag not in (KV_CACHE, ENGINE_WEIGHTS)):
+                host.append(share)
+            elif tag in phase.tags or tag not in self.movable:
+                device.append(share)
+            if tag in self.plan.offload and not on_host:
+                waiting += share.num_bytes
+        if waiting:
+            host.append(Share(ARENA, waiting, f"slots of {', '.join(sorted(self.plan.offload))}"))
+        if host_bytes:
+            host.append(Share(ACTIVATIONS, host_bytes, "activations until the backward pass"))
+        device += [share for share in work if share.num_bytes]
+        return PhaseMemory(phase.name, (*device, *self._process()), tuple(host), moment)
+
+    def _process(self) -> list[Share]:
+        if self.config.model.device != "cuda":
+            return []
+        several = self.config.num_ranks != 1
+        words = "CUDA context and libraries" + (f", {in_units(NCCL_BYTES)} of NCCL" if several else "")
+        return [Share(PROCESS, CONTEXT_BYTES + NCCL_BYTES * several, words)]
+
+    def _work(self, phase: Phase) -> Iterator[tuple[str, list[Share], int]]:
+        """Yield the peaks of a phase: the name of each, what it has besides the residents, and bytes of activations on
+        the host."""
+        if phase.name in ("update", "update_critic"):
+            yield from self._learning("update" if phase.name == "update" else "critic")
+        elif phase.name in ("check", "generate"):
+            yield "", self._engine_work(), 0
+        elif phase.name == "publish":
+            yield "", self._handoff(), 0
+        elif phase.name == "reward":
+            numbers = map(str, range(len(self.passes.shape.models.rewards)))
+            counts = [self.passes.score(number, self.config) for number in numbers]
+            beside = self._engine_work() if ENGINE_WEIGHTS in phase.tags or KV_CACHE in phase.tags else []
+            yield "", [*self._of_pass(max(counts, key=lambda count: count.fullest.total)), *beside], 0
+        elif phase.name == "save":
+            yield "", [], 0
+        else:
+            role = phase.name.removeprefix("score_")
+            yield (
+                "",
+                self._of_pass(self.passes.score("policy" if role in ("actor", "reference") else role, self.config)),
+                0,
+            )
+
+    def _row_words(self) -> str:
+        samples = self.passes.samples(self.config)
+        return f"counted: {len(samples.prompts)} samples of {samples.num_tokens:,} tokens in one row"
+
+    def _of_pass(self, count: PassMemory) -> list[Share]:
+        held = count.fullest
+        return [
+            Share(ACTIVATIONS, held.others, self._row_words() + ", no gradients"),
+            Share(GATHERED, held.gathered, "full weights of blocks, gathered"),
+        ]
+
+    def _learning(self, role: str) -> Iterator[tuple[str, list[Share], int]]:
+        """Yield the peaks of an update: in the passes, and when all gradients are there."""
+        config, passes = self.config, self.passes
+        count = passes.update(config) if role == "update" else passes.update_values(config)
+        module, sharding = passes.module(role), sharding_of(config)
+        numel, words = trained_numel(module), self._row_words()
+        if config.model.gradient_checkpointing:
+            words += ", recomputed block by block"
+        accumulators = 4 * numel if sharding is None and has_masters(module) else 0
+        earlier = 0 if passes.is_single(config) else accumulators
+        moments = {"backward": count.fullest}
+        if count.most_others.others > count.fullest.others:
+            moments = {"activations": count.most_others} | moments
+        for name, held in moments.items():
+            parts = [f"{in_units(held.gradients)} of this micro-batch"] if held.gradients else []
+            parts += [f"{numel:,} trained x 4 B accumulated"] if earlier else []
+            text = " + ".join(parts)
+            shares = [
+                Share(GRADIENTS, held.gradients + earlier, text),
+                Share(ACTIVATIONS, held.others, words),
+                Share(GATHERED, held.gathered, "full weights of embedding, head and blocks, gathered"),
+            ]
+            yield name, shares, count.host_bytes
+        if sharding is not None:
+            on_host = config.fsdp.cpu_offload
+            own = sum(padded_numel(p, sharding.dp_shard) for p in module.parameters() if p.requires_grad)
+            num_bytes = 0 if on_host else own // sharding.dp_shard * sharding.master_dtype.itemsize
+            text = f"{numel:,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
+        elif accumulators:
+            # Gradients of the last slice are freed after they were added.
+            last = min(numel, SLICE_ELEMENTS) * 2
+            num_bytes, text = accumulators + last, f"{numel:,} trained x 4 B + {in_units(last)} not taken over yet"
+        else:
+            num_bytes, text = 4 * numel, f"{numel:,} trained x 4 B"
+        yield "optimizer step", [Share(GRADIENTS, num_bytes, text)], 0
+
+    def _engine_work(self) -> list[Share]:
+        """Return what a pass of the engine takes besides weights and cache."""
+        config = self.config
+        own = getattr(config.rollout, config.rollout.engine)
+        prompt = max(1, self.passes.shape.max_length - config.rollout.max_completion_length)
+        num_tokens = min(own.max_num_batched_tokens, own.max_num_seqs * prompt) + own.max_num_seqs
+        held = self.passes.generate(config, num_tokens, own.max_num_seqs).fullest.others
+        text = f"counted: a pass of {num_tokens:,} tokens, logits of {own.max_num_seqs}"
+        if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
+            if not own.enforce_eager:
+                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {in_units(GRAPH_BYTES)} of CUDA graphs")]
+        elif config.model.device == "cuda" and getattr(own, "cuda_graphs", False):
+            graphs = self.passes.generate(config, own.max_num_seqs, own.max_num_seqs).fullest.others
+            return [Share(ENGINE_WORK, held + graphs, f"{text}, {in_units(graphs)} of CUDA graphs")]
+        return [Share(ENGINE_WORK, held, text)]
+
+    def _handoff(self) -> list[Share]:
+        """Return what publishing takes besides the weights of both sides."""
+        config, sharding = self.config, sharding_of(self.config)
+        if sharding is None:
+            return []
+        itemsize = sharding.param_dtype.itemsize
+        sizes = [
+            sum(padded_numel(p, sharding.dp_shard) for p in parameters) * itemsize
+            for _, parameters in units_of(self.passes.shape.models.policy)
+        ]
+        if not isinstance(config.rollout, ColocatedRolloutConfig):
+            return [Share(HANDOFF, max(sizes), "the largest unit on its way")]
+        shares = [Share(GATHERED, sizes[0] + 3 * max(sizes[1:]), "of the trainer's half of the probe")]
+        if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
+            count = 2 if config.fsdp.cpu_offload else 4
+            shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {in_units(BUCKET_BYTES)}"))
+        return shares

@@ -1,0 +1,188 @@
+"""The refusal of a run that cannot fit: the arithmetic, and the keys with which it would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit
+from hybrid_rl.planning.engines import given_cache_bytes
+from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
+from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
+from hybrid_rl.planning.shapes import in_units
+
+MOST_NAMED = 3  # remedies in a message
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Keys and the values with which a run would fit."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    @property
+    def words(self) -> str:
+        """The keys as a user writes them."""
+        return " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+
+    def apply(self, config: TrainerConfig) -> TrainerConfig:
+        """Return the configuration with them."""
+        values = dict(self.values)
+        num_ranks = values.pop("num_ranks", None)  # what else several ranks need is not a matter of memory
+        config = load_config(config, values)[0] if values else config
+        return config if num_ranks is None else dataclasses.replace(config, num_ranks=num_ranks)
+
+    def __add__(self, other: Remedy) -> Remedy:
+        return Remedy((*self.values, *other.values))
+
+
+def check_fits(plan: MemoryPlan, shape: RunShape, config: TrainerConfig, passes: Passes) -> None:
+    """Raise ConfigError for a plan that does not fit, with its arithmetic line by line, and what was found to help."""
+    if plan.fits:
+        return
+    found = find_remedies(shape, config, plan.budget, passes)
+    words = [remedy.words for remedy in found]
+    help_ = (
+        "it fits with " + ", or with ".join(words)
+        if words
+        else (
+            "no key of memory, micro-batches, checkpointing or sharding makes it fit on up to "
+            f"{MOST_RANKS} ranks; take a smaller model, or devices with more memory"
+        )
+    )
+    raise ConfigError(f"this run does not fit into memory: {too_much(plan)}\n{help_}")
+
+
+def too_much(plan: MemoryPlan) -> str:
+    """Return what does not fit and why, a line for each resident."""
+    budget, peak = plan.budget, plan.peak
+    if budget.device_bytes is not None and peak.device_bytes > budget.device_bytes:
+        where, there, total, shares = "the device of a rank", budget.device_bytes, peak.device_bytes, peak.device
+        source = budget.device
+    else:
+        peak, there = plan.host_peak, budget.host_bytes or 0
+        count = min(budget.ranks_per_host, plan.num_ranks)
+        total, shares, source = peak.host_bytes * count, peak.host, budget.host
+        where = f"a host ({count} x the following)" if count > 1 else "the host"
+    lines = [
+        f'phase "{peak.name}" takes {in_units(total)} of {where}, which has {in_units(there)} ({source}), '
+        f"{in_units(total - there)} too much:"
+    ]
+    return "\n".join([*lines, *table(shares)])
+
+
+def table(shares: Sequence[Share]) -> list[str]:
+    """Return shares as lines: name, bytes, arithmetic."""
+    name = max((len(share.resident) for share in shares), default=0)
+    return [f"  {share.resident:<{name}}  {in_units(share.num_bytes):>9}  {share.formula}" for share in shares]
+
+
+def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
+    """Return remedies that make a run fit, each of which was planned: single keys; if none is enough, the fewest of
+    all together, on these ranks or on more."""
+
+    def fits(remedies: Sequence[Remedy]) -> bool:
+        return _fits(sum_of(remedies), shape, config, budget, passes)
+
+    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config))
+    found = [one for one in singles if fits([one])][:MOST_NAMED]
+    if len(found) < MOST_NAMED:
+        found += [one for one in more_ranks if fits([one])][:1]
+    if found:
+        return found
+    for ranks in ([], *([one] for one in more_ranks)):
+        if fits([*singles, *ranks]):
+            needed = singles
+            for one in reversed(singles):  # those that cost most time first
+                fewer = [other for other in needed if other is not one]
+                needed = fewer if fits([*fewer, *ranks]) else needed
+            found.append(sum_of([*needed, *ranks]))
+            if ranks or len(found) == MOST_NAMED:
+                break
+    return found
+
+
+def sum_of(remedies: Sequence[Remedy]) -> Remedy:
+    """Return remedies together; of two values of a key the last."""
+    values: dict[str, Any] = {}
+    for remedy in remedies:
+        values |= dict(remedy.values)
+    return Remedy(tuple(values.items()))
+
+
+def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
+    try:
+        return can_fit(shape, remedy.apply(config), budget, passes)
+    except ConfigError:  # keys that do not go together
+        return False
+
+
+def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
+    """Yield keys that need less memory, those that cost least time first."""
+    several, is_cuda, model = config.num_ranks != 1, config.model.device == "cuda", config.model
+
+    def one(path: str, value: Any) -> Remedy:
+        return Remedy(((path, value),))
+
+    if given_cache_bytes(config) is not None:
+        yield one(f"rollout.{config.rollout.engine}.kv_cache_memory_bytes", None)
+    if config.memory.offload is not None:
+        yield one("memory.offload", None)
+    if several and config.fsdp.dp_replicate > 1:
+        yield one("fsdp.dp_replicate", 1)
+    if (
+        several
+        and config.fsdp.sync_every_micro_batch is not True
+        and not (is_cuda and config.fsdp.sync_every_micro_batch is None)
+    ):
+        yield one("fsdp.sync_every_micro_batch", True)
+    if several and not config.fsdp.reshard_after_forward:
+        yield one("fsdp.reshard_after_forward", True)
+    if not model.gradient_checkpointing:
+        yield one("model.gradient_checkpointing", True)
+    size = tokens_per_micro_batch(config, shape.max_length)
+    if config.optimizer.tokens_per_micro_batch is None:  # less than what was tried for auto
+        size = min(size, max(FEWEST_TOKENS, shape.max_length))
+    for number in (size // 2, size // 4, shape.max_length):
+        if shape.max_length <= number < size:
+            yield one("optimizer.tokens_per_micro_batch", number)
+    engine = getattr(config.rollout, config.rollout.engine)
+    for name, number in (("max_num_batched_tokens", 2048), ("max_num_seqs", 32)):
+        if getattr(engine, name) > number:
+            yield one(f"rollout.{config.rollout.engine}.{name}", number)
+    if is_cuda and not model.activation_offload:
+        yield one("model.activation_offload", True)
+    if isinstance(config.rollout, VLLMRolloutConfig):
+        assert config.num_ranks != "auto"
+        own = config.rollout.vllm.tensor_parallel_size
+        for number in (2, 4, 8, 16):
+            if number > own and config.num_ranks % number == 0:
+                yield one("rollout.vllm.tensor_parallel_size", number)
+    elif several and is_cuda and config.num_ranks % 8 == 0:  # an embedded engine has the whole model on every rank
+        yield Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 8)))
+    if is_cuda and model.dtype == "float32":
+        yield one("model.dtype", "bfloat16")
+    if is_cuda and not several and config.memory.optimizer_on_host is False:
+        yield one("memory.optimizer_on_host", True)
+    if is_cuda and several and not config.fsdp.cpu_offload:
+        yield one("fsdp.cpu_offload", True)
+
+
+def _more_ranks(config: TrainerConfig) -> Iterator[Remedy]:
+    assert config.num_ranks != "auto"
+    number = config.num_ranks
+    while number * 2 <= MOST_RANKS:
+        number *= 2
+        yield Remedy((("num_ranks", number),))
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,155 @@
+"""The plan of a run: of one that words describe, or of one that is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.sizes import memory_bytes
+from hybrid_rl.memory.cycle import CRITIC, TEACHER
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning.handoff_plan import plan_handoff
+from hybrid_rl.planning.ledger import Budget, MemoryPlan
+from hybrid_rl.planning.models import RunModels
+from hybrid_rl.planning.passes import Passes, RunShape
+from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
+from hybrid_rl.planning.remedies import find_remedies
+from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.planning.step_time import StepTime, step_time
+from hybrid_rl.planning.step_work import step_work
+from hybrid_rl.run.checks import load_settings
+from hybrid_rl.run.inputs import prompt_room
+from hybrid_rl.run.memory import budget_of, run_shape
+from hybrid_rl.run.prepare import Run
+from hybrid_rl.run.request import Machine, planned_config
+from hybrid_rl.training.cycle import memory_phases
+
+PROMPT_TOKENS = 1024  # of the longest prompt, if neither the config nor the data tells
+UNKNOWN_REWARDS = "reward functions are not known here: reward models and judges would come on top"
+
+
+def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None = None) -> RunPlan:
+    """Plan the run that words describe (`planned_config`) on a machine. layouts: a folder of traces of vLLM's loader.
+
+    Only config.json of the models is read. Raises ConfigError or ModelError for what cannot be planned.
+    """
+    config = planned_config(words, machine)
+    teacher = getattr(config.advantage, "teacher_path", None)
+    critic = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
+    for path in (config.model.path, teacher, critic):
+        if path is not None:
+            load_settings(path, config)
+    recipe = ModelRecipe.of_folder(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+    models = RunModels.of(recipe, config, teacher=teacher, critic=critic)
+    prompt, note = _longest_prompt(config, models)
+    length = prompt + config.rollout.max_completion_length
+    shape = RunShape(models, length, length)
+    budget, passes = _budget(config, machine), Passes(shape)
+    memory = plan_memory(shape, config, budget, passes=passes)
+    remedies = () if memory.fits else tuple(r.words for r in find_remedies(shape, config, budget, passes))
+    notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
+    decided = with_choices(config, memory.choices)
+    plan = _assembled(decided, passes, replace(memory, notes=notes), machine.rates, layouts, may_trace=True)
+    return replace(plan, remedies=remedies)
+
+
+def plan_prepared(run: Run, layouts: Path | None = None) -> RunPlan:
+    """Return the plan of a run that is prepared. layouts: a folder of traces of vLLM's loader.
+
+    Raises ModelError for a model whose memory cannot be counted.
+    """
+    shape = run_shape(run)
+    passes, memory = Passes(shape), run.plan
+    if memory is None:
+        assert run.config.num_ranks != "auto"
+        budget = budget_of(run.config, run.hardware) or Budget(None, None, run.config.num_ranks)
+        memory = plan_memory(shape, run.config, budget, passes=passes)
+    rates = rates_of_device(run.hardware.name)
+    # A process that runs vLLM may not trace another model of it.
+    return _assembled(run.config, passes, memory, rates, layouts, may_trace=False)
+
+
+def _assembled(
+    config: TrainerConfig,
+    passes: Passes,
+    memory: MemoryPlan,
+    rates: Rates | None,
+    layouts: Path | None,
+    *,
+    may_trace: bool,
+) -> RunPlan:
+    """Return the plan of a run whose memory is planned. config: with what was chosen."""
+    models = passes.shape.models
+    cycle = memory_phases(config, has_reward_models=bool(models.rewards)).cycle
+    ranks = memory.budget.ranks_per_host
+    handoff = plan_handoff(config, models.policy, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
+    plan = RunPlan(_title(config, models), cycle, memory, (), handoff)
+    missing = ""
+    if not memory.fits:
+        missing = "not estimated for a run that does not fit"
+    elif config.model.device == "cpu":
+        missing = "the rates of CPUs are not known"
+    elif rates is None:
+        missing = f"the rates of its GPU are not known; hybrid-rl plan knows those of {', '.join(GPUS)} (--gpu)"
+    if missing or rates is None:
+        return replace(plan, time_missing=missing)
+    return replace(plan, time=_time(plan, config, passes, rates))
+
+
+def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) -> StepTime:
+    """Estimate the time of a step of a run."""
+    models = passes.shape.models
+    others = {TEACHER: models.teacher, CRITIC: models.critic}
+    if config.rollout.is_packed:
+        token = sum(layer.bytes_per_token for layer in passes.layer_shapes(config).values())
+    else:
+        token = passes.cache_size(config).token_bytes
+    work = step_work(
+        config,
+        models.policy,
+        plan.cycle,
+        plan.memory,
+        prompt_tokens=passes.shape.max_length - config.rollout.max_completion_length,
+        handoff_bytes=plan.handoff.bytes_by_link,
+        kv_bytes_per_token=token,
+        others={tag: model for tag, model in others.items() if model is not None},
+    )
+    return step_time(work, rates)
+
+
+def _budget(config: TrainerConfig, machine: Machine) -> Budget:
+    """Return the memory that the machine of a plan has."""
+    assert config.num_ranks != "auto"
+    sizes = {name: getattr(config.memory, name) for name in ("device_memory", "host_memory")}
+    device, host = (None if text is None else memory_bytes(text, f"memory.{name}") for name, text in sizes.items())
+    given = {name: "not given" if text is None else f"memory.{name}={text}" for name, text in sizes.items()}
+    ranks = min(machine.gpus_per_host, config.num_ranks)
+    return Budget(device, host, ranks, given["device_memory"], given["host_memory"])
+
+
+def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]:
+    """Return the tokens that a prompt may have, and a note if that is assumed."""
+    limit = getattr(models.policy.config.get_text_config(), "max_position_embeddings", None)
+    room = prompt_room(config, limit)
+    given = config.data.max_prompt_length
+    if given is not None:
+        return given, ""
+    tokens = PROMPT_TOKENS if room is None else min(PROMPT_TOKENS, room.num_tokens)
+    return tokens, f"prompts of up to {tokens:,} tokens are assumed, because data.max_prompt_length is not given"
+
+
+def _title(config: TrainerConfig, models: RunModels) -> str:
+    """Return the run in a line."""
+    policy = models.policy
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    name = Path(config.model.path).name if config.model.path else type(policy).__name__
+    replicas = f", {config.rollout.ranks_per_engine} to a replica" if config.rollout.ranks_per_engine > 1 else ""
+    ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
+    where = "GPUs" if config.model.device == "cuda" else "CPUs"
+    return (
+        f"{name}, {size / 1e9:.3g} B parameters, {config.model.dtype}: {config.algorithm.name} with "
+        f"rollout.engine={config.rollout.engine}, {ranks} on {where}{replicas}"
+    )

@@ -1,0 +1,118 @@
+"""What `hybrid-rl plan` is asked about: a recipe, a YAML file, a preset or keys, on GPUs that need not exist here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.config.hardware import Hardware
+from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.sizes import memory_bytes
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.planning.rates import Rates, rates_of
+
+RECIPE_ARGUMENTS = ("reward", "config")  # of recipes, besides keys
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that a run is planned for. num_gpus: None for a run on CPUs. gpu_memory, host_memory: texts such as 80GB;
+    None = that of the GPU by its name, and not known. gpu: its name, for estimates of time."""
+
+    num_gpus: int | None = None
+    gpu_memory: str | None = None
+    gpu: str | None = None
+    host_memory: str | None = None
+    gpus_per_host: int = 8
+
+    def check(self) -> None:
+        """Raise ConfigError for numbers and sizes that make no sense."""
+        for name, number in (("--gpus", self.num_gpus), ("--gpus-per-host", self.gpus_per_host)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} {number} must be at least 1; plan a run on CPUs with device=cpu, without it")
+        for name, text in (("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory)):
+            if text is not None:
+                memory_bytes(text, name)
+
+    @property
+    def rates(self) -> Rates | None:
+        """The rates of the GPU, if it is named. Raises ConfigError if its name is not known."""
+        return None if self.gpu is None else rates_of(self.gpu)
+
+
+def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
+    """Return the resolved config of the run that words describe: a recipe (.py), a YAML file or a preset, if the first
+    is one, and `key=value`.
+
+    Raises ConfigError if they describe none, or if GPUs or keys are missing, or do not go together.
+    """
+    machine.check()
+    base, settings, arguments = _base(words)
+    keys = [argument.partition("=")[0] for argument in arguments]
+    options = {"device_memory": _device_memory(machine), "host_memory": machine.host_memory}
+    for name, value in options.items():
+        if value is not None and not {name, f"memory.{name}"} & set(keys):
+            arguments.append(f"memory.{name}={value}")
+    if machine.num_gpus is not None and "num_ranks" not in keys:
+        settings["num_ranks"] = "auto"
+    config, given = load_config(base, settings, arguments)
+    if config.model.path is None:
+        raise ConfigError("the model is missing: set model.path to its name, or to a folder that has its config.json")
+    if machine.num_gpus is None and config.model.device != "cpu":
+        raise ConfigError("the GPUs are missing: give --gpus 8 --gpu-memory 80GB, or device=cpu for a run on CPUs")
+    if machine.num_gpus is not None and config.model.device == "cpu":
+        raise ConfigError(f"--gpus {machine.num_gpus} and device=cpu exclude each other; leave one of them out")
+    gpus = Hardware(machine.num_gpus or 0, machine.gpu or "", missing="the plan has none", is_here=False)
+    if machine.num_gpus is not None and config.memory.device_memory is None:
+        raise ConfigError("the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100 for all of that GPU's")
+    return resolve(config, given, hardware=gpus)
+
+
+def _device_memory(machine: Machine) -> str | None:
+    """Return what the run may take of a GPU."""
+    if machine.gpu_memory is not None or machine.num_gpus is None or machine.rates is None:
+        return machine.gpu_memory
+    return machine.rates.memory
+
+
+def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str]]:
+    """Return the YAML file to begin with, settings over it, and the `key=value` arguments."""
+    first = words[0] if words and "=" not in words[0] else None
+    arguments = list(words[1:] if first else words)
+    if first is None:
+        return None, {}, arguments
+    path = Path(first)
+    if path.suffix == ".py":
+        return _recipe(path, arguments)
+    if path.suffix in (".yaml", ".yml"):
+        return first, {}, arguments
+    if first in PRESETS:
+        return None, {"algorithm": first}, arguments
+    near = difflib.get_close_matches(first, PRESETS, n=1)
+    raise ConfigError(
+        f"{first!r} is no recipe (.py), YAML file, preset or key=value"
+        + (f"; did you mean {near[0]!r}?" if near else "; `hybrid-rl algorithms` lists the presets")
+    )
+
+
+def _recipe(path: Path, arguments: list[str]) -> tuple[str | None, dict[str, object], list[str]]:
+    """Read what a recipe would run: with a model of your own its algorithm and the library's defaults, and the YAML
+    file of `config=`. Without one it runs the quickstart, whose model does not exist before."""
+    beside = path.with_suffix(".yaml")
+    if not path.is_file() or not beside.is_file():
+        missing = path if not path.is_file() else beside
+        raise ConfigError(f"{missing} does not exist; a recipe is a script with its settings in a YAML file beside it")
+    given = [argument.partition("=") for argument in arguments]
+    values = {name: value for name, _, value in given if name in RECIPE_ARGUMENTS}
+    keys = [argument for argument, (name, _, _) in zip(arguments, given, strict=True) if name not in RECIPE_ARGUMENTS]
+    config, explicit = load_config(values.get("config"), arguments=keys)
+    if config.model.path is None:
+        raise ConfigError(
+            f"{path} without model.path runs the quickstart, which builds its own model and needs no plan; set "
+            f"model.path to the model that it will train"
+        )
+    algorithm = {} if "algorithm.name" in explicit else {"algorithm": load_config(beside)[0].algorithm.name}
+    return values.get("config"), {**algorithm}, keys

@@ -1,0 +1,100 @@
+"""The residents and the cycle of a run, from its configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_rl.algos import KLInLoss, KLInReward, Needs
+from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.schema import ColocatedRolloutConfig
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.cycle import (
+    ACTOR,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    ENGINE_WEIGHTS,
+    KV_CACHE,
+    OPTIMIZER,
+    REFERENCE,
+    REWARD_MODELS,
+    TEACHER,
+    Cycle,
+    cycle_table,
+)
+from hybrid_rl.training.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class MemoryPhases:
+    """What a rank of the policy holds, and when. residents: tags of all of it. offload: of what goes to host memory.
+    movable: of what is in memory only in phases that need it; the rest is always there."""
+
+    cycle: Cycle
+    residents: frozenset[str]
+    offload: frozenset[str]
+    movable: frozenset[str]
+
+    def table(self) -> str:
+        """Return the table of the cycle."""
+        return cycle_table(self.cycle, self.residents, self.movable)
+
+
+def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPhases:
+    """Return the residents and the cycle of a resolved configuration. has_reward_models: whether models are among the
+    reward functions.
+
+    Raises ConfigError if memory.offload names what the run does not have, or what cannot leave.
+    """
+    is_embedded = config.rollout.placement == "embedded"
+    adopts = isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights
+    engine_is_actor = adopts or (is_embedded and config.num_ranks == 1)
+    has = {
+        ACTOR: True,
+        OPTIMIZER: True,
+        REFERENCE: needs_reference(config) and not reference_ranks(config),
+        TEACHER: Needs.TEACHER_LOGPROBS in config.advantage.needs,
+        CRITIC: isinstance(config.critic, ValueHeadConfig),
+        CRITIC_OPTIMIZER: isinstance(config.critic, ValueHeadConfig),
+        REWARD_MODELS: has_reward_models,
+        ENGINE_WEIGHTS: not (is_embedded and config.num_ranks == 1),
+        KV_CACHE: True,
+    }
+    residents = frozenset(tag for tag, is_there in has.items() if is_there)
+    offload = frozenset(config.memory.offload or ())
+    _check(config, residents, offload, engine_is_actor=engine_is_actor)
+    kl, spec = config.kl, LossSpec.of(config)
+    cycle = Cycle.of(
+        residents=residents,
+        engine_is_actor=engine_is_actor,
+        update_reads_reference=spec.is_exact_kl,
+        moves_reference=isinstance(kl, (KLInLoss, KLInReward)) and bool(kl.moves_reference),
+        scores_actor=scores_actor(config, spec),
+        rewards_beside_engine=REWARD_MODELS not in offload,
+    )
+    engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
+    # vLLM sleeps on GPUs only, and adopted memory is the trainer's.
+    engine_stays = adopts or (config.rollout.engine == "vllm" and config.model.device == "cpu")
+    return MemoryPhases(cycle, residents, offload, offload if engine_stays else offload | engine)
+
+
+def scores_actor(config: TrainerConfig, spec: LossSpec) -> bool:
+    """Return whether the policy computes anything of a batch before the advantages (`Actor.columns`)."""
+    needs_distribution = spec.num_top or Needs.SUM_PI_SQUARED in config.advantage.needs
+    return bool(needs_distribution or spec.reads_routers or config.algorithm.old_logprobs == "recompute")
+
+
+def _check(config: TrainerConfig, residents: frozenset[str], offload: frozenset[str], *, engine_is_actor: bool) -> None:
+    """Raise ConfigError unless all of offload can leave."""
+    missing = sorted(offload - residents)
+    if missing:
+        movable = sorted(residents - {ENGINE_WEIGHTS, KV_CACHE} - ({ACTOR} if engine_is_actor else set()))
+        raise ConfigError(
+            f"memory.offload names {missing}, which the ranks of this run do not hold; choose of {movable}"
+        )
+    if ACTOR in offload and engine_is_actor:
+        engine = "adopt_weights=true" if config.rollout.placement != "embedded" else f"engine={config.rollout.engine}"
+        raise ConfigError(
+            f"memory.offload names actor, but with rollout.{engine} on one rank the engine generates from the actor's "
+            "own memory, which cannot leave; take actor out"
+        )

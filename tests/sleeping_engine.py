@@ -1,0 +1,199 @@
+"""An engine for whole runs that really sleeps: rollout.engine=sleeping, colocated, on CPUs.
+
+It computes as the in-place engine does, but from weights of its own, which lie in a region, as its cache does. A
+handoff writes them by plan, sleep discards both, and nothing is generated with weights that were not published after
+they woke. Whoever touches memory that sleeps is found out when it wakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from time import perf_counter
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceConfig
+from hybrid_rl.engines import registry
+from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
+from hybrid_rl.engines.colocated import ColocatedEngine, TracedWeights
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
+from hybrid_rl.engines.inplace.kv_cache import PagedCache
+from hybrid_rl.engines.registry import EngineSetup
+from hybrid_rl.errors import HandoffError
+from hybrid_rl.memory.region import capacity_for
+from hybrid_rl.models import CausalLM
+from hybrid_rl.options import key
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.plan import Plan, make_plan
+from hybrid_rl.resharding.tracer import trace_loader
+from hybrid_rl.weights.views import checkpoint_views
+from tests.sleeping_region import SleepingRegion
+
+NAME = "sleeping"
+
+
+@dataclass(frozen=True)
+class SleepingRolloutConfig(ColocatedRolloutConfig):
+    """rollout.engine=sleeping. A process that is sent one knows the engine from then on."""
+
+    engine: Literal["sleeping"] = key(NAME, "for tests")
+    sleeping: InPlaceConfig = field(default_factory=InPlaceConfig)
+
+    def __reduce__(self) -> Any:
+        return _arrived, tuple(getattr(self, item.name) for item in fields(self))
+
+
+def _arrived(*values: Any) -> SleepingRolloutConfig:
+    registry.MODULES[NAME] = __name__
+    by_name = zip((item.name for item in fields(SleepingRolloutConfig)), values, strict=True)
+    return SleepingRolloutConfig(**dict(by_name))
+
+
+@contextmanager
+def sleeping_engine() -> Iterator[None]:
+    """Let configurations name the engine inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.MODULES, NAME, __name__)
+        patch.setitem(CHOICES["rollout"].members, NAME, SleepingRolloutConfig)  # type: ignore[arg-type]
+        yield
+
+
+class SleepingCache(PagedCache):
+    """The cache of an in-place engine, in a region: its tensors keep their addresses."""
+
+    region: SleepingRegion
+    _held: dict[int, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def moved(cls, cache: PagedCache) -> None:
+        """Turn a cache that has no memory yet into one in a region."""
+        cache.allocate()
+        assert isinstance(cache, PagedCache)
+        cache.__class__ = cls
+        assert isinstance(cache, SleepingCache)
+        cache.region = SleepingRegion(KV_CACHE)
+        cache._held = {
+            index: (cache._like(keys), cache._like(values)) for index, (keys, values) in cache._memory.items()
+        }
+        cache.free()
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return self.region.allocate(tuple(tensor.shape), tensor.dtype)
+
+    def allocate(self) -> None:
+        """Get the memory back, all zeros."""
+        self.region.wake()
+        self._memory.update(self._held)
+
+    def free(self) -> None:
+        """Give the pages back."""
+        self._memory.clear()
+        self.region.sleep("discard")
+
+    def clear(self) -> None:
+        """Zeros everywhere, in the same pages."""
+        for pair in self._held.values():
+            for tensor in pair:
+                tensor.zero_()
+
+
+class SleepingEngine(ColocatedEngine, InPlaceEngine):
+    """An InPlaceEngine over a model of its own in a region, written by plan."""
+
+    can_sleep = True
+
+    def __init__(self, setup: EngineSetup, config: InPlaceConfig) -> None:
+        trained = setup.model
+        with torch.random.fork_rng():
+            own = AutoModelForCausalLM.from_config(trained.module.config).to(trained.dtype)
+        own.requires_grad_(False)
+        tensors = dict(own.named_parameters())  # a tied one once
+        self.weights_region = SleepingRegion(WEIGHTS, capacity_bytes=capacity_for(tensors.values()))
+        for tensor in tensors.values():
+            tensor.data = self.weights_region.allocate(tuple(tensor.shape), tensor.dtype)
+        model = CausalLM(own)
+        model.masked_from = trained.masked_from
+        super().__init__(
+            model, config, max_length=setup.max_length, decode=setup.decode, memory_share=setup.memory_share
+        )
+        views = checkpoint_views(trained.module)
+
+        def load(offered: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in offered:
+                tensors[name].copy_(tensor)
+
+        live = {name: tensor.detach() for name, tensor in tensors.items()}
+        trace = trace_loader(load, views.views, views.tensors, live)
+        self._traced = TracedWeights(trace, list(live.values()))
+        self._layout = WeightLayout.of(named_weights(trained.module).items())
+        self._plans: dict[str, Plan] = {}
+        self.weights_region.sleep("discard")
+        SleepingCache.moved(self._cache)
+
+    @property
+    def weights(self) -> TracedWeights:
+        """The tensors in the region, and where each of their elements comes from."""
+        return self._traced
+
+    @torch.inference_mode()
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """Write the weights of a policy version. Collective over all ranks."""
+        start = perf_counter()
+        self.require_update(version)
+        if source.weight_layout() != self._layout:
+            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        self._requeue_running()
+        self.policy_version = -1
+        with source.opened(version):
+            delivered = source.deliver(self._plan(source), self._traced.destinations)
+        self.policy_version = version
+        seconds = perf_counter() - start
+        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._layout.tensors), seconds=seconds)
+
+    def _plan(self, source: Source) -> Plan:
+        layout = source.layout()
+        digest = layout.digest()
+        if digest not in self._plans:
+            rank = dist.get_rank() if len(layout.hosts) > 1 else 0
+            self._plans = {digest: make_plan(self._traced.trace, layout, rank)}
+        return self._plans[digest]
+
+    def sleep(self, tags: Iterable[str]) -> None:
+        """Discard the cache, and with WEIGHTS the weights too."""
+        tags = self.require_sleep(tags)
+        self._requeue_running()
+        self._release_cache()
+        if WEIGHTS in tags and not self.weights_region.is_asleep:
+            self.weights_region.sleep("discard")
+            self.policy_version = -1
+        self._settle()
+
+    def wake(self, tags: Iterable[str]) -> None:
+        """Get pages back; weights that come back are zeros, of no version."""
+        tags = self.require_wake(tags)
+        if self.weights_region.is_asleep:
+            self.weights_region.wake()
+        if KV_CACHE in tags:
+            self._allocate_cache()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.weights_region.is_asleep:
+            self.state = EngineState.ASLEEP
+        else:
+            self.state = EngineState.READY if self._cache.is_allocated else EngineState.WEIGHTS
+
+
+def make_engine(setup: EngineSetup) -> SleepingEngine:
+    """Make the engine of rollout.engine=sleeping."""
+    assert isinstance(setup.config, SleepingRolloutConfig)
+    return SleepingEngine(setup, setup.config.sleeping)

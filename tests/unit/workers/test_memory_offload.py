@@ -1,0 +1,264 @@
+"""Residents that leave memory between the phases of a step: the same run to the bit, and every phase with what it needs
+and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
+from hybrid_rl.memory.leases import Leases, Transition
+from hybrid_rl.memory.offload import OffloadedTensors
+from hybrid_rl.workers.reference import Reference
+from tests.sleeping_engine import sleeping_engine
+from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
+from tests.unit.workers.test_reward_model import classifier
+
+Records = Callable[..., list[dict[str, Any]]]
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"beta": 0.05, "num_iterations": 2, "offload": ["actor", "optimizer", "reference", "reward_models"]},
+    "ppo": {"algorithm": "ppo", "offload": ["actor", "optimizer", "critic", "critic_optimizer", "reference"]},
+    "bfloat16": {"offload": ["actor", "optimizer"]},
+    "distillation": {"advantage": "distillation", "offload": ["actor", "optimizer", "teacher"]},
+    "in place": {"engine": "inplace", "beta": 0.05, "offload": ["optimizer", "reference"]},
+    "exact": {
+        "beta": 0.05,
+        "kl_estimator": "exact",
+        "use_bias_correction_kl": False,
+        "ref_model_sync_steps": 1,
+        "offload": ["actor", "reference"],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    with sleeping_engine():
+        yield
+
+
+@pytest.fixture
+def run(make_trainer: Callable[..., Trainer], tmp_path: Path) -> Callable[..., Trainer]:
+    """A trainer of a case over an engine that sleeps, with or without its offload."""
+
+    def make(case: str, *, moves: bool = True, **keys: Any) -> Trainer:
+        keys = {"engine": "sleeping", **CASES[case], **keys}
+        offload = keys.pop("offload")
+        rewards: Any = spread
+        if "reward_models" in offload:
+            rewards = [spread, classifier(vocab_size=len(VOCABULARY))]
+            keys["reward_processing_classes"] = [None, build_tokenizer()]
+        if "teacher" in offload:
+            folder = tmp_path / "teacher"
+            build_model(seed=7).save_pretrained(folder)
+            build_tokenizer().save_pretrained(folder)
+            keys["teacher_path"] = str(folder)
+        model = build_model(dtype=torch.bfloat16 if case == "bfloat16" else torch.float32)
+        return make_trainer(model, rewards, **keys, **{"memory.offload": offload if moves else []})
+
+    return make
+
+
+def worker_of(trainer: Trainer) -> Any:
+    return trainer.policy._backend._worker  # type: ignore[attr-defined]
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of weights and optimizer state of policy and critic."""
+    worker = worker_of(trainer)
+    found: dict[str, Tensor] = {}
+    with worker.lease(worker._cycle.save.tags):
+        models = {"actor": worker._actor, "critic": worker._roles._critic}
+        for role, trained in models.items():
+            if trained is None:
+                continue
+            found |= {f"{role}/{name}": p.detach().clone() for name, p in trained.model.module.named_parameters()}
+            state = trained.optimizer.state_dict()
+            for kind in ("exp_avg", "exp_avg_sq", "step", "master"):
+                found |= {f"{role}/{kind}/{name}": value.clone() for name, value in state[kind].items()}
+    return found
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_with_everything_moving_is_the_same_to_the_bit(
+    case: str, run: Callable[..., Trainer], records: Records
+) -> None:
+    found = []
+    for moves in (False, True):
+        trainer = run(case, moves=moves)
+        trainer.fit()
+        found.append((records(trainer, comparable=True), state_of(trainer)))
+    (expected_records, expected), (told, state) = found
+    assert told == expected_records
+    assert_equal(state, expected)
+    assert not expected["actor/model.norm.weight"].eq(1).all()  # it has learned
+
+
+def test_every_phase_has_what_it_needs_and_no_more(
+    run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that moves in a step, from the probe of the previous handoff on: one model at a time, and the actor gone
+    while the engine generates."""
+    kept: list[Transition] = []
+    drain = Leases.drain_transitions
+
+    def keep(leases: Leases) -> list[Transition]:
+        moved = drain(leases)
+        kept.extend(moved)
+        return moved
+
+    trainer = run("grpo", max_steps=1)
+    worker = worker_of(trainer)
+    assert worker.leases.awake == {"engine_weights", "kv_cache"}  # the probe of the first handoff
+    worker.leases.drain_transitions()
+    monkeypatch.setattr(Leases, "drain_transitions", keep)
+    trainer.fit()
+    told = [f"{'+' if moved.awake else '-'}{moved.tag}" for moved in kept]
+    assert told == [
+        *("-kv_cache", "-engine_weights", "+reward_models"),  # generated
+        *("-reward_models", "+actor"),  # old_logprobs
+        *("-actor", "+reference"),  # ref_logprobs
+        *("-reference", "+actor", "+optimizer"),  # update
+        *("-optimizer", "+engine_weights"),  # publish, with the trainer's half of the probe
+        *("-actor", "+kv_cache"),  # the engine's half
+    ]
+
+
+def test_ppo_updates_the_critic_and_the_actor_one_after_the_other(run: Callable[..., Trainer]) -> None:
+    trainer = run("ppo", max_steps=1)
+    worker = worker_of(trainer)
+    seen: dict[str, frozenset[str]] = {}
+    for role, trained in (("actor", worker._actor), ("critic", worker._roles._critic)):
+        step = trained._take_step
+
+        def spied(*args: Any, role: str = role, step: Any = step, **options: Any) -> Any:
+            seen[role] = worker.leases.awake
+            return step(*args, **options)
+
+        trained._take_step = spied
+    trainer.fit()
+    assert seen == {"actor": {"actor", "optimizer"}, "critic": {"critic", "critic_optimizer"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["bfloat16", *(pytest.param(case, marks=pytest.mark.sweep) for case in ("grpo", "ppo"))]
+)
+def test_a_resumed_run_goes_on_whatever_moved_before(case: str, run: Callable[..., Trainer], records: Records) -> None:
+    """Saved with everything moving, resumed without, and the other way round."""
+    whole = run(case, max_steps=2, moves=False)
+    whole.fit()
+    expected_records, expected = records(whole, comparable=True), state_of(whole)
+    for moves in (True, False):
+        first = run(case, max_steps=2, moves=moves, run_name=f"{case}-{moves}")
+        first.step()
+        checkpoint = first.save()
+        first.close()
+        second = run(case, max_steps=2, moves=not moves, resume=str(checkpoint))
+        second.fit()
+        assert records(second, comparable=True)[-1] == expected_records[-1]
+        assert_equal(state_of(second), expected)
+
+
+def test_a_module_without_weights_is_refused_and_has_them_again_after_close(run: Callable[..., Trainer]) -> None:
+    trainer = run("grpo")
+    trainer.fit()
+    module, expected = trainer.module, state_of(trainer)
+    assert module is not None
+    with worker_of(trainer).lease(frozenset()):
+        for use in (lambda: module(input_ids=torch.tensor([[3]])), module.state_dict):
+            with pytest.raises(MemoryStateError, match=r"wait in host memory \(memory.offload names actor\)"):
+                use()
+    trainer.close()
+    assert_equal(
+        {f"actor/{n}": p for n, p in module.named_parameters()},
+        {n: t for n, t in expected.items() if n.count("/") == 1},
+    )
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, when: Callable[..., bool]) -> None:
+    """Let a method fail the first time that `when` says so of its arguments."""
+    method, told = getattr(owner, name), []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if not told and when(*args):
+            told.append(True)
+            raise error
+        return method(*args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("failure", ["between two models", "no room for the reference", "no room in host memory"])
+def test_a_step_that_failed_before_its_update_is_run_again_to_the_bit(
+    failure: str, run: Callable[..., Trainer], records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("grpo", moves=False)
+    whole.fit()
+    expected_records, expected = records(whole, comparable=True), state_of(whole)
+    trainer = run("grpo")
+    trainer.step()
+    if failure == "between two models":
+        error: Exception = RuntimeError("out of luck")
+        once(monkeypatch, Reference, "logprobs", error, lambda *_: True)
+    elif failure == "no room for the reference":
+        error = torch.OutOfMemoryError("no room")
+        once(monkeypatch, OffloadedTensors, "wake", error, lambda moved: moved.tag == "reference")
+    else:
+        error = MemoryStateError("no room")
+        once(monkeypatch, OffloadedTensors, "sleep", error, lambda moved, *_: moved.tag == "actor")
+    with pytest.raises((RuntimeError, MemoryRefusedError), match="out of luck|no room.*work can go on"):
+        trainer.step()
+    trainer.fit()
+    assert records(trainer, comparable=True)[-1] == expected_records[-1]
+    assert_equal(state_of(trainer), expected)
+
+
+def test_an_update_that_got_no_memory_stops_the_run_and_a_resumed_one_goes_on_to_the_bit(
+    run: Callable[..., Trainer], records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("bfloat16", moves=False)
+    whole.fit()
+    expected_records, expected = records(whole, comparable=True), state_of(whole)
+    trainer = run("bfloat16", run_name="refused")
+    trainer.step()
+    checkpoint = trainer.save()
+    error = torch.OutOfMemoryError("no room")
+    once(monkeypatch, OffloadedTensors, "wake", error, lambda moved: moved.tag == "optimizer")
+    with pytest.raises(MemoryRefusedError, match="wake of 'optimizer': OutOfMemoryError: no room; memory was put back"):
+        trainer.fit()
+    with pytest.raises(HybridRLError, match="resume"):
+        trainer.fit()
+    trainer.close()
+    resumed = run("bfloat16", resume=str(checkpoint))
+    resumed.fit()
+    assert records(resumed, comparable=True)[-1] == expected_records[-1]
+    assert_equal(state_of(resumed), expected)
+
+
+def test_models_with_common_weights_cannot_move(make_trainer: Callable[..., Trainer]) -> None:
+    """A reward model over the policy's own backbone: it would take the policy's weights along."""
+    judge, model = classifier(vocab_size=len(VOCABULARY)), build_model(hidden_size=32)
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    keys = {"engine": "sleeping", "memory.offload": ["reward_models"]}
+    with pytest.raises(ConfigError, match="reward_models and actor have weights in common"):
+        make_trainer(model, judge, reward_processing_classes=build_tokenizer(), **keys)
+    assert model(input_ids=torch.tensor([[3]])).logits.isfinite().all()
+
+
+def test_nothing_moves_and_nothing_is_copied_unless_it_is_listed(run: Callable[..., Trainer]) -> None:
+    worker = worker_of(run("grpo", moves=False))
+    assert worker.movable == {"engine_weights", "kv_cache"}
+    assert worker._memory._arena is None
+    assert [tags for tags, _ in worker._scorers] == [{"actor", "reference"}]  # one lease, as if it were one phase
