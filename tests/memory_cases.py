@@ -303,7 +303,7 @@ def compared(planned: Sequence[PhaseMemory], measured: Mapping[str, Measured]) -
         assert moments, f"{name} was not planned"
         fullest = max(moments, key=lambda memory: memory.device_bytes)
         for tag in RESIDENTS:
-            rows.append(Row(name, tag, fullest.bytes_of(tag), found.residents.get(tag, 0)))
+            rows.append(Row(name, tag, fullest.bytes_of(tag), found.largest.get(tag, 0)))
         if moment == OPTIMIZER_STEP:
             rows.append(Row(name, GRADIENTS, fullest.bytes_of(GRADIENTS), found.largest[GRADIENTS]))
         rows.append(Row(name, PEAK, fullest.device_bytes, found.peak_bytes))

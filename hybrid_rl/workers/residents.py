@@ -58,9 +58,6 @@ class TrainerMemory:
         def weights() -> list[Tensor]:
             return [tensor for model in models for tensor in _weights(model)]
 
-        if any(isinstance(model, ShardedCausalLM) for model in models):
-            shards = weights()  # while weights are gathered, a module names these instead
-            return self._resident(tag, lambda: shards, modules, regions)
         return self._resident(tag, weights, modules, regions)
 
     def optimizer(self, optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
