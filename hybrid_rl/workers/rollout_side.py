@@ -6,6 +6,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hybrid_rl.config.schema import ColocatedRolloutConfig
@@ -169,7 +170,12 @@ class ColocatedSide(RolloutSide):
                 self.client.at_rest().wake({tag})
 
             return replace(
-                resident, sleep=self._sleep, wake=wake, after=after, collective=self._config.ranks_per_engine > 1
+                resident,
+                sleep=self._sleep,
+                wake=wake,
+                after=after,
+                require_room=partial(engine.require_room, frozenset({tag})),
+                collective=self._config.ranks_per_engine > 1,
             )
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
