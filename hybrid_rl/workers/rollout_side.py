@@ -6,7 +6,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from hybrid_rl.config.schema import ColocatedRolloutConfig
@@ -166,6 +165,9 @@ class ColocatedSide(RolloutSide):
             return weights, cache
 
         def sleeping(resident: Resident, tag: str, after: tuple[str, ...] = ()) -> Resident:
+            def require_room() -> None:
+                engine.require_room(frozenset({tag}))
+
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
@@ -174,7 +176,7 @@ class ColocatedSide(RolloutSide):
                 sleep=self._sleep,
                 wake=wake,
                 after=after,
-                require_room=partial(engine.require_room, frozenset({tag})),
+                require_room=require_room,
                 collective=self._config.ranks_per_engine > 1,
             )
 
