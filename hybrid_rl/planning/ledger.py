@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hybrid_rl.memory.comparison import Expected
+from hybrid_rl.memory.cycle import RESIDENTS
+
 GRADIENTS = "gradients"  # of the model that learns, until its optimizer step
 ACTIVATIONS = "activations"  # all else that a micro-batch has at its peak: what backward needs, logits, temporaries
 GATHERED = "gathered"  # full weights of a block, or of the model, that shards are gathered into
@@ -141,3 +144,12 @@ class MemoryPlan:
         in host memory if it is never on the device."""
         on_device = max(phase.bytes_of(resident) for phase in self.phases)
         return on_device or max(phase.host_bytes_of(resident) for phase in self.phases)
+
+    @property
+    def expected(self) -> Expected:
+        """What a rank is compared with while it runs."""
+        residents, peaks = dict[str, dict[str, int]](), dict[str, int]()
+        for memory in self.phases:
+            residents[memory.phase] = {tag: num_bytes for tag in RESIDENTS if (num_bytes := memory.bytes_of(tag))}
+            peaks[memory.phase] = max(peaks.get(memory.phase, 0), memory.device_bytes)
+        return Expected(residents, peaks)

@@ -52,6 +52,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         first_prompt=run.data.first.prompt,
         teacher=_recipe(run.teacher_path, run.config),
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
+        expected=run.expected,
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
