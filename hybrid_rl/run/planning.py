@@ -18,6 +18,7 @@ from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
 from hybrid_rl.planning.remedies import find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.planning.sizes import count_text
 from hybrid_rl.planning.step_time import StepTime, step_time
 from hybrid_rl.planning.step_work import step_work
 from hybrid_rl.run.checks import load_settings
@@ -150,6 +151,6 @@ def _title(config: TrainerConfig, models: RunModels) -> str:
     ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
     where = "GPUs" if config.model.device == "cuda" else "CPUs"
     return (
-        f"{name}, {size / 1e9:.3g} B parameters, {config.model.dtype}: {config.algorithm.name} with "
+        f"{name}, {count_text(size)} parameters, {config.model.dtype}: {config.algorithm.name} with "
         f"rollout.engine={config.rollout.engine}, {ranks} on {where}{replicas}"
     )

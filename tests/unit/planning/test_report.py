@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.report import memory_table
-from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
+from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
 from tests.unit.planning.made import memory, plan
 
 GOLDEN = Path(__file__).with_name("report.txt")
@@ -113,5 +113,6 @@ def test_sizes_and_seconds() -> None:
         "2.00 TB",
     ]
     assert [seconds_text(s) for s in (0, 0.0001, 0.0423, 3.14, 95.2)] == ["0 s", "<0.001 s", "0.042 s", "3.1 s", "95 s"]
+    assert [count_text(n) for n in (5_472, 494_032_768, 7_615_616_512)] == ["5,472", "494 M", "7.62 B"]
     assert unit_of([]).name == "B" and unit_of([5 * 10**13]).name == "GB" and unit_of([-5_000]).name == "kB"
     assert unit_of([10**9]).number(123.4e9) == "123.4" and unit_of([10]).number(7) == "7"
