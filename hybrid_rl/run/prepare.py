@@ -35,7 +35,6 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.report import check_trackers
-from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
@@ -247,11 +246,6 @@ class Run:
     lock: FolderLock | None = None  # on the folder of a resumed run
     hardware: Hardware = NO_GPU
     plan: MemoryPlan | None = None  # of memory, if one was made
-
-    @property
-    def expected(self) -> Expected | None:
-        """The memory of a rank, as planned."""
-        return None if self.plan is None else self.plan.expected
 
     @property
     def module(self) -> PreTrainedModel | None:

@@ -53,7 +53,6 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         teacher=_recipe(run.teacher_path, run.config),
         expected=None if run.plan is None else run.plan.expected(),
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
-        expected=run.expected,
     )
     if isinstance(run.config.controller, RayControllerConfig):
         return _start_on_ray(run, setup, log_folder, closing)
