@@ -145,14 +145,6 @@ class MemoryPlan:
         on_device = max(phase.bytes_of(resident) for phase in self.phases)
         return on_device or max(phase.host_bytes_of(resident) for phase in self.phases)
 
-<<<<<<< HEAD
-    @property
-    def expected(self) -> Expected:
-        """What a rank is compared with while it runs."""
-        residents, peaks = dict[str, dict[str, int]](), dict[str, int]()
-        for memory in self.phases:
-            residents[memory.phase] = {tag: num_bytes for tag in RESIDENTS if (num_bytes := memory.bytes_of(tag))}
-=======
     def expected(self) -> Expected:
         """Return what ranks compare their memory with: residents by phase, and the fullest moment of each phase."""
         residents: dict[str, dict[str, int]] = {}
@@ -160,6 +152,5 @@ class MemoryPlan:
         for memory in self.phases:
             tags = [share.resident for share in memory.device if share.resident in RESIDENTS]
             residents.setdefault(memory.phase, {}).update({tag: memory.bytes_of(tag) for tag in tags})
->>>>>>> mem
             peaks[memory.phase] = max(peaks.get(memory.phase, 0), memory.device_bytes)
         return Expected(residents, peaks)
