@@ -158,7 +158,7 @@ install: $(STAMP) ## only install
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 
 clean: ## remove .venv, .venv-pins and .venv-trl, build products and caches; runs/ stays
-	rm -rf $(VENV) $(PINS) .venv-trl build dist *.egg-info hybrid_rl/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PINS) .venv-trl build dist *.egg-info hybrid_rl/_native*.so hybrid_rl/_cuda_region.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so that an interrupted installation is taken up again by the next call.
@@ -185,7 +185,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
 	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt torch setuptools wheel
 	@# Without isolation, so that the extension is compiled against the torch that it will run with.
 	@# A library of an earlier installation must not outlive a build that fails.
-	@rm -f $(NATIVE)
+	@rm -f $(NATIVE) hybrid_rl/_cuda_region.so
 	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,ray]"
 	@if [ -e $(NATIVE) ]; then echo "compiled extension: built"; \
 	else echo "compiled extension: not built (no working C++ compiler); PyTorch stands in, with the same results"; fi

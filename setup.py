@@ -1,9 +1,10 @@
 """Builds csrc/ as optional shared libraries; everything else is in pyproject.toml.
 
-They stand on LibTorch's stable ABI and are loaded with `torch.ops.load_library`: they need torch's headers and a C++
-compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. If one of them is missing, the
-installation goes on without and says so (see hybrid_rl/native.py). If all are there for CUDA and its kernels do not
-compile, the installation fails; HYBRID_RL_BUILD_CUDA=0 leaves them out.
+The operators stand on LibTorch's stable ABI and are loaded with `torch.ops.load_library`: they need torch's headers and
+a C++ compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. Regions of GPU memory
+(csrc/cuda_region.cpp) need a C++ compiler alone. If something is missing, the installation goes on without and says so
+(see hybrid_rl/native.py). If all is there for CUDA and its kernels do not compile, the installation fails;
+HYBRID_RL_BUILD_CUDA=0 leaves them out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-LIBRARY, CUDA_LIBRARY = "hybrid_rl._native", "hybrid_rl._native_cuda"
-SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+LIBRARY, CUDA_LIBRARY, REGION_LIBRARY = "hybrid_rl._native", "hybrid_rl._native_cuda", "hybrid_rl._cuda_region"
+REGION_SOURCES = [str(Path("csrc") / "cuda_region.cpp")]
+SOURCES = sorted({str(path) for path in Path("csrc").glob("*.cpp")} - {*REGION_SOURCES})
 CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.cuh") for path in Path("csrc").glob(pattern))
 SWITCH = "HYBRID_RL_BUILD_CUDA"
@@ -52,10 +54,18 @@ class BuildNative(build_ext):
         """Builds, or says in one line why not. Raises SystemExit if the kernels for CUDA do not compile."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.unlink(missing_ok=True)
+        if ext.name == REGION_LIBRARY:
+            if problem := _build(region_command(ext.sources, target), target):
+                print(
+                    f"hybrid_rl: built without memory that keeps its address on GPUs ({_first_error(problem)}); the "
+                    f"in-place engine cannot run there",
+                    file=sys.stderr,
+                )
+            return
         spec = importlib.util.find_spec("torch")
         if ext.name == LIBRARY:
             if spec is None or spec.origin is None:
-                problem: str | None = "torch is not visible to the build; use --no-build-isolation"
+                problem = "torch is not visible to the build; use --no-build-isolation"
             else:
                 problem = _build(cpp_command(Path(spec.origin).parent, ext.sources, target), target)
                 problem = _first_error(problem) if problem else None
@@ -89,13 +99,23 @@ class BuildNative(build_ext):
 
 def cpp_command(torch_root: Path, sources: list[str], target: Path) -> list[str]:
     """The call that makes `target` of C++ sources; its first word is missing where there is no compiler."""
-    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
     return [
-        *(shlex.split(os.environ.get("CXX", "")) or found or ["c++"]),
+        *_compiler(),
         *("-O3", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", STABLE_ABI, f"-I{torch_root / 'include'}"),
         *sources,
         *("-o", str(target), f"-L{torch_root / 'lib'}", "-ltorch_cpu"),
     ]
+
+
+def region_command(sources: list[str], target: Path) -> list[str]:
+    """The call that makes `target` of sources that take nothing but the C++ library."""
+    flags = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
+    return [*_compiler(), *flags, *sources, "-o", str(target), "-ldl"]
+
+
+def _compiler() -> list[str]:
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    return shlex.split(os.environ.get("CXX", "")) or found or ["c++"]
 
 
 def cuda_command(
@@ -159,6 +179,7 @@ if __name__ == "__main__":
         ext_modules=[
             Extension(LIBRARY, sources=SOURCES, depends=HEADERS, optional=True),
             Extension(CUDA_LIBRARY, sources=CUDA_SOURCES, depends=HEADERS, optional=True),
+            Extension(REGION_LIBRARY, sources=REGION_SOURCES, depends=HEADERS, optional=True),
         ],
         cmdclass={"build_ext": BuildNative},
     )

@@ -66,6 +66,10 @@ class MemoryStateError(HybridRLError, RuntimeError):
     """A resident was used, woken or put to sleep in violation of its lease."""
 
 
+class MemoryRefusedError(MemoryStateError):
+    """A lease that cannot be had. On all ranks nothing has moved, or everything was put back: work can go on."""
+
+
 class CheckpointError(HybridRLError, RuntimeError):
     """A checkpoint cannot be written or read."""
 

@@ -38,6 +38,7 @@ from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import Tenant, make_way, warn_of_training
 from hybrid_rl.run.planning import plan_prepared
+from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -129,6 +130,7 @@ class Trainer(Tenant):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = _collector(run, self.policy, self._sampler)
+        self._pictures = MemoryPictures(self.policy, self.run_folder)
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)
@@ -194,7 +196,11 @@ class Trainer(Tenant):
         if self.global_step >= self.max_steps:
             self._log.display.message(self._nothing_to_do())
         self._log.display.start(self.global_step)
-        ends = (lambda: self._notify("on_fit_end"), lambda: self._log.stop(self.policy.lost_samples()))
+        ends = (
+            lambda: self._notify("on_fit_end"),
+            lambda: self._pictures.draw(self.global_step),
+            lambda: self._log.stop(self.policy.lost_samples()),
+        )
         try:
             yield
         except BaseException as error:  # errors from here on keep it as their context
@@ -258,6 +264,7 @@ class Trainer(Tenant):
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
             lambda: self._save_now(final=False) if self._save_due else None,
+            lambda: self._pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
@@ -351,6 +358,12 @@ class Trainer(Tenant):
             raise
         self._notify("on_save", self.global_step, target)
         return target
+
+    def save_memory_trace(self, path: str | Path) -> Path:
+        """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
+        (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
+        self._require_open()
+        return save_trace(self.policy.memory_history(), path)
 
     def _save_now(self, *, final: bool) -> None:
         """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.residents import held, sized
 
 ALIGNMENT_BYTES = 64  # of each tensor in a slot
-_GIB = 2**30
 
 
 class HostArena:
@@ -86,20 +86,20 @@ class HostArena:
         total = sum(others.values()) + wanted
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise MemoryStateError(
-                f"{tag!r} cannot go to host memory: it takes {_sized(wanted)} there beside {_held(others)}, in all "
-                f"{_sized(total)}, more than memory.host_memory={_sized(self.limit_bytes)} (per rank); raise it, or "
+                f"{tag!r} cannot go to host memory: it takes {sized(wanted)} there beside {held(others)}, in all "
+                f"{sized(total)}, more than memory.host_memory={sized(self.limit_bytes)} (per rank); raise it, or "
                 f"name fewer residents in memory.offload"
             )
         if slot is not None:  # its resident is awake, so nobody needs the old bytes; old and new together might not fit
             self._copies.finish()
-            del self._slots[tag]
-            slot.close()
+            self._slots.pop(tag).close()
+            slot = None
         try:
             made = _Slot.of(wanted, pinned=self.device.type == "cuda")
         except (OSError, ValueError, RuntimeError) as error:
             raise MemoryStateError(
-                f"{tag!r} cannot go to host memory: no {_sized(wanted)} to be had there ({error}), beside "
-                f"{_held(others)}; name fewer residents in memory.offload, or use a machine with more memory"
+                f"{tag!r} cannot go to host memory: no {sized(wanted)} to be had there ({error}), beside "
+                f"{held(others)}; name fewer residents in memory.offload, or use a machine with more memory"
             ) from error
         made.used_bytes = num_bytes
         self._slots[tag] = made
@@ -206,11 +206,3 @@ def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _sized(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes} bytes"
-
-
-def _held(others: dict[str, int]) -> str:
-    return ", ".join(f"{tag} {_sized(size)}" for tag, size in sorted(others.items())) or "nothing else"

@@ -1,65 +1,44 @@
-"""Residents of memory, and the state machine that puts them to sleep and wakes them.
+"""The state machine that puts residents of memory to sleep and wakes them.
 
 A worker method leases the tags it needs. Residents that are not leased go to sleep first, then the leased ones wake, so
 the two are never in memory together; in between, the allocator returns its free memory to the device. No method calls
 sleep or wake by hand, so a step that skips something cannot leave a resident in the wrong state.
 
 With several ranks a move may be a collective (unsharding weights), and half a group must not lose what the other half
-still reads: the ranks agree on every lease before any of them moves anything, and all move residents in the same order.
+still reads: the ranks agree on every lease before any of them moves anything, all move residents in the same order, and
+each tells the others how a move ended before they go on to the next.
+
+A lease that cannot be had is either refused, or breaks memory. Refused (MemoryRefusedError): nothing has moved, or
+everything was put back, on all ranks; work can go on. Broken: a move failed in the middle of something that cannot be
+undone, and every later lease is refused on all ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
+from hybrid_rl.memory.agreement import Agreement, DisagreementError, Failure, PeerBrokenError, PeerRefusedError, told
+from hybrid_rl.memory.residents import Resident, Step, Transition, held, steps, wake_order
 from hybrid_rl.process.interrupts import deferred_interrupt
 
+__all__ = ["Leases", "Resident", "Transition"]
 
-@dataclass(frozen=True)
-class Resident:
-    """Something that occupies memory.
-
-    tag: its name.
-    num_bytes: its size while awake.
-    sleep, wake: do the work; only the leases call them. None: it stays in memory. sleep receives tags: residents with
-    the same function, because they have one owner, that go to sleep in one transition do so in one call.
-    after: tags that, in a transition that moves both, wake before it and go to sleep after it.
-    starts_awake: whether it is in memory when it is registered; always, if it cannot sleep.
-    """
-
-    tag: str
-    num_bytes: Callable[[], int]
-    sleep: Callable[[frozenset[str]], None] | None = None
-    wake: Callable[[], None] | None = None
-    after: tuple[str, ...] = ()
-    starts_awake: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.sleep is None) != (self.wake is None):
-            raise ValueError(f"resident {self.tag!r} needs sleep and wake, or neither")
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One resident going to sleep or waking. seconds: of the call; if it moves several, all with the first of them."""
-
-    tag: str
-    awake: bool
-    seconds: float
+MORE_ROOM = (
+    "to make room, name more residents in memory.offload, or lower rollout.kv_cache_memory_bytes or "
+    "optimizer.tokens_per_micro_batch"
+)
 
 
 class Leases:
     """The residents of this process and their state.
 
-    gather: returns the objects of all ranks, in rank order; None = one rank. It is called once per outermost lease, so
-    all ranks of a group must take their leases together.
+    gather: returns the objects of all ranks, in rank order; None = one rank. It is called once per outermost lease, and
+    once per move, so all ranks of a group must take their leases together.
     give_back: called once in every transition that wakes something, between the last sleep and the first wake. It is
     for an allocator that keeps freed memory, if waking residents take theirs from the device itself.
     """
@@ -72,7 +51,7 @@ class Leases:
     ) -> None:
         self._residents: dict[str, Resident] = {}
         self._order: list[str] = []
-        self._gather, self._give_back = gather, give_back
+        self._agreement, self._give_back = Agreement(gather), give_back
         self._awake: set[str] = set()
         self._leased: frozenset[str] | None = None
         self._broken: str | None = None
@@ -86,7 +65,7 @@ class Leases:
         if resident.tag in self._residents:
             raise MemoryStateError(f"resident {resident.tag!r} is already registered")
         residents = self._residents | {resident.tag: resident}
-        self._order = _wake_order(residents)
+        self._order = wake_order(residents)
         self._residents = residents
         if resident.wake is None or resident.starts_awake:
             self._awake.add(resident.tag)
@@ -96,125 +75,191 @@ class Leases:
         """Tags in memory now."""
         return frozenset(self._awake)
 
+    @property
+    def broken(self) -> str | None:
+        """The failure since which memory is in an unknown state; None: there was none."""
+        return self._broken
+
     def resident_bytes(self) -> dict[str, int]:
         """Return bytes in memory now, by tag; 0 for residents that sleep."""
         return {tag: resident.num_bytes() if tag in self._awake else 0 for tag, resident in self._residents.items()}
 
-    @contextmanager
-    def lease(self, tags: Iterable[str]) -> Iterator[None]:
+    def drain_transitions(self) -> list[Transition]:
+        """Return the transitions since the last call, oldest first; those that were undone too, and their undoing."""
+        moved, self._transitions = self._transitions, []
+        return moved
+
+    def lease(self, tags: Iterable[str]) -> AbstractContextManager[None]:
         """Keep these tags in memory inside the block, and let all other residents that can sleep do so.
 
         They stay awake after the block until another lease puts them to sleep: a lease taken twice in a row moves
         nothing. A lease inside another may only ask for tags that the outer one holds.
 
-        Raises MemoryStateError for an unknown tag, for more than an outer lease holds, and after a failed transition;
-        with several ranks also if they do not agree, or if any of them cannot take part. It is then raised on all
-        ranks, and nothing has moved.
+        The block raises MemoryRefusedError for an unknown tag, for more than an outer lease holds, and for a move that
+        failed and was undone; with several ranks also if they do not agree, or if any of them cannot take part, on all
+        ranks. If memory breaks, it raises what broke it, other ranks a MemoryStateError, as all do from then on.
         """
-        wanted = frozenset(tags)
-        outer = self._leased
-        if outer is not None:
-            if problem := self._problem(wanted):
-                raise MemoryStateError(problem)
-            if wanted - outer:
-                raise MemoryStateError(
-                    f"cannot lease {sorted(wanted - outer)} while a lease on {sorted(outer)} is active"
-                )
-            yield
-            return
-        self._agree(wanted)
-        # A Ctrl-C in the middle of a transition would leave memory half moved, so it is deferred.
-        with deferred_interrupt():
+        return _Lease(self, frozenset(tags))
+
+    def _begin(self, wanted: frozenset[str]) -> bool:
+        """Take a lease; returns whether it is an outermost one, which is to be ended."""
+        problem = self._problem(wanted)
+        if (outer := self._leased) is not None:
+            if problem is None and wanted - outer:
+                text = f"cannot lease {sorted(wanted - outer)} while a lease on {sorted(outer)} is active"
+                problem = Failure(text, is_final=False)
+            if problem is not None:
+                raise _error_of(problem.text, problem.is_final)
+            return False
+        facts = {"registered": self._order, "wanted": sorted(wanted), "awake": sorted(self._awake)}
+        nothing_moved = "nothing was moved in memory on any rank"
+        try:
+            failures = self._agreement.on(facts, problem)
+        except DisagreementError as error:
+            raise MemoryRefusedError(f"{nothing_moved}, because {error}; every rank must make the same calls") from None
+        if failures:
+            text = f"{nothing_moved}: {told(failures)}" if self._agreement.has_peers else failures[0].text
+            raise _error_of(text, any(failure.is_final for failure in failures.values()))
+        # Ctrl-C in the middle of a transition would leave memory half moved: it is deferred, however often it comes.
+        with deferred_interrupt(every=True):
             self._move_to(wanted)
         self._leased = wanted
-        try:
-            yield
-        finally:
-            self._leased = None
+        return True
 
-    def _problem(self, wanted: frozenset[str]) -> str | None:
-        unknown = sorted(wanted - set(self._residents))
-        if unknown:
-            return f"residents {unknown} do not exist; the registered ones are {sorted(self._residents)}"
+    def _problem(self, wanted: frozenset[str]) -> Failure | None:
         if self._broken is not None:
-            return f"memory is in an unknown state since this failure: {self._broken}"
+            return Failure(f"memory is in an unknown state since this failure: {self._broken}", is_final=True)
+        if unknown := sorted(wanted - set(self._residents)):
+            text = f"residents {unknown} do not exist; the registered ones are {sorted(self._residents)}"
+            return Failure(text, is_final=False)
         return None
 
-    def _agree(self, wanted: frozenset[str]) -> None:
-        problem = self._problem(wanted)
-        if self._gather is None:
-            if problem:
-                raise MemoryStateError(problem)
-            return
-        # A rank with a problem takes part as well, because the others would wait for it.
-        mine = {"registered": self._order, "wanted": sorted(wanted), "awake": sorted(self._awake)}
-        answers: list[tuple[str | None, dict[str, list[str]]]] = self._gather((problem, mine))
-        problems = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers) if theirs]
-        if problems:
-            raise MemoryStateError(f"nothing was moved in memory on any rank: {'; '.join(problems)}")
-        for what in mine:
-            values = [tuple(state[what]) for _, state in answers]
-            if len(set(values)) > 1:
-                told = "; ".join(f"{_ranks_with(values, value)}: {list(value)}" for value in dict.fromkeys(values))
-                raise MemoryStateError(
-                    f"nothing was moved in memory on any rank, because the ranks differ in what is {what}: {told}; "
-                    f"every rank must make the same calls"
-                )
-
     def _move_to(self, wanted: frozenset[str]) -> None:
-        leaving = [tag for tag in reversed(self._order) if tag in self._awake - wanted and self._residents[tag].wake]
-        coming = [tag for tag in self._order if tag in wanted - self._awake]
-        while leaving:
-            sleep = self._residents[leaving[0]].sleep
-            assert sleep is not None
-            together = [tag for tag in leaving if self._residents[tag].sleep == sleep]
-            what = f"sleep of {' and '.join(map(repr, together))}"
-            seconds = self._do(what, functools.partial(sleep, frozenset(together)))
-            self._awake.difference_update(together)
-            self._transitions += [Transition(tag, False, 0.0 if at else seconds) for at, tag in enumerate(together)]
-            leaving = [tag for tag in leaving if tag not in together]
-        if coming and self._give_back is not None:
-            self._do("giving free memory back", self._give_back)
-        for tag in coming:
-            wake = self._residents[tag].wake
-            assert wake is not None
-            seconds = self._do(f"wake of {tag!r}", wake)
-            self._awake.add(tag)
-            self._transitions.append(Transition(tag, True, seconds))
-
-    def _do(self, what: str, action: Callable[[], None]) -> float:
-        """Carry out a part of a transition and return its seconds."""
-        start = time.perf_counter()
+        """Carry out a transition, or undo it and raise."""
+        before = self.awake
+        stopped = self._walk(wanted)
+        if stopped is None:
+            return
         try:
-            action()
+            again = self._walk(before)
+            if again is not None:
+                raise self._breaks(again.text, again.error)
         except BaseException as error:
-            # Half-moved memory must not be used: every later lease refuses and names the first cause.
-            self._broken = f"{what}: {type(error).__name__}: {error}"
+            self._broken = f"{stopped.text}; then, while memory was put back, {self._broken}"
+            error.add_note(f"memory is in an unknown state since this failure: {self._broken}")
             raise
-        return time.perf_counter() - start
+        text = f"{stopped.text}; memory was put back as it was before, and work can go on. {stopped.held}"
+        if stopped.while_waking:
+            text += f"; {MORE_ROOM}"
+        if stopped.error is None:
+            raise PeerRefusedError(text)
+        if not isinstance(stopped.error, Exception):
+            raise stopped.error
+        raise MemoryRefusedError(text) from stopped.error
 
-    def drain_transitions(self) -> list[Transition]:
-        """Return the transitions since the last call, oldest first."""
-        moved, self._transitions = self._transitions, []
-        return moved
+    def _walk(self, wanted: frozenset[str]) -> _Stop | None:
+        """Move everything; returns what stopped it, if all moves before that one can be undone, and that one has been.
+        Otherwise memory breaks."""
+        for step in steps(self._residents, self._order, self.awake, wanted, self._give_back):
+            error = self._do(step)
+            failure = None if error is None else Failure(_text_of(step, error), is_final=not step.atomic)
+            if error is not None and step.collective and self._agreement.has_peers:
+                # The others may be stuck in it and cannot listen. Their controller ends them.
+                raise self._breaks(_text_of(step, error), error)
+            if failures := self._agree(step.text, failure):
+                text = self._told(failures)
+                if any(theirs.is_final for theirs in failures.values()):
+                    raise self._breaks(text, error)
+                stop = _Stop(text, step.wakes, error, self._held())
+                if self._agreement.has_peers:
+                    self._level(step, stop)
+                return stop
+        return None
+
+    def _level(self, step: Step, stop: _Stop) -> None:
+        """Undo a step that other ranks could not do, so that all are in one state."""
+        error = None
+        if stop.error is None:
+            before = self.awake ^ set(step.tags)
+            # Neither collective nor to be agreed on: not all ranks have done the step.
+            for back in steps(self._residents, self._order, self.awake, before, self._give_back):
+                error = error or self._do(back)
+        text = f"undoing {step.text}"
+        failure = None if error is None else Failure(f"{text}: {type(error).__name__}: {error}", is_final=True)
+        if failures := self._agree(text, failure):
+            raise self._breaks(f"{stop.text}; then {self._told(failures)}", error)
+
+    def _agree(self, text: str, failure: Failure | None) -> dict[int, Failure]:
+        try:
+            return self._agreement.on({"moved": [text]}, failure)
+        except BaseException as error:
+            # How the other ranks have fared is not known.
+            raise self._breaks(f"{text}: {type(error).__name__}: {error}", error) from None
+
+    def _told(self, failures: dict[int, Failure]) -> str:
+        return told(failures) if self._agreement.has_peers else failures[0].text
+
+    def _breaks(self, text: str, error: BaseException | None) -> BaseException:
+        """Refuse all leases from now on, because half-moved memory must not be used. Returns what is to be raised:
+        `error`, or if that is another rank's, one that says so."""
+        self._broken = text
+        return error or PeerBrokenError(f"memory is in an unknown state since this failure: {text}")
+
+    def _do(self, step: Step) -> BaseException | None:
+        """Carry out a part of a transition; returns what it raised."""
+        sizes = {} if step.wakes else {tag: self._residents[tag].num_bytes() for tag in step.tags}
+        wall, start = time.time(), time.perf_counter()
+        try:
+            step.action()
+        except BaseException as error:  # noqa: BLE001 - an interrupt too leaves memory as it is, and is raised later
+            return error
+        seconds = time.perf_counter() - start
+        (self._awake.update if step.wakes else self._awake.difference_update)(step.tags)
+        for at, tag in enumerate(step.tags):
+            size = self._residents[tag].num_bytes() if step.wakes else sizes[tag]
+            self._transitions.append(Transition(tag, step.wakes, 0.0 if at else seconds, wall, size))
+        return None
+
+    def _held(self) -> str:
+        return (
+            f"In memory were {held({tag: size for tag, size in self.resident_bytes().items() if tag in self._awake})}"
+        )
 
 
-def _wake_order(residents: Mapping[str, Resident]) -> list[str]:
-    """Return all tags, each after those in its `after`, otherwise by name: the same order on every rank."""
-    sorter = TopologicalSorter({tag: set(item.after) & set(residents) for tag, item in residents.items()})
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        raise MemoryStateError(f"residents wait for each other to wake: {' -> '.join(error.args[1])}") from None
-    order: list[str] = []
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready())
-        order += ready
-        sorter.done(*ready)
-    return order
+class _Lease(AbstractContextManager[None]):
+    """A class, because an interrupt in the `__enter__` of a generator would leave the lease taken."""
+
+    def __init__(self, leases: Leases, wanted: frozenset[str]) -> None:
+        self._leases, self._wanted = leases, wanted
+        self._is_outermost = False
+
+    def __enter__(self) -> None:
+        is_inner = self._leases._leased is not None
+        try:
+            self._is_outermost = self._leases._begin(self._wanted)
+        except BaseException:
+            if not is_inner:
+                self._leases._leased = None
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost:
+            self._leases._leased = None
 
 
-def _ranks_with(values: Sequence[object], value: object) -> str:
-    ranks = [rank for rank, other in enumerate(values) if other == value]
-    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+@dataclass(frozen=True)
+class _Stop:
+    """A move that failed. error: of this rank. held: who had which memory then."""
+
+    text: str
+    while_waking: bool
+    error: BaseException | None
+    held: str
+
+
+def _text_of(step: Step, error: BaseException) -> str:
+    return f"{step.text}: {type(error).__name__}: {error}"
+
+
+def _error_of(text: str, is_final: bool) -> MemoryStateError:
+    return MemoryStateError(text) if is_final else MemoryRefusedError(text)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
-from hybrid_rl.memory.leases import Resident
-from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.region import TensorRegion
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.tensors.boxes import local_tensor
 
 
@@ -35,7 +35,7 @@ class OffloadedTensors:
         tag: str,
         tensors: Callable[[], Sequence[Tensor] | Mapping[str, Tensor]],
         arena: HostArena,
-        regions: Iterable[Region] = (),
+        regions: Iterable[TensorRegion] = (),
     ) -> None:
         self.tag = tag
         self._tensors, self._arena, self._regions = tensors, arena, tuple(regions)
@@ -55,7 +55,10 @@ class OffloadedTensors:
 
     def resident(self, after: tuple[str, ...] = ()) -> Resident:
         """Make its resident. after: as there."""
-        return Resident(self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=not self.is_asleep)
+        starts_awake = not self.is_asleep
+        return Resident(
+            self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=starts_awake, atomic=True
+        )
 
     def sleep(self, tags: frozenset[str] = frozenset()) -> None:
         """Copy its bytes to the arena and free its memory. tags: not used; residents give them.
@@ -94,7 +97,7 @@ class OffloadedTensors:
         given = self._tensors()
         named = given.items() if isinstance(given, Mapping) else ((f"tensor {at}", t) for at, t in enumerate(given))
         storages: dict[int, torch.UntypedStorage] = {}
-        regions: list[Region] = []
+        regions: list[TensorRegion] = []
         for name, tensor in named:
             local = local_tensor(tensor)
             if local.device.type == "cpu" != self._arena.device.type:
@@ -128,7 +131,7 @@ class OffloadedTensors:
 class _Memory:
     """Distinct storages and regions, awake or asleep."""
 
-    def __init__(self, storages: list[torch.UntypedStorage], regions: list[Region]) -> None:
+    def __init__(self, storages: list[torch.UntypedStorage], regions: list[TensorRegion]) -> None:
         self._sized = [(storage, storage.nbytes()) for storage in storages]
         self._regions = regions
         self.num_bytes = sum(size for _, size in self._sized) + sum(region.num_bytes for region in regions)

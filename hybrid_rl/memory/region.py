@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -16,24 +17,19 @@ from hybrid_rl.errors import MemoryStateError
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 
 
-class Region:
-    """Tensors in one shared mapping of an anonymous file (memfd), which other processes can map through `fd`.
+class TensorRegion(ABC):
+    """One range of addresses, filled with tensors one after the other. It is not thread-safe.
 
-    Its address range is reserved at once and its pages when they are first written, so an unused part costs nothing. It
-    is not thread-safe. `release` and `restore` let it sleep at one address; in between no process may use its tensors.
+    `release` and `restore` let it sleep at one address; in between no process may use its tensors.
 
-    tag: the name in errors.
-    capacity_bytes: the most that can be allocated.
+    tag: the name in errors. capacity_bytes: the most that can be allocated. device: of its tensors.
     """
 
-    def __init__(self, tag: str, *, capacity_bytes: int) -> None:
+    def __init__(self, tag: str, *, capacity_bytes: int, address: int, device: torch.device) -> None:
         self.tag = tag
-        self.capacity_bytes = _round_up(max(1, capacity_bytes), mmap.PAGESIZE)
-        self.fd = os.memfd_create(f"hybrid_rl_{tag}")
-        self._close_file = weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, self.capacity_bytes)
-        self._mapping = mmap.mmap(self.fd, self.capacity_bytes, mmap.MAP_SHARED)
-        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        self.capacity_bytes = capacity_bytes
+        self.device = device
+        self._address = address
         self._num_bytes = 0
         self._closed = False
         self._released = False
@@ -50,23 +46,22 @@ class Region:
             raise MemoryStateError(f"region {self.tag!r} is asleep; wake it before allocating")
         num_elements = math.prod(shape)
         if num_elements == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=self.device)
         end = self._num_bytes + num_elements * dtype.itemsize
         if end > self.capacity_bytes:
             raise MemoryStateError(
                 f"region {self.tag!r} holds {self._num_bytes} of {self.capacity_bytes} bytes; a tensor {shape} of "
                 f"{dtype} does not fit; make the region with a larger capacity_bytes"
             )
-        # A tensor holds the mapping, which therefore outlives the region while the tensor is in use.
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=num_elements, offset=self._num_bytes)
+        flat = self._tensor(self._num_bytes, num_elements, dtype)
         self._num_bytes = _round_up(end, ALIGNMENT_BYTES)
         return flat.view(shape)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the offset of a tensor in the file, in bytes; None if any part of it is elsewhere, or if it has no
+        """Return the offset of a tensor in the region, in bytes; None if any part of it is elsewhere, or if it has no
         elements."""
         self._require_open("searched")
-        if tensor.numel() == 0 or tensor.device.type != "cpu":
+        if tensor.numel() == 0 or tensor.device.type != self.device.type:
             return None
         # Strides count too: the extent runs from the first to the last element.
         steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -75,17 +70,65 @@ class Region:
         return offset if offset >= 0 and offset + span <= self._num_bytes else None
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether its memory has been released."""
+        return self._released
+
+    @property
+    @abstractmethod
     def occupied_bytes(self) -> int:
-        """Bytes of physical memory behind the mapping now, as the operating system counts them."""
-        self._require_open("measured")
-        return os.fstat(self.fd).st_blocks * 512
+        """Bytes of physical memory behind its addresses now."""
 
     def content(self) -> Tensor:
         """Return all its tensors as one: uint8 [num_bytes], a view."""
         self._require_open("read")
         if self._num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=self._num_bytes)
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return self._tensor(0, self._num_bytes, torch.uint8)
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back; the content is lost, addresses stay. Idempotent. Raises MemoryStateError if the system
+        refuses; the content is then undefined."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Have memory again, all zeros. Idempotent. Raises MemoryStateError if there is too little; it is then released
+        as before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything for good; idempotent."""
+
+    @abstractmethod
+    def _tensor(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor at an offset, in bytes, that keeps the memory there; of zeros if it is new."""
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise MemoryStateError(f"region {self.tag!r} is closed and cannot be {what}; make a new one")
+
+
+class Region(TensorRegion):
+    """Tensors in one shared mapping of an anonymous file (memfd), which other processes can map through `fd`.
+
+    Its address range is reserved at once and its pages when they are first written, so an unused part costs nothing.
+    """
+
+    def __init__(self, tag: str, *, capacity_bytes: int) -> None:
+        capacity_bytes = _round_up(max(1, capacity_bytes), mmap.PAGESIZE)
+        self.fd = os.memfd_create(f"hybrid_rl_{tag}")
+        self._close_file = weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, capacity_bytes)
+        self._mapping = mmap.mmap(self.fd, capacity_bytes, mmap.MAP_SHARED)
+        address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        super().__init__(tag, capacity_bytes=capacity_bytes, address=address, device=torch.device("cpu"))
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of physical memory behind the mapping now, as the operating system counts them."""
+        self._require_open("measured")
+        return os.fstat(self.fd).st_blocks * 512
 
     def release(self) -> None:
         """Give its pages back, for all processes that map it; the content is lost, addresses stay. Idempotent.
@@ -124,14 +167,14 @@ class Region:
         del self._mapping
         self._close_file()
 
+    def _tensor(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        # A tensor holds the mapping, which therefore outlives the region while the tensor is in use.
+        return torch.frombuffer(self._mapping, dtype=dtype, count=num_elements, offset=offset)
+
     def _release_pages(self) -> None:
         # MADV_DONTNEED would only drop the pages of this process; the file would keep them, and their content.
         if self._num_bytes:
             self._mapping.madvise(mmap.MADV_REMOVE, 0, _round_up(self._num_bytes, mmap.PAGESIZE))
-
-    def _require_open(self, what: str) -> None:
-        if self._closed:
-            raise MemoryStateError(f"region {self.tag!r} is closed and cannot be {what}; make a new one")
 
 
 def capacity_for(tensors: Iterable[Tensor]) -> int:

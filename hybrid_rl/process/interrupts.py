@@ -31,9 +31,11 @@ def clear_interrupt() -> None:
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
+def deferred_interrupt(*, every: bool = False) -> Iterator[None]:
     """Defer Ctrl-C until the block is done, then deliver it: raise KeyboardInterrupt, or call the previous handler (an
     outer block of this kind, say). A second Ctrl-C is delivered at once. Meanwhile `interrupt_requested()` is true.
+
+    every: defer all, for a short block that must not end half way; they are delivered as one.
 
     Only the main thread gets signals; in other threads, and if Ctrl-C is ignored, the block simply runs.
     """
@@ -44,7 +46,7 @@ def deferred_interrupt() -> Iterator[None]:
     pending: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if pending:
+        if pending and not every:
             raise KeyboardInterrupt
         pending.append(number)
         _requested.set()
@@ -53,8 +55,8 @@ def deferred_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, before)
         if pending:
             _requested.clear()
-        signal.signal(signal.SIGINT, before)
     if pending:
         signal.raise_signal(signal.SIGINT)

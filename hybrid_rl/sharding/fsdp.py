@@ -225,6 +225,11 @@ class ShardedCausalLM(CausalLM):
                 unit.reshard()
         return result
 
+    def shards(self) -> list[Tensor]:
+        """Return this rank's shards, with the padding that makes all ranks' equally large: the memory itself. The
+        module's own parameters are the full ones while these are gathered."""
+        return [fsdp2.padded_shard(parameter) for parameter in fsdp2.parameters(self._root)]
+
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Say whether the next backward pass is the last one of its mini-batch (`accumulating`)."""
         self._root.set_requires_gradient_sync(is_last or self._sharding.sync_every_micro_batch)

@@ -19,11 +19,13 @@ from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.transfer import start_download
 from hybrid_rl.training.entropy import EntropyWeight
+from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl import KLWeight
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
@@ -46,7 +48,8 @@ class Actor(TrainedModel):
         reference: CausalLM | None = None,
     ) -> None:
         self._spec = spec = LossSpec.of(config)
-        super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps)
+        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer
+        super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
         algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs
         self._reads_squares = Needs.SUM_PI_SQUARED in config.advantage.needs

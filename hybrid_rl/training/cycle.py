@@ -27,17 +27,17 @@ from hybrid_rl.training.spec import LossSpec
 
 @dataclass(frozen=True)
 class MemoryPhases:
-    """What a rank of the policy holds, and when. residents: tags of all of it. offload: of what goes to host memory."""
+    """What a rank of the policy holds, and when. residents: tags of all of it. offload: of what goes to host memory.
+    movable: of what is in memory only in phases that need it; the rest is always there."""
 
     cycle: Cycle
     residents: frozenset[str]
     offload: frozenset[str]
+    movable: frozenset[str]
 
-    def table(self, *, engine_sleeps: bool = True) -> str:
-        """Return the table of the cycle. engine_sleeps: whether the engine gives its memory back, as all do but vLLM on
-        a CPU or over adopted weights."""
-        engine = {ENGINE_WEIGHTS, KV_CACHE} & self.residents if engine_sleeps else frozenset()
-        return cycle_table(self.cycle, self.residents, self.offload | engine)
+    def table(self) -> str:
+        """Return the table of the cycle."""
+        return cycle_table(self.cycle, self.residents, self.movable)
 
 
 def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPhases:
@@ -72,7 +72,10 @@ def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPh
         scores_actor=scores_actor(config, spec),
         rewards_beside_engine=REWARD_MODELS not in offload,
     )
-    return MemoryPhases(cycle, residents, offload)
+    engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
+    # vLLM sleeps on GPUs only, and adopted memory is the trainer's.
+    engine_stays = adopts or (config.rollout.engine == "vllm" and config.model.device == "cpu")
+    return MemoryPhases(cycle, residents, offload, offload if engine_stays else offload | engine)
 
 
 def scores_actor(config: TrainerConfig, spec: LossSpec) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,15 @@ from hybrid_rl.tensors.boxes import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLICE_ELEMENTS = 1 << 28  # gradients that are taken over in one call
+
+
+Item = TypeVar("Item")
+
+
+class HasGradient(Protocol):
+    """Whatever holds an accumulated gradient: a tensor, or something in its place."""
+
+    grad: Tensor | None
 
 
 class Optimizer:
@@ -41,8 +50,8 @@ class Optimizer:
         self._has_masters = any(p.dtype.itemsize < torch.float32.itemsize for p in self._parameters.values())
         self._mesh, self._num_copies = _mesh_of(self._parameters)
         # What AdamW updates: plain tensors, without the cost of DTensor operations.
-        local = {name: local_tensor(p.detach()) for name, p in self._parameters.items()}
-        self._targets = {name: t.float().clone() for name, t in local.items()} if self._has_masters else local
+        self._targets = self._make_targets({name: local_tensor(p.detach()) for name, p in self._parameters.items()})
+        self._sums = self._make_sums()
         matrices = [t for t in self._targets.values() if t.dim() >= 2]
         vectors = [t for t in self._targets.values() if t.dim() < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -65,6 +74,14 @@ class Optimizer:
             num_training_steps=num_optimizer_steps,
         )
 
+    def _make_targets(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what AdamW updates. local: this rank's part of each parameter."""
+        return {name: t.float().clone() for name, t in local.items()} if self._has_masters else local
+
+    def _make_sums(self) -> Mapping[str, HasGradient]:
+        """Return what holds the accumulated gradients, as its `grad`."""
+        return self._targets
+
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
@@ -84,22 +101,25 @@ class Optimizer:
         """Take the gradients of one backward pass into the fp32 accumulators. Call after every micro-batch."""
         if not self._has_masters:
             return
-        given = [(self._targets[name], p) for name, p in self._parameters.items() if p.grad is not None]
-        for pairs in _slices(given):
+        given = [(self._sums[name], p) for name, p in self._parameters.items() if p.grad is not None]
+        for pairs in slices(given, lambda pair: pair[1].numel(), SLICE_ELEMENTS):
             new, more = ([pair for pair in pairs if (pair[0].grad is None) == is_new] for is_new in (True, False))
-            for target, _ in new:
-                target.grad = torch.empty_like(target)
+            for held, parameter in new:
+                held.grad = torch.empty_like(local_tensor(parameter), dtype=torch.float32)
             for join, its in ((foreach_copy, new), (foreach_add, more)):  # both widen to fp32
                 if its:
                     gradients = [local_tensor(cast(Tensor, parameter.grad)) for _, parameter in its]
-                    join([cast(Tensor, target.grad) for target, _ in its], gradients)
+                    join([cast(Tensor, held.grad) for held, _ in its], gradients)
             for _, parameter in pairs:
                 parameter.grad = None
 
     def gradients(self) -> list[Tensor]:
         """Return the accumulated gradients on this rank, in the order of the parameters; zeros if there is none."""
         self._collect()
-        return [torch.zeros_like(t) if t.grad is None else t.grad for t in self._targets.values()]
+        return [
+            torch.zeros_like(target) if held.grad is None else held.grad
+            for target, held in zip(self._targets.values(), self._sums.values(), strict=True)
+        ]
 
     def check(self) -> None:
         """Raise ModelError if parameters are no longer those that the optimizer was made for."""
@@ -121,18 +141,7 @@ class Optimizer:
         if not self._has_masters:
             return torch.zeros(0, dtype=torch.bool)
         self.check()
-        changed = []
-        for name, parameter in self._parameters.items():
-            mine, master = local_tensor(parameter), self._targets[name]
-            rounded = master.to(mine.dtype)
-            differ = _differ(mine, rounded)
-            if mine.device.type != "cpu" or bool(differ):  # to ask a GPU would mean to wait for it
-                # Rounding may write another NaN than the one that is there.
-                same = (mine == rounded) | (mine.isnan() & rounded.isnan())
-                torch.where(same, master, mine, out=master)
-                differ = ~same.all()
-            changed.append(differ)
-        return torch.stack(changed)
+        return torch.stack([follow(self._targets[name], local_tensor(p)) for name, p in self._parameters.items()])
 
     @torch.no_grad()
     def step(self) -> tuple[float, bool]:
@@ -145,19 +154,18 @@ class Optimizer:
         """
         self.check()
         self._collect()
-        targets = list(self._targets.values())
-        norm = self._grad_norm([t.grad for t in targets if t.grad is not None])
+        sums = list(self._sums.values())
+        norm = self._grad_norm([held.grad for held in sums if held.grad is not None])
         found = float(norm)  # the one time that the host waits for the device
         updated = math.isfinite(found)
         if updated:
             if self._max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(targets, self._max_grad_norm, norm)
-            self._adamw.step()
-            if self._has_masters:
-                foreach_copy([local_tensor(p) for p in self._parameters.values()], targets)
+                # It looks at their gradients only.
+                torch.nn.utils.clip_grads_with_norm_(cast(list[Tensor], sums), self._max_grad_norm, norm)
+            self._apply()
         else:
             self.not_finite = (
-                [name for name, t in self._targets.items() if t.grad is not None and not t.grad.isfinite().all()],
+                [name for name, s in self._sums.items() if s.grad is not None and not s.grad.isfinite().all()],
                 [name for name, t in self._targets.items() if not t.isfinite().all()],
             )
             # The scheduler warns when it runs before any optimizer step; a skipped one is counted by the caller
@@ -166,6 +174,12 @@ class Optimizer:
         self._schedule.step()
         self.clear()
         return found, updated
+
+    def _apply(self) -> None:
+        """Update weights and moments from the accumulated gradients."""
+        self._adamw.step()
+        if self._has_masters:
+            foreach_copy([local_tensor(p) for p in self._parameters.values()], list(self._targets.values()))
 
     def _collect(self) -> None:
         """Point targets at the parameters' present memory and gradients."""
@@ -178,7 +192,7 @@ class Optimizer:
 
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
         """Compute the L2 norm over all ranks, float32 []; the same bits on each, so that replicas do not drift."""
-        device = next(iter(self._targets.values())).device
+        device = local_tensor(next(iter(self._parameters.values()))).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
             total += torch.stack(foreach_norm(gradients)).double().square().sum()
@@ -202,8 +216,8 @@ class Optimizer:
 
     def clear(self) -> None:
         """Forget accumulated gradients."""
-        for tensor in (*self._parameters.values(), *self._targets.values()):
-            tensor.grad = None
+        for held in (*self._parameters.values(), *self._sums.values()):
+            held.grad = None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return everything that a resumed run needs, by parameter name: the moments `exp_avg` and `exp_avg_sq`, the
@@ -283,15 +297,31 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     return (one.view(bits) != other.view(bits)).any()
 
 
-def _slices(pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> Iterator[list[tuple[Tensor, nn.Parameter]]]:
-    """Yield targets with their parameters, some at a time: many for one call, few enough that the gradients of a slice,
-    which are freed after it, do not add to the memory of a step."""
-    found: list[tuple[Tensor, nn.Parameter]] = []
-    for target, parameter in pairs:
-        found.append((target, parameter))
-        if sum(target.numel() for target, _ in found) > SLICE_ELEMENTS:
+def follow(master: Tensor, parameter: Tensor) -> Tensor:
+    """Let a master follow its parameter, on the same device, wherever that is not the master's rounded number. Returns
+    whether it was changed, bool [], without waiting for a GPU."""
+    rounded = master.to(parameter.dtype)
+    differ = _differ(parameter, rounded)
+    if parameter.device.type != "cpu" or bool(differ):  # to ask a GPU would mean to wait for it
+        # Rounding may write another NaN than the one that is there.
+        same = (parameter == rounded) | (parameter.isnan() & rounded.isnan())
+        torch.where(same, master, parameter, out=master)
+        differ = ~same.all()
+    return differ
+
+
+def slices(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Yield items, some at a time: many for one call, few enough that what a call needs beside them, which is freed
+    after it, does not add to the memory of a step. size: of an item in elements; a slice ends with the item that takes
+    it above `most`."""
+    found: list[Item] = []
+    total = 0
+    for item in items:
+        found.append(item)
+        total += size(item)
+        if total > most:
             yield found
-            found = []
+            found, total = [], 0
     if found:
         yield found
 

@@ -38,6 +38,7 @@ class TrainedModel:
         context: RankContext,
         *,
         num_optimizer_steps: int,
+        optimizer: type[Optimizer] = Optimizer,
     ) -> None:
         self.model = model
         self._context = context
@@ -47,7 +48,7 @@ class TrainedModel:
             model.enable_gradient_checkpointing()
             model.verify()  # it put the model into training mode
         self.skipped: SkippedUpdate | None = None  # the last update that was
-        self.optimizer = Optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
+        self.optimizer = optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
 
     def _cut(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Batch, bool]]:
         """Yield the micro-batches of one optimizer step, and whether each is the last; gradients begin at zero.

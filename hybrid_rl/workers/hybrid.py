@@ -54,7 +54,7 @@ class HybridWorker(WorkerBase):
     need."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
-        super().__init__(context)
+        super().__init__(context, setup.expected)
         config = setup.config
         self._config = config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
@@ -119,7 +119,7 @@ class HybridWorker(WorkerBase):
             self.hold(memory.models(REWARD_MODELS, self._reward_models.models))
         self._probe = HandoffProbe(setup.probe_ids, config, model.dtype)
         scorers = [(self._cycle.score_actor, self._actor.columns), *self._roles.scorers(self._cycle)]
-        self._scorers = joined(scorers, self.movable)
+        self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -133,8 +133,9 @@ class HybridWorker(WorkerBase):
         plan = self._plan(batch, step)
         for tags, scorers in self._scorers:
             with self.lease(tags) if tags else nullcontext():
-                for columns in scorers:
-                    batch = batch.with_columns(**columns(batch, plan))
+                for phase, columns in scorers:
+                    with self.watched(phase) if phase.is_taken else nullcontext():
+                        batch = batch.with_columns(**columns(batch, plan))
         return batch
 
     @dispatch(split="groups", collect="concat")
@@ -149,10 +150,10 @@ class HybridWorker(WorkerBase):
         plan, sums = self._plan(batch, step), MetricSums()
         self._version = None
         if self._cycle.update_critic.is_taken:
-            with self.lease(self._cycle.update_critic.tags):
+            with self.phase(self._cycle.update_critic):
                 sums.merge(self._roles.update_critic(batch, plan))
         if not self._roles.is_warmup(step):
-            with self.lease(self._cycle.update.tags), no_gradients_left(self._actor.optimizer):
+            with self.phase(self._cycle.update), no_gradients_left(self._actor.optimizer):
                 sums.merge(self._actor.update(batch, plan, step - 1))
                 self._roles.after_update(self._actor, step)
         # Ranks that have the same samples report them once.
@@ -175,7 +176,7 @@ class HybridWorker(WorkerBase):
         """
         self._version = None
         expected: Tensor | None = None
-        with self.lease(self._cycle.publish.tags):
+        with self.phase(self._cycle.publish):
             try:
                 report = self._side.publish(version)
                 with self._or_invalidate():
@@ -195,7 +196,7 @@ class HybridWorker(WorkerBase):
             metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
         metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()} | verified
         if expected is not None:
-            with self.lease(self._cycle.check.tags), self._or_invalidate():
+            with self.phase(self._cycle.check), self._or_invalidate():
                 start = now()
                 answer = self._client.generate([self._probe.request], version)[0]
                 gap = self._probe.compare(expected, answer, version, self._side.proof(verified))
@@ -259,10 +260,10 @@ class HybridWorker(WorkerBase):
         since they were published: it sleeps without a copy. Reward models score when the engine has finished."""
         self._actor.optimizer.check()
         self._publish_lost(call.version)
-        with self.lease(self._cycle.generate.tags):
+        with self.phase(self._cycle.generate):
             batch, report = self._rollout.run(tasks, call)
         if call.is_scored and self._rewards.entries.models:
-            with self.lease(self._cycle.reward.tags):
+            with self.phase(self._cycle.reward):
                 late = self._reward_models.late_scores(batch)
             batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report
@@ -339,7 +340,7 @@ class HybridWorker(WorkerBase):
             if self._context.rank == 0:
                 self._tokenizer.save_pretrained(target)
 
-        with self.lease(self._cycle.save.tags):
+        with self.phase(self._cycle.save):
             write_checkpoint(
                 folder,
                 save_model,
@@ -354,6 +355,6 @@ class HybridWorker(WorkerBase):
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._version = None
-        with self.lease(self._cycle.save.tags):
+        with self.phase(self._cycle.save):
             self._actor.load(folder)
             self._roles.load_models(folder)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import WEIGHTS
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import ConfigError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
-from hybrid_rl.memory.leases import Resident
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
+from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.build import gathered_bytes
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.tensors.boxes import local_tensor
 from hybrid_rl.training.optimizer import Optimizer
 
 
@@ -38,6 +37,7 @@ class TrainerMemory:
     def __init__(self, config: TrainerConfig, context: RankContext) -> None:
         self._offload = frozenset(config.memory.offload or ())
         self._arena: HostArena | None = None
+        self._owners: dict[int, str] = {}  # tag by storage
         if not self._offload:
             return
         limit = None
@@ -55,11 +55,12 @@ class TrainerMemory:
             for module in modules:
                 own_memory(module)
 
-        def weights() -> dict[str, Tensor]:
-            return dict(
-                chain.from_iterable(module.named_parameters(prefix=str(at)) for at, module in enumerate(modules))
-            )
+        def weights() -> list[Tensor]:
+            return [tensor for model in models for tensor in _weights(model)]
 
+        if any(isinstance(model, ShardedCausalLM) for model in models):
+            shards = weights()  # while weights are gathered, a module names these instead
+            return self._resident(tag, lambda: shards, modules, regions)
         return self._resident(tag, weights, modules, regions)
 
     def optimizer(self, optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
@@ -74,12 +75,13 @@ class TrainerMemory:
     def _resident(
         self,
         tag: str,
-        tensors: Callable[[], Mapping[str, Tensor] | Sequence[Tensor]],
+        tensors: Callable[[], Sequence[Tensor]],
         modules: Sequence[nn.Module] = (),
         regions: Sequence[Region] = (),
     ) -> Resident:
+        self._check_apart(tag, tensors())
         if tag not in self._offload:
-            return Resident(tag, lambda: sum(local_tensor(t).nbytes for t in _values(tensors())))
+            return Resident(tag, lambda: sum(tensor.nbytes for tensor in tensors()))
         assert self._arena is not None
         memory = OffloadedTensors(tag, tensors, self._arena, regions)
         guard = _Guard(tag, modules)
@@ -93,7 +95,19 @@ class TrainerMemory:
             guard.open()
 
         sleep(frozenset({tag}))
-        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake)
+        return Resident(tag, lambda: memory.num_bytes, sleep=sleep, wake=wake, atomic=True)
+
+    def _check_apart(self, tag: str, tensors: Sequence[Tensor]) -> None:
+        """Raise ConfigError if what is to move is also another resident's memory, which would leave with it."""
+        if not self._offload:
+            return
+        for tensor in tensors:
+            other = self._owners.setdefault(storage_id(tensor), tag)
+            if other != tag and {tag, other} & self._offload:
+                raise ConfigError(
+                    f"{tag} and {other} have weights in common (one module was made from the other?), so neither can "
+                    f"move by itself; take both out of memory.offload, or pass a copy.deepcopy of one of them"
+                )
 
 
 class _Guard:
@@ -105,8 +119,9 @@ class _Guard:
     def close(self) -> None:
         """Refuse from now on."""
         for module in self._modules:
-            for register in (module.register_forward_pre_hook, module.register_state_dict_pre_hook):
-                self._hooks.callback(register(self._refuse).remove)
+            self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
+            for child in module.modules():
+                self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
 
     def open(self) -> None:
         """Refuse no more."""
@@ -119,8 +134,8 @@ class _Guard:
         )
 
 
-def _values(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Iterator[Tensor]:
-    return iter(tensors.values() if isinstance(tensors, Mapping) else tensors)
+def _weights(model: CausalLM) -> list[Tensor]:
+    return model.shards() if isinstance(model, ShardedCausalLM) else list(model.module.parameters())
 
 
 def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Resident:
@@ -136,8 +151,10 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
-    # They are gathered from the actor's shards.
-    return Resident(ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,))
+    # They are gathered from the actor's shards, by all ranks together.
+    return Resident(
+        ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
+    )
 
 
 def kv_cache_resident(client: EngineClient) -> Resident:
@@ -148,4 +165,5 @@ def kv_cache_resident(client: EngineClient) -> Resident:
         sleep=lambda tags: client.at_rest().sleep({KV_CACHE}),
         wake=lambda: client.at_rest().wake({KV_CACHE}),
         after=(ENGINE_WEIGHTS,),
+        atomic=True,  # the cache of all layers is taken at once
     )

@@ -148,8 +148,9 @@ class ColocatedSide(RolloutSide):
         self._hosts: list[str] = context.gather(socket.gethostname())
         self._sources: dict[str, Source] = {}
         self._published = -1
-        # Memory of the host keeps its address, and the mappings of other ranks.
-        self._actor_moves = ACTOR in (setup.config.memory.offload or ()) and context.device.type == "cuda"
+        # Memory of the host keeps its address, and the mappings of other ranks; for messages no address is told.
+        moves = ACTOR in (setup.config.memory.offload or ()) and context.device.type == "cuda"
+        self._exports_again = moves and config.transport != "distributed"
         self._files: tuple[int, DiskSource] | None = None
         self._verifier: Verifier | None = None
         self.residents = self._residents()
@@ -167,7 +168,9 @@ class ColocatedSide(RolloutSide):
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
-            return replace(resident, sleep=self._sleep, wake=wake, after=after)
+            return replace(
+                resident, sleep=self._sleep, wake=wake, after=after, collective=self._config.ranks_per_engine > 1
+            )
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))
 
@@ -185,7 +188,7 @@ class ColocatedSide(RolloutSide):
 
     def let_go(self) -> None:
         """Close the sources if the actor's memory gets other addresses when it wakes: it is exported again then."""
-        if self._actor_moves:
+        if self._exports_again:
             self._close_sources()
 
     def verify(self, version: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardList, RewardRunner
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
@@ -56,7 +57,7 @@ class WorkerSetup:
     """Arguments from which a rank builds its worker. model: a module of this process, or how to build it in any.
     probe_ids: the prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
-    fingerprint: outputs of the live module that the recipe copies."""
+    fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -70,6 +71,7 @@ class WorkerSetup:
     critic: ModelRecipe | None = None
     num_critic_steps: int = 0
     fingerprint: list[float] | None = None
+    expected: Expected | None = None
 
     @property
     def engine_length(self) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases, Resident
+from hybrid_rl.memory.offload import OffloadedTensors
+from hybrid_rl.memory.region import Region
 from tests.distributed.ranks import run_ranks
 from tests.engine_faults import Fault
 from tests.sleeping_region import SleepingRegion
@@ -36,15 +42,24 @@ class Rank:
         return everyone
 
     def resident(
-        self, tag: str, *, after: tuple[str, ...] = (), collective: bool = False, fails: bool = False
+        self,
+        tag: str,
+        *,
+        after: tuple[str, ...] = (),
+        collective: bool = False,
+        atomic: bool = False,
+        fails: bool = False,
     ) -> Resident:
         def wake() -> None:
+            told = f"{tag} of {self.all_of(tag)}" if collective else tag
             if fails:
                 raise RuntimeError("out of memory")
-            told = f"{tag} of {self.all_of(tag)}" if collective else tag
             self.log.append(f"wake {told}")
 
-        return Resident(tag, lambda: 10, lambda tags: self.log.append(f"sleep {tag}"), wake, after)
+        def sleep(_: frozenset[str]) -> None:
+            self.log.append(f"sleep {tag}")
+
+        return Resident(tag, lambda: 10, sleep, wake, after, atomic=atomic, collective=collective)
 
     def attempt(self, leases: Leases, *tags: str) -> str:
         """Take a lease: "held", or the error's text."""
@@ -85,6 +100,53 @@ def broken_rank(mine: Rank) -> Any:
     return said, mine.log, sorted(leases.awake)
 
 
+def undone(mine: Rank) -> Any:
+    """The wake that fails on rank 1 comes between two collectives: both ranks go through the first one back and forth,
+    and none enters the second."""
+    collectives = [mine.resident(tag, collective=True) for tag in ("early", "late")]
+    leases = Leases([*collectives, mine.resident("kv", atomic=True, fails=mine.rank == 1)], mine.gather)
+    said = [mine.attempt(leases, *tags) for tags in (("early",), ("kv", "late"), ("early", "late"))]
+    return said, mine.log, sorted(leases.awake)
+
+
+def failed_collective(mine: Rank) -> Any:
+    """Rank 1 fails at the end of a collective and cannot wait for rank 0, which waits for it until it speaks again."""
+    leases = Leases([mine.resident("engine", collective=True, atomic=True, fails=mine.rank == 1)], mine.gather)
+    return [mine.attempt(leases, "engine") for _ in range(2 + mine.rank)], sorted(leases.awake)
+
+
+def offloaded(mine: Rank) -> Any:
+    """Real tensors, one of them in memory that the other rank maps; rank 1 has no host memory for the second."""
+    region = Region("actor", capacity_bytes=2 * mmap.PAGESIZE)
+    shared = region.allocate((mmap.PAGESIZE // 4,), torch.float32).fill_(mine.rank + 0.5)
+    critic = torch.arange(3 * mmap.PAGESIZE, dtype=torch.uint8)
+    pids, fds = zip(*mine.all_of((os.getpid(), region.fd)), strict=True)
+    peer = os.open(f"/proc/{pids[1 - mine.rank]}/fd/{fds[1 - mine.rank]}", os.O_RDWR)
+    mapped = torch.frombuffer(mmap.mmap(peer, mmap.PAGESIZE), dtype=torch.float32)
+    os.close(peer)
+    arena = HostArena("cpu", limit_bytes=3 * mmap.PAGESIZE if mine.rank else None)
+    moving = [
+        OffloadedTensors("actor", lambda: [shared], arena, [region]),
+        OffloadedTensors("critic", lambda: [critic], arena),
+    ]
+    leases = Leases([tensors.resident() for tensors in moving], mine.gather)
+    said = []
+    for tags in (("critic",), ("actor", "critic"), (), ("actor",), ("critic",), ("actor", "critic")):
+        said.append(
+            (
+                mine.attempt(leases, *tags),
+                sorted(leases.awake),
+                region.occupied_bytes,
+                critic.untyped_storage().nbytes(),
+            )
+        )
+        mine.all_of(None)  # before the other one maps pages again
+    expected = torch.arange(3 * mmap.PAGESIZE, dtype=torch.uint8)
+    same = bool((shared == mine.rank + 0.5).all()) and bool((mapped == 1.5 - mine.rank).all())
+    mine.all_of(None)
+    return said, same and torch.equal(critic, expected)
+
+
 def one_order(mine: Rank) -> Any:
     """Every wake is a collective: ranks that walked in another order would meet in different ones, or wait for ever."""
     residents = [
@@ -122,7 +184,18 @@ def engines(mine: Rank) -> Any:
     return said
 
 
-SCENARIOS = (engines, agreement, other_wishes, unknown_tag, other_residents, broken_rank, one_order)
+SCENARIOS = (
+    engines,
+    agreement,
+    other_wishes,
+    unknown_tag,
+    other_residents,
+    broken_rank,
+    undone,
+    failed_collective,
+    offloaded,
+    one_order,
+)
 
 
 def run_all(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -140,9 +213,9 @@ def both(ranks: list[dict[str, Any]], name: str) -> Any:
     return ranks[0][name]
 
 
-def test_one_gather_per_outermost_lease(ranks) -> None:
+def test_one_gather_per_outermost_lease_and_per_move(ranks) -> None:
     said, log, num_gathers = both(ranks, "agreement")
-    assert said == ["held"] * 3 and num_gathers == 4
+    assert said == ["held"] * 3 and num_gathers == 4 + 5
     assert log == ["wake kv", "sleep kv", "wake optimizer", "sleep optimizer", "wake kv"]
 
 
@@ -150,7 +223,7 @@ def test_other_wishes_are_refused_on_both_and_nothing_moves(ranks) -> None:
     said, log = both(ranks, "other_wishes")
     assert said[0] == said[2] == "held" and log == ["wake kv", "sleep kv", "wake optimizer"]
     assert said[1] == (
-        "MemoryStateError: nothing was moved in memory on any rank, because the ranks differ in what is wanted: "
+        "MemoryRefusedError: nothing was moved in memory on any rank, because the ranks differ in what is wanted: "
         "rank 0: ['kv']; rank 1: ['optimizer']; every rank must make the same calls"
     )
 
@@ -166,18 +239,54 @@ def test_other_residents_are_refused_on_both(ranks) -> None:
     assert "differ in what is registered: rank 0: ['kv']; rank 1: ['critic', 'kv']" in said and log == []
 
 
-def test_a_rank_that_failed_speaks_at_once_and_then_stops_all(ranks) -> None:
+def test_a_rank_that_failed_stops_all_at_once(ranks) -> None:
     (well, well_log, well_awake), (sick, sick_log, sick_awake) = (rank["broken_rank"] for rank in ranks)
-    assert well[:2] == ["held", "held"] and sick[:2] == ["held", "RuntimeError: out of memory"]
+    cause = "memory is in an unknown state since this failure: rank 1: wake of 'kv': RuntimeError: out of memory"
+    assert well[:2] == ["held", f"PeerBrokenError: {cause}"]
+    assert sick[:2] == ["held", "RuntimeError: out of memory"]
     # Both refuse from now on, the healthy one too, and both name the cause.
-    for later in (well[2:], sick[2:]):
-        assert len(later) == 2 and all(
-            "nothing was moved in memory on any rank: rank 1: memory is in an unknown state since this "
-            "failure: wake of 'kv': RuntimeError: out of memory" in text
-            for text in later
-        )
+    assert (
+        well[2:] == sick[2:] == [f"MemoryStateError: nothing was moved in memory on any rank: ranks 0, 1: {cause}"] * 2
+    )
     assert well_log == ["wake engine", "sleep engine", "wake kv"] and well_awake == ["kv"]
     assert sick_log == ["wake engine", "sleep engine"] and sick_awake == []
+
+
+def test_a_move_that_fails_on_one_rank_is_undone_on_both(ranks) -> None:
+    (well, well_log, well_awake), (sick, sick_log, sick_awake) = (rank["undone"] for rank in ranks)
+    assert (well[0], well[2]) == (sick[0], sick[2]) == ("held", "held")
+    cause = (
+        "rank 1: wake of 'kv': RuntimeError: out of memory; memory was put back as it was before, and work can go on."
+    )
+    assert well[1].startswith(f"PeerRefusedError: {cause} In memory were kv 10 bytes; to make room")
+    assert sick[1].startswith(f"MemoryRefusedError: {cause} In memory were nothing else; to make room")
+    woken = {tag: f"wake {tag} of {[tag] * 2}" for tag in ("early", "late")}
+    back = ["sleep early", woken["early"], woken["late"]]
+    assert sick_log == [woken["early"], *back] and well_awake == sick_awake == ["early", "late"]
+    assert well_log == [woken["early"], "sleep early", "wake kv", "sleep kv", woken["early"], woken["late"]]
+
+
+def test_a_collective_that_fails_on_one_rank_breaks_both(ranks) -> None:
+    (well, well_awake), (sick, sick_awake) = (rank["failed_collective"] for rank in ranks)
+    cause = "memory is in an unknown state since this failure: wake of 'engine': RuntimeError: out of memory"
+    assert well[0] == f"PeerBrokenError: memory is in an unknown state since this failure: rank 1: {cause}"
+    assert sick[0] == "RuntimeError: out of memory"
+    assert all(told.startswith("MemoryStateError: nothing was moved") and cause in told for told in well[1:] + sick[1:])
+    assert (well_awake, sick_awake) == (["engine"], [])
+
+
+def test_tensors_of_all_ranks_sleep_or_none(ranks) -> None:
+    (well, well_same), (sick, sick_same) = (rank["offloaded"] for rank in ranks)
+    assert well_same and sick_same
+    page, both = mmap.PAGESIZE, ["actor", "critic"]
+    for said in (well, sick):
+        assert said[0] == ("held", ["critic"], 0, 3 * page) and said[1] == ("held", both, page, 3 * page)
+        # Rank 1 has no room for the critic, whose sleep comes first; then the actor has not moved either.
+        for told, awake, occupied, critic_bytes in (said[2], said[3]):
+            assert "rank 1: sleep of 'critic': MemoryStateError: 'critic' cannot go to host memory" in told
+            assert (awake, occupied, critic_bytes) == (both, page, 3 * page)
+        assert said[4] == ("held", ["critic"], 0, 3 * page) and said[5] == ("held", both, page, 3 * page)
+    assert well[2][0].startswith("PeerRefusedError") and sick[2][0].startswith("MemoryRefusedError")
 
 
 def test_all_ranks_walk_in_one_order(ranks) -> None:
@@ -197,7 +306,8 @@ def test_engines_of_all_ranks_sleep_and_wake_together_or_not_at_all(ranks) -> No
     well, sick = (rank["engines"] for rank in ranks)
     night, day = ([], "asleep", False), (["kv_cache", "weights"], "ready", True)
     assert well[:4] == sick[:4] == ["held", day, "held", night]
-    assert well[4:6] == ["held", day] and sick[4:6] == ["InjectedFault: wake number 3 was asked to fail", night]
-    refusal = "MemoryStateError: nothing was moved in memory on any rank: rank 1: memory is in an unknown"
+    assert well[4].startswith("PeerBrokenError: memory is in an unknown state") and well[5][0] == ["weights"]
+    assert sick[4:6] == ["InjectedFault: wake number 3 was asked to fail", night]
+    refusal = "MemoryStateError: nothing was moved in memory on any rank: ranks 0, 1: memory is in an unknown"
     assert well[6].startswith(refusal) and sick[6].startswith(refusal)
-    assert (well[7], sick[7]) == (day, night)
+    assert (well[7], sick[7]) == (well[5], night)

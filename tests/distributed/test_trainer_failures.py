@@ -13,6 +13,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def make(tmp_path: Path, forked_ranks, monkeypatch):
-    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
+    draw_nothing(monkeypatch)
     made = []
 
     def trainer(reward, **keys) -> Trainer:

@@ -59,13 +59,11 @@ def build(name: str, **settings: Any) -> PreTrainedModel:
     return module
 
 
-def rig_of(
-    family: str, *, dtype: torch.dtype = torch.float32, keeps_cache: bool | None = None, **settings: Any
-) -> DeviceRig:
+def rig_of(family: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> DeviceRig:
     """An engine over a model of `families`, ready at version 1."""
     module = build(family, dtype=dtype)
     config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
-    engine = InPlaceEngine(CausalLM(module), config, max_length=48, keeps_cache=keeps_cache)
+    engine = InPlaceEngine(CausalLM(module), config, max_length=48)
     rig = DeviceRig(engine, module)
     rig.ready()
     return rig

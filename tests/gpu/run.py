@@ -37,7 +37,7 @@ from tests.gpu.parts import BENCHMARKS, BUILD, Part, parts_of, piece_of  # noqa:
 FAILED, CANNOT_RUN, INCOMPLETE = 1, 3, 4
 NOT_RUN = "not run"
 TAIL_LINES = {"passed": 8, "failed": 60, "timeout": 60}  # of the output, by status
-LIBRARIES = ("_native.so", "_native_cuda.so")
+LIBRARIES = ("_native.so", "_native_cuda.so", "_cuda_region.so")
 MARGIN_SECONDS = 5.0  # of a budget: to kill what hangs, to write and to print
 
 
@@ -55,7 +55,7 @@ def run_part(root: Path, python: str, part: Part, limit_seconds: float) -> dict[
 
 
 def _build(root: Path, python: str, part: Part, limit_seconds: float) -> tuple[Outcome, dict[str, Any]]:
-    """Compile csrc in place. Both libraries must be there: else the rest would test and measure stand-ins."""
+    """Compile csrc in place. All libraries must be there: else the rest would test and measure stand-ins."""
     if "setuptools" in machine.missing(["setuptools"]):
         return Outcome("failed", 0.0, "setuptools cannot be imported; install it"), {}
     for name in LIBRARIES:

@@ -33,23 +33,36 @@ def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:
     same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_graphs_stay_while_the_memory_of_the_cache_does(keep: bool) -> None:
-    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keeps_cache=keep)
+def test_graphs_outlive_the_nights_of_the_cache() -> None:
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2")
     graphed.run(mixed_requests())
     graphs = graphed.engine._runner._graphs
     assert graphs.num_captures == 5
-    for rig in (eager, graphed):
-        rig.engine.sleep({"kv_cache"})
-        rig.perturb()
-        rig.engine.wake({"weights", "kv_cache"})
-        rig.publish(2)
-    same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
-    assert graphs.num_captures == (5 if keep else 10)
+    for version in (2, 3):
+        for rig in (eager, graphed):
+            rig.engine.sleep({"kv_cache"})
+            rig.perturb()
+            rig.engine.wake({"weights", "kv_cache"})
+            rig.publish(version)
+        same_samples(graphed.run(mixed_requests(), version), eager.run(mixed_requests(), version))
+    assert graphs.num_captures == 5
+
+
+def test_a_night_gives_the_memory_of_the_cache_to_others() -> None:
+    rig = rig_of("qwen2", kv_cache_memory_bytes=1 << 30)
+    rig.run(mixed_requests())
+    torch.cuda.empty_cache()
+    awake = torch.cuda.mem_get_info()[0]
+    rig.engine.sleep({"kv_cache"})
+    assert torch.cuda.mem_get_info()[0] - awake >= 0.99 * rig.engine.kv_cache_bytes
+    taken = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del taken
+    rig.engine.wake({"weights", "kv_cache"})  # PyTorch has kept what it freed
+    assert rig.engine.state.value == "ready"
 
 
 def test_weights_that_moved_are_captured_again() -> None:
-    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2", keeps_cache=True)
+    eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2")
     graphed.run(mixed_requests())
     old = [parameter.data for parameter in graphed.module.parameters()]  # held, so that no address is used again
     for parameter in graphed.module.parameters():

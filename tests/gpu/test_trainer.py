@@ -50,6 +50,20 @@ def test_fp32_steps_are_those_of_the_cpu(make_trainer, records) -> None:
             assert mine[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
+def test_what_waits_in_host_memory_comes_back_as_it_was(make_trainer, records) -> None:
+    """Kernels that add in any order leave the last bits open."""
+    runs = []
+    for offload in ([], ["optimizer", "reference"]):
+        keys = {"beta": 0.04, "num_iterations": 2, "memory.offload": offload}
+        trainer = make_trainer(build_model().to(DEVICE), max_steps=3, **keys)
+        trainer.fit()
+        runs.append([line for line in records(trainer) if line["step"] > 0])
+    for still, moving in zip(*runs, strict=True):
+        assert still["memory/optimizer_bytes"] > 0 == moving["memory/optimizer_bytes"]
+        for name in ("reward", "num_tokens", "loss", "kl", "grad_norm", "entropy"):
+            assert moving[name] == pytest.approx(still[name], rel=1e-4, abs=1e-6), name
+
+
 def test_a_run_goes_on_from_its_checkpoint(make_trainer, records) -> None:
     whole = make_trainer(build_model().to(DEVICE), max_steps=4, save_steps=2, run_name="whole")
     whole.fit()

@@ -54,3 +54,20 @@ def test_a_second_trainer_trains_like_the_first_and_the_memory_of_the_first_is_f
             used.append(torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0])
     # Workspaces of libraries stay; what a Trainer owns would be its cache of 64 MiB and more.
     assert not used or used[1] - used[0] < 32 * MIB
+
+
+def test_the_actor_waits_in_host_memory_while_vllm_generates(tmp_path: Path) -> None:
+    """Every byte that the engine gets is compared with weights that have slept and woken before."""
+    model = build_model(dtype=torch.bfloat16, **SHAPE).to(DEVICE)
+    moving = ["actor", "optimizer", "reference"]
+    keys = {**KEYS, "beta": 0.04, "num_iterations": 2, "probe_steps": 1, "output_dir": str(tmp_path)}
+    keys["memory.offload"] = moving
+    with Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
+        trainer.fit()
+        lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["timing/verify"] > 0 and 0 <= line["handoff/probe_gap"] < 0.25
+        assert [line[f"memory/{tag}_bytes"] for tag in moving] == [0.0, 0.0, 0.0]  # after the handoff
+        assert line["sampling/sampling_logp_difference/max"] < 0.25
+    assert all(parameter.isfinite().all() for parameter in model.parameters())  # they are back

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.forked import Forked
+from tests.no_pictures import draw_nothing
 
 if TYPE_CHECKING:  # tests of functions need neither transformers nor a Trainer, which take four seconds to import
     from hybrid_rl import Trainer
@@ -33,7 +34,7 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     from hybrid_rl import Trainer
     from tests.tiny import build_model, build_tokenizer, spread, sums
 
-    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
+    draw_nothing(monkeypatch)
     made: list[Trainer] = []
     missing = object()
 

@@ -259,7 +259,7 @@ def test_an_installation_in_place_leaves_no_library_of_an_earlier_one(
     pytest.importorskip("setuptools")
     if nvcc is None and Path("/usr/bin/nvcc").exists():
         pytest.skip("nvcc is on the system's path")
-    for name in ("_native.so", "_native_cuda.so"):
+    for name in ("_native.so", "_native_cuda.so", "_cuda_region.so"):
         (tmp_path / "hybrid_rl" / name).write_bytes(b"of an earlier build")
     assert project(nvcc, **variables).returncode == status
     assert [*tmp_path.glob("hybrid_rl/*.so")] == []

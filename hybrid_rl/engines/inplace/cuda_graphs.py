@@ -3,7 +3,8 @@
 A graph holds the layers, the head and the draw of a token per sequence. It also holds addresses: of every weight, of
 the cache, and of the tensors that it reads its pass from. So before the first pass of a rollout the addresses are
 compared with those of the capture; if one of them has moved, all graphs are dropped, which the log says, and captured
-again. On one rank a handoff moves nothing; weights that were gathered for a rollout may have other addresses in each.
+again. On one rank a handoff moves nothing, and a cache that sleeps and wakes keeps its addresses; weights that were
+gathered for a rollout may have other addresses in each.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class DecodeGraphs:
         self.num_captures = 0
 
     def drop(self, reason: str) -> None:
-        """Forget all graphs and give their memory back. To be called before the memory of the cache goes away."""
+        """Forget all graphs and give their memory back."""
         if self._graphs:
             _logger.info("%d decode graphs are dropped: %s", len(self._graphs), reason)
         self._graphs = {}

@@ -13,18 +13,16 @@ import torch
 
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import EngineState, FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
-from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder
+from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder, cache_region
 from hybrid_rl.engines.inplace.runner import Runner
 from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
-
-SPARE_MEMORY_SHARE = 0.15  # of a device, left free in addition to a cache that stays in memory
 
 
 class InPlaceEngine(EmbeddedEngine):
@@ -32,8 +30,9 @@ class InPlaceEngine(EmbeddedEngine):
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
     requests with stop strings need it. memory_share: of the free memory that is this engine's to use; others in other
-    processes have the rest. keeps_cache: keep the memory of the KV cache, and the CUDA graphs over it, while the engine
-    sleeps; None = on CUDA, after the first time, if the most memory that this process ever used leaves room for it.
+    processes have the rest.
+
+    Raises MemoryStateError on a GPU whose driver cannot map memory at addresses of our choice.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class InPlaceEngine(EmbeddedEngine):
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
-        keeps_cache: bool | None = None,
     ) -> None:
         super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
         with torch.inference_mode():
@@ -52,7 +50,8 @@ class InPlaceEngine(EmbeddedEngine):
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
         num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
-        self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device)
+        region = cache_region(recorder.layers, num_blocks * config.block_size, model.device)
+        self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device, region)
         self.kv_cache_tokens, self.kv_cache_bytes = num_blocks * config.block_size, self._cache.num_bytes
         slots = SlotTable(config.max_num_seqs, -(-max_length // config.block_size))
         self._scheduler = Scheduler(
@@ -63,8 +62,6 @@ class InPlaceEngine(EmbeddedEngine):
             counters=self._counters,
         )
         self._runner = Runner(model, self._cache, slots, cuda_graphs=config.cuda_graphs)
-        self._keeps_cache = keeps_cache
-        self._has_slept = self._has_stayed = False
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -134,28 +131,17 @@ class InPlaceEngine(EmbeddedEngine):
         self._runner.expect_moves()
 
     def _release_cache(self) -> None:
-        """Give the memory back, or keep it with the graphs over it."""
-        if self._cache.is_allocated and not self._stays():
-            self._runner.drop_graphs("the memory of the cache is given back")
+        if self._cache.is_allocated:
             self._cache.free()
 
     def _allocate_cache(self) -> None:
         if not self._cache.is_allocated:
             self._cache.allocate()
 
-    def _stays(self) -> bool:
-        """Return whether the cache stays in memory while others work."""
-        device = self._model.device
-        if self._keeps_cache is not None or device.type != "cuda":
-            return bool(self._keeps_cache)
-        first, self._has_slept = not self._has_slept, True
-        if first:
-            return False  # what training takes has not been seen yet
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)
-        missing = 0 if self._has_stayed else self.kv_cache_bytes  # in the peak, that is
-        self._has_stayed = cache_fits(total, others, torch.cuda.max_memory_allocated(device), missing)
-        return self._has_stayed
+    def close(self) -> None:
+        """Give the memory of the cache back for good; idempotent."""
+        self.state = EngineState.ASLEEP
+        self._cache.close()
 
     def _cache_usage(self) -> tuple[int, float]:
         pool = self._scheduler.pool
@@ -172,17 +158,6 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
         decode=setup.decode,
         memory_share=setup.memory_share,
     )
-
-
-def cache_fits(total_bytes: int, other_bytes: int, peak_bytes: int, cache_bytes: int) -> bool:
-    """Return whether a cache can stay on a device during training.
-
-    total_bytes: of the device; other_bytes: what other processes, contexts and libraries hold; peak_bytes: most that
-    tensors of this process ever held; cache_bytes: what the cache adds to that. The peak may have been reached with the
-    cache in memory, so the answer errs to the side of giving it back. SPARE_MEMORY_SHARE is left for longer batches and
-    for gaps between tensors.
-    """
-    return other_bytes + peak_bytes + cache_bytes <= (1 - SPARE_MEMORY_SHARE) * total_bytes
 
 
 def _num_blocks(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.engines.base import KV_CACHE
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions
 
+ALIGNMENT_BYTES = 256  # of the keys and of the values of a layer, as of PyTorch's own memory on CUDA
 LANES = 16  # dims of a value are padded to a multiple of this on a CPU: see csrc/paged_attention.cpp
 
 
@@ -50,13 +54,24 @@ class PagedCache:
 
     On a CPU a block of keys is [head, dim, token] and a block of values [head, token, dim], as the compiled kernel
     reads them; elsewhere both are [token, head, dim]. `views` shows either as [block, token, head, dim].
+
+    region: where the memory lies, with room for `capacity_bytes` of it; it then sleeps and wakes at the same addresses,
+    so that CUDA graphs over it stay valid. None: in host memory, at new addresses after every `free`.
     """
 
-    def __init__(self, layers: dict[int, LayerShape], num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: dict[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        region: CudaRegion | None = None,
+    ) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self._region = region
         self._memory: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -67,35 +82,43 @@ class PagedCache:
     @property
     def is_allocated(self) -> bool:
         """Whether the memory is there."""
-        return bool(self._memory)
+        return bool(self._memory) and not (self._region is not None and self._region.is_asleep)
 
     def allocate(self) -> None:
         """Get the memory, all zeros: hidden places weigh nothing, but nothing times a NaN left in fresh memory is
-        NaN."""
-        for index, layer in self.layers.items():
-            outer = (self.num_blocks, layer.num_heads)
-            if self.device.type == "cpu":
-                keys = _lazy_zeros((*outer, layer.key_dim, self.block_size), layer.dtype)
-                values = _lazy_zeros((*outer, self.block_size, layer.padded_value_dim), layer.dtype)
-            else:
-                shape = (self.num_blocks, self.block_size, layer.num_heads)
-                keys = torch.zeros(*shape, layer.key_dim, dtype=layer.dtype, device=self.device)
-                values = torch.zeros(*shape, layer.padded_value_dim, dtype=layer.dtype, device=self.device)
-            self._memory[index] = (keys, values)
+        NaN. Raises MemoryStateError if a region cannot have it; nothing is allocated then."""
+        if self._memory and self._region is not None:
+            self._region.restore()
+            return
+        wanted = [(shape, layer.dtype) for layer in self.layers.values() for shape in self._shapes(layer)]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        # One tensor for all: either there is memory for every layer, or none is taken.
+        parts = self._bytes(sum(map(_aligned, sizes))).split([_aligned(size) for size in sizes])
+        tensors = [
+            part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
+        ]
+        self._memory = dict(zip(self.layers, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
 
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
-        self._memory.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._region is not None:
+            self._region.release()
+        else:
+            self._memory = {}
+
+    def close(self) -> None:
+        """Give the memory back for good; idempotent. Nothing may be read afterwards."""
+        self._memory = {}
+        if self._region is not None:
+            self._region.close()
 
     def clear(self) -> None:
         """Zeros everywhere, as after `allocate`."""
-        if self.device.type == "cpu":
+        if self._region is None:
             self.free()
             self.allocate()
             return
-        for pair in self._memory.values():  # at the same place: CUDA graphs have captured it
+        for pair in self._memory.values():
             for tensor in pair:
                 tensor.zero_()
 
@@ -110,6 +133,22 @@ class PagedCache:
             keys, values = keys.permute(0, 3, 1, 2), values.transpose(1, 2)
         return keys, values[..., : self.layers[layer].value_dim]
 
+    def _shapes(self, layer: LayerShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of keys and values as they are in memory."""
+        blocks, tokens, heads = self.num_blocks, self.block_size, layer.num_heads
+        if self.device.type == "cpu":
+            return (blocks, heads, layer.key_dim, tokens), (blocks, heads, tokens, layer.padded_value_dim)
+        return (blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)
+
+    def _bytes(self, num_bytes: int) -> Tensor:
+        """Return zeros, uint8 [num_bytes]."""
+        if self._region is not None:
+            return self._region.allocate((num_bytes,), torch.uint8)
+        assert self.device.type == "cpu", f"a cache on {self.device} needs a region"
+        # Pages that the operating system hands out when they are first written: an unused part of the cache costs no
+        # memory, which torch.zeros would touch.
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
+
     def copy_blocks(self, source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks, int64 indices [n] each, in every layer."""
         for pair in self._memory.values():
@@ -117,8 +156,18 @@ class PagedCache:
                 tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose pages the operating system hands out when they are first written: an unused part of the cache costs
-    no memory, which torch.zeros would touch."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+def cache_region(layers: dict[int, LayerShape], num_tokens: int, device: torch.device) -> CudaRegion | None:
+    """Return a region for the cache of these layers; None on a CPU. Raises MemoryStateError if the device or its driver
+    cannot map memory at addresses of our choice."""
+    if device.type == "cpu":
+        return None
+    return CudaRegion(KV_CACHE, capacity_bytes=region_bytes(layers, num_tokens), device=device)
+
+
+def region_bytes(layers: dict[int, LayerShape], num_tokens: int) -> int:
+    """Return the bytes that the cache of these layers takes at most, alignment included."""
+    return sum(num_tokens * layer.bytes_per_token + 2 * ALIGNMENT_BYTES for layer in layers.values())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

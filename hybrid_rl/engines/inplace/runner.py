@@ -74,11 +74,6 @@ class Runner:
         matrices = [p.numel() for p in module.parameters() if p.dim() == 2 and id(p) not in ends]
         self._largest_matrix = max(matrices, default=SMALLEST_PARALLEL_PRODUCT)
 
-    def drop_graphs(self, reason: str) -> None:
-        """To be called before the memory of the cache goes away."""
-        if self._graphs is not None:
-            self._graphs.drop(reason)
-
     def expect_moves(self) -> None:
         """Look before the next pass whether weights or cache have moved, or sequences may be longer."""
         self._is_prepared = False

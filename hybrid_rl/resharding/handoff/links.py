@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import Gather, Source, gathered
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
@@ -33,14 +34,14 @@ def connect(
     rank: int,
     tensors: Mapping[str, Tensor],
     *,
-    regions: Sequence[Region] = (),
+    regions: Sequence[Region | CudaRegion] = (),
     device: torch.device | None = None,
     gather: Gather,
 ) -> Source:
     """Make the source of a trainer rank among trainer ranks, with a way for each link. Collective.
 
     tensors: this rank's, plain or DTensor, by name.
-    regions: the memory of those on the host.
+    regions: the memory of those on the host, and of those on a GPU that lie in a region there.
     device: of this rank's engine.
 
     Messages between ranks of one host are logged, with the reason.

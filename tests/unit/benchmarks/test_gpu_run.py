@@ -23,7 +23,10 @@ JUNIT = """<testsuites><testsuite>
 <testcase name="d"><skipped message="needs vllm"/></testcase>
 <testcase name="e"><skipped message="needs vllm"/></testcase>
 </testsuite></testsuites>"""
-BUILDS = "import pathlib\nfor name in ('_native.so', '_native_cuda.so'): pathlib.Path('hybrid_rl', name).touch()"
+BUILDS = (
+    "import pathlib\n"
+    "for name in ('_native.so', '_native_cuda.so', '_cuda_region.so'): pathlib.Path('hybrid_rl', name).touch()"
+)
 
 
 @pytest.fixture
@@ -92,8 +95,8 @@ def test_a_run_reports_every_part_whatever_the_others_do(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        ("print('hybrid_rl: no nvcc')", "not built: _native.so, _native_cuda.so"),
-        ("import pathlib; pathlib.Path('hybrid_rl/_native.so').touch()", "not built: _native_cuda.so"),
+        ("print('hybrid_rl: no nvcc')", "not built: _native.so, _native_cuda.so, _cuda_region.so"),
+        ("import pathlib; pathlib.Path('hybrid_rl/_native.so').touch()", "not built: _native_cuda.so, _cuda_region.so"),
         ("raise SystemExit('strided_copy.cu(7): error')", "strided_copy.cu(7): error"),
     ],
 )

@@ -25,6 +25,8 @@ EXPECTED = {
     "gpu_strided_copy": {"gpu_strided_copy "},
     "gpu_limits": {"gpu_limits device copy", "gpu_limits pinned to device", "gpu_limits bf16 product"},
     "gpu_sleep": {"gpu_sleep"},
+    "gpu_region": {"gpu_region 2 MiB pieces"},
+    "gpu_offload": {"gpu_offload sleep", "gpu_offload wake", "gpu_offload step 0.5B"},
     "gpu_decode": {"gpu_decode"},
     "gpu_cycles": {"gpu_cycles vllm"},
     "gpu_quickstart": {"gpu_quickstart accuracy"},

@@ -52,7 +52,9 @@ def example(leaf: Leaf) -> Any:
     """A value that the key takes; another than its default where there is one."""
     kind = next((t for t in typing.get_args(leaf.type) if t is not type(None)), leaf.type)
     if leaf.default is None:
-        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [1.5])
+        element = next(iter(typing.get_args(kind)), float)  # of a list
+        in_list = typing.get_args(element)[0] if typing.get_origin(element) is Literal else 1.5
+        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [in_list])
     if typing.get_origin(leaf.type) is Literal:
         return typing.get_args(leaf.type)[-1]
     if isinstance(leaf.default, bool):

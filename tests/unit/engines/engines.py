@@ -50,13 +50,11 @@ class Rig:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
 
 
-def inplace(
-    family: str = "qwen2", *, dtype: torch.dtype = torch.float32, keeps_cache: bool | None = None, **settings: Any
-) -> Rig:
+def inplace(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Rig:
     """Blocks of 4 tokens: more of them, and attention in PyTorch."""
     module = build(family, dtype=dtype)
     config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
-    engine = InPlaceEngine(CausalLM(module), config, max_length=48, decode=decode, keeps_cache=keeps_cache)
+    engine = InPlaceEngine(CausalLM(module), config, max_length=48, decode=decode)
     return Rig(engine, module)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
+from hybrid_rl.memory.agreement import Failure
 from hybrid_rl.memory.leases import Leases, Resident
 
 
@@ -158,6 +159,100 @@ def test_after_a_failed_move_every_lease_refuses(
         pass
 
 
+class Atomic(Memory):
+    """Memory whose failed moves have changed nothing."""
+
+    def resident(self, tag: str, num_bytes: int) -> Resident:
+        return replace(super().resident(tag, num_bytes), atomic=True)
+
+
+def atomic_leases(*, fails: str, error: BaseException) -> tuple[Leases, Memory]:
+    """ "engine" and "optimizer" are awake, "actor" and "kv" asleep; `fails` does so once they are leased instead."""
+    memory = Atomic()
+    sizes = {"actor": 7, "engine": 3, "kv": 100, "optimizer": 2**30}
+    residents = [memory.resident(tag, size) for tag, size in sizes.items()]
+    leases = Leases([*residents, Resident("reward", lambda: 5)], give_back=lambda: memory.log.append("give back"))
+    with leases.lease({"engine", "optimizer"}):
+        pass
+    memory.log.clear()
+    leases.drain_transitions()
+    memory.fails[fails] = error
+    return leases, memory
+
+
+def test_a_wake_without_memory_puts_everything_back() -> None:
+    leases, memory = atomic_leases(fails="wake kv", error=RuntimeError("out of memory"))
+    with pytest.raises(MemoryRefusedError) as refused, leases.lease({"actor", "kv"}):
+        raise AssertionError("the block must not run")
+    assert str(refused.value) == (
+        "wake of 'kv': RuntimeError: out of memory; memory was put back as it was before, and work can go on. In "
+        "memory were actor 7 bytes, reward 5 bytes; to make room, name more residents in memory.offload, or lower "
+        "rollout.kv_cache_memory_bytes or optimizer.tokens_per_micro_batch"
+    )
+    assert str(refused.value.__cause__) == "out of memory"
+    forth = ["sleep optimizer", "sleep engine", "give back", "wake actor"]
+    assert memory.log == [*forth, "sleep actor", "give back", "wake engine", "wake optimizer"]
+    assert leases.awake == {"engine", "optimizer", "reward"} and memory.present == {"engine", "optimizer"}
+    assert leases.broken is None
+    moved = [(t.tag, t.awake, t.num_bytes) for t in leases.drain_transitions()]
+    assert moved == [
+        ("optimizer", False, 2**30),
+        ("engine", False, 3),
+        ("actor", True, 7),
+        ("actor", False, 7),
+        ("engine", True, 3),
+        ("optimizer", True, 2**30),
+    ]
+    memory.fails.clear()
+    with leases.lease({"actor", "kv"}):
+        assert memory.present == {"actor", "kv"}
+
+
+@pytest.mark.parametrize("fails", ["sleep optimizer", "sleep engine", "wake actor", "wake kv"])
+def test_an_interrupted_move_is_undone_and_the_interrupt_goes_on(fails: str) -> None:
+    leases, memory = atomic_leases(fails=fails, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt), leases.lease({"actor", "kv"}):
+        raise AssertionError("the block must not run")
+    assert memory.present == {"engine", "optimizer"} == leases.awake - {"reward"} and leases.broken is None
+    memory.fails.clear()
+    with leases.lease({"engine"}):
+        assert memory.present == {"engine"}
+
+
+def test_a_failed_sleep_says_nothing_of_room() -> None:
+    leases, _ = atomic_leases(fails="sleep engine", error=MemoryStateError("host memory is full"))
+    with pytest.raises(
+        MemoryRefusedError, match=r"'engine': .*host memory is full; .* engine 3 bytes, reward 5 bytes$"
+    ):
+        leases.lease({"kv"}).__enter__()
+
+
+@pytest.mark.parametrize("undoing", ["sleep actor", "wake optimizer"])
+def test_if_undoing_fails_too_both_are_told_and_every_lease_refuses(undoing: str) -> None:
+    leases, memory = atomic_leases(fails="wake kv", error=RuntimeError("out of memory"))
+    memory.fails[undoing] = OSError("gone")
+    if undoing == "wake optimizer":
+        del memory.fails["wake kv"]
+        memory.fails["wake actor"] = RuntimeError("out of memory")
+    with pytest.raises(OSError, match="gone") as raised, leases.lease({"actor", "kv"}):
+        pass
+    assert "then, while memory was put back" in raised.value.__notes__[0]
+    memory.fails.clear()
+    verb, tag = undoing.split()
+    cause = f"RuntimeError: out of memory; then, while memory was put back, {verb} of '{tag}': OSError: gone"
+    with pytest.raises(MemoryStateError, match=cause) as later, leases.lease(()):
+        pass
+    assert not isinstance(later.value, MemoryRefusedError) and leases.broken is not None
+
+
+def test_what_cannot_be_undone_breaks_memory_also_after_what_can() -> None:
+    leases, memory = atomic_leases(fails="wake vllm", error=RuntimeError("half mapped"))
+    leases.add(Memory.resident(memory, "vllm", 1))
+    with pytest.raises(RuntimeError, match="half mapped"), leases.lease({"actor", "vllm"}):
+        pass
+    assert leases.broken == "wake of 'vllm': RuntimeError: half mapped" and leases.awake == {"actor", "reward"}
+
+
 # ------------------------------------------------------------------------------------------------------------- order
 
 
@@ -280,13 +375,13 @@ def same(mine: Any) -> Any:
     return mine
 
 
-def test_every_outermost_lease_asks_once_before_anything_moves(memory: Memory) -> None:
+def test_every_outermost_lease_asks_before_anything_moves_and_after_each_move(memory: Memory) -> None:
     told = Told(lambda mine: memory.log.append("asked") or mine)
     leases = Leases([memory.resident("kv", 1)], told)
     for _ in range(2):
         with leases.lease({"kv"}), leases.lease({"kv"}):
             pass
-    assert memory.log == ["asked", "wake kv", "asked"]
+    assert memory.log == ["asked", "wake kv", "asked", "asked"]
 
 
 @pytest.mark.parametrize(
@@ -295,11 +390,11 @@ def test_every_outermost_lease_asks_once_before_anything_moves(memory: Memory) -
         ({"awake": ["kv"]}, r"differ in what is awake: ranks 0, 1, 3: \[\]; rank 2: \['kv'\]"),
         ({"wanted": []}, r"differ in what is wanted: ranks 0, 1, 3: \['kv'\]; rank 2: \[\]"),
         ({"registered": ["kv", "ref"]}, r"in what is registered: ranks 0, 1, 3: \['kv'\]; rank 2: \['kv', 'ref'\]"),
-        ("no memory", "on any rank: rank 2: no memory"),
+        (Failure("no memory", is_final=False), "on any rank: rank 2: no memory"),
     ],
 )
-def test_one_rank_that_differs_stops_all(memory: Memory, theirs: dict[str, Any] | str, message: str) -> None:
-    told = Told(same, lambda mine: (theirs, mine[1]) if isinstance(theirs, str) else (None, mine[1] | theirs), same)
+def test_one_rank_that_differs_stops_all(memory: Memory, theirs: dict[str, Any] | Failure, message: str) -> None:
+    told = Told(same, lambda mine: (theirs, mine[1]) if isinstance(theirs, Failure) else (None, mine[1] | theirs), same)
     leases = Leases([memory.resident("kv", 1)], told)
     with pytest.raises(MemoryStateError, match=message), leases.lease({"kv"}):
         raise AssertionError("the block must not run")
@@ -319,14 +414,14 @@ def test_many_ranks_are_told_shortly(memory: Memory) -> None:
 def test_a_rank_that_cannot_take_part_says_so_to_the_others(memory: Memory) -> None:
     told = Told(same)
     leases = Leases([memory.resident("kv", 1)], told)
-    with pytest.raises(MemoryStateError, match="rank 0: residents"), leases.lease({"critic"}):
+    with pytest.raises(MemoryStateError, match="ranks 0, 1: residents"), leases.lease({"critic"}):
         pass
     memory.fails["wake kv"] = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"), leases.lease({"kv"}):
         pass
-    with pytest.raises(MemoryStateError, match="rank 0: memory is in an unknown state"), leases.lease({"kv"}):
+    with pytest.raises(MemoryStateError, match="ranks 0, 1: memory is in an unknown state"), leases.lease({"kv"}):
         pass
-    assert [bool(problem) for problem, _ in told.mine] == [True, False, True]
+    assert [bool(problem) for problem, _ in told.mine] == [True, False, True, True]
 
 
 def test_a_gather_that_fails_has_moved_nothing(memory: Memory) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
+from hybrid_rl.process.interrupts import clear_interrupt
 
 PAGE = mmap.PAGESIZE
 
@@ -312,6 +317,33 @@ def test_the_limit_names_who_holds_what_and_nothing_moves() -> None:
     assert arena.num_bytes == arena.limit_bytes
 
 
+def test_leases_put_everything_back_if_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = HostArena("cpu", limit_bytes=2 * PAGE)
+    tensors = {"actor": torch.randn(PAGE // 4), "critic": torch.randn(PAGE // 2), "reward_models": torch.randn(7)}
+    before = {tag: bits(tensor) for tag, tensor in tensors.items()}
+    leases = Leases(OffloadedTensors(tag, lambda t=t: [t], arena).resident() for tag, t in tensors.items())
+    with pytest.raises(MemoryRefusedError, match="sleep of 'critic': .*memory.host_memory"), leases.lease({"actor"}):
+        pass
+    assert stored(tensors) == 3 * PAGE + 28 and leases.awake == set(tensors)
+    with leases.lease({"critic"}):
+        assert stored(tensors) == 2 * PAGE
+    with monkeypatch.context() as patch:
+        resize = torch.UntypedStorage.resize_
+
+        def scarce(storage: torch.UntypedStorage, size: int) -> None:
+            if size == 28:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            resize(storage, size)
+
+        patch.setattr(torch.UntypedStorage, "resize_", scarce)
+        refusal = rf"wake of 'reward_models': OutOfMemoryError: .* In memory were actor {PAGE} bytes, critic {2 * PAGE}"
+        with pytest.raises(MemoryRefusedError, match=refusal), leases.lease(tensors):
+            pass
+        assert leases.awake == {"critic"} and stored(tensors) == 2 * PAGE
+    with leases.lease(tensors):
+        assert {tag: bits(tensor) for tag, tensor in tensors.items()} == before
+
+
 def test_host_memory_that_cannot_be_had_leaves_everything_awake(
     arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,3 +368,55 @@ def test_a_closed_arena_holds_nothing(arena: HostArena) -> None:
     with pytest.raises(MemoryStateError, match="holds nothing of 'actor', but 40 bytes were asked for"):
         offloaded.wake()
     assert offloaded.is_asleep
+
+
+# --------------------------------------------------------------------------------------------------------- interrupts
+
+
+def test_ctrl_c_twice_at_any_line_leaves_one_state(arena: HostArena) -> None:
+    """Between any two lines of a lease that swaps residents, outside of `__exit__`, which has only one."""
+    tensors = {"actor": torch.randn(9), "critic": torch.randn(2, 3)}
+    before = {tag: bits(tensor) for tag, tensor in tensors.items()}
+    offloaded = {tag: OffloadedTensors(tag, lambda t=t: [t], arena) for tag, t in tensors.items()}
+    leases = Leases(item.resident() for item in offloaded.values())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent_at, lines = 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if "/hybrid_rl/" not in frame.f_code.co_filename or frame.f_code.co_name == "__exit__":
+            return None
+        if event == "line":
+            lines += 1
+            if lines in (sent_at, sent_at + 1):
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    def is_interrupted(at: int) -> bool:
+        nonlocal sent_at, lines
+        with leases.lease(tensors):
+            sent_at, lines = at, 0
+        tracer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with leases.lease({("actor", "critic")[sent_at % 2]}):
+                return False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(tracer)
+
+    try:
+        for at in (-2, -3):  # both ways; the arena has made its slots then
+            assert not is_interrupted(at) and lines > 100
+        for at in range(1, 10**6):
+            if not is_interrupted(at):
+                break
+            assert leases.awake == {tag for tag, item in offloaded.items() if not item.is_asleep}
+            assert leases.broken is None and leases._leased is None
+        assert at > lines > 100
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        clear_interrupt()
+    with leases.lease(tensors):
+        assert {tag: bits(tensor) for tag, tensor in tensors.items()} == before

@@ -1,4 +1,5 @@
-"""Regions: memory is really released, comes back at the same address, and keeps or loses its content as promised."""
+"""Regions in host memory, beyond what test_region_contract.py holds of all: files that others map, and what sleeping
+does with the content."""
 
 from __future__ import annotations
 
@@ -25,52 +26,11 @@ def filled(region: SleepingRegion, num_bytes: int, value: int = 7) -> torch.Tens
 # ------------------------------------------------------------------------------------------------------- allocation
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_are_zero_aligned_and_apart(dtype: torch.dtype) -> None:
+def test_the_offset_of_a_tensor_is_its_place_in_the_file() -> None:
     region = SleepingRegion("test")
-    tensors = [region.allocate(shape, dtype) for shape in ((3, 5), (), (1,), (2, 0, 3), (65,))]
-    assert [tuple(t.shape) for t in tensors] == [(3, 5), (), (1,), (2, 0, 3), (65,)]
-    assert all(t.dtype == dtype and t.is_contiguous() for t in tensors)
-    held = [t for t in tensors if t.numel()]
-    assert all(t.data_ptr() % 64 == 0 and not t.view(torch.uint8 if t.dim() else t.dtype).any() for t in held)
-    ends = [t.data_ptr() + t.numel() * t.itemsize for t in held]
-    assert all(end <= after.data_ptr() for end, after in zip(ends[:-1], held[1:], strict=True))
-    # 15, 1, 1 and 65 elements, each rounded up to whole 64 bytes.
-    assert region.num_bytes == sum(-(-n * dtype.itemsize // 64) * 64 for n in (15, 1, 1, 65))
-
-
-def test_a_tensor_saves_itself_and_not_its_region(tmp_path: Path) -> None:
-    region = SleepingRegion("test")
-    filled(region, MIB)
-    path = tmp_path / "tensor.pt"
-    torch.save(filled(region, 100, 3), path)
-    assert path.stat().st_size < 10_000
-    assert torch.load(path).tolist() == [3] * 100
-
-
-def test_tensors_are_found_in_the_file_of_their_region() -> None:
-    region, other = SleepingRegion("test"), SleepingRegion("other")
-    first, second = filled(region, 100, 1), filled(region, 64, 2)
-    # 100 bytes, rounded up to whole 64.
-    assert (region.offset_of(first), region.offset_of(second)) == (0, 128)
-    assert region.offset_of(second[5:].view(59)) == 133
-    assert region.offset_of(first.view(10, 10).T) == 0
-    assert os.pread(region.fd, 3, 128) == bytes([2, 2, 2])
-    for elsewhere in (torch.zeros(3), filled(other, 100), first[:0], torch.empty(3, device="meta")):
-        assert region.offset_of(elsewhere) is None
-    region.close()
-    with pytest.raises(MemoryStateError, match="region 'test' is closed and cannot be searched"):
-        region.offset_of(first)
-
-
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
-    region = SleepingRegion("kv", capacity_bytes=2 * mmap.PAGESIZE)
-    region.allocate((1,), torch.int64)
-    with pytest.raises(MemoryStateError, match=r"'kv' holds 64 of 8192 bytes; a tensor \(2048,\) of torch.float32"):
-        region.allocate((2048,), torch.float32)
-    assert region.allocate((2048 - 16,), torch.float32).numel() == 2032 and region.num_bytes == 8192
-    with pytest.raises(MemoryStateError, match=r"holds 8192 of 8192 bytes; a tensor \(1,\) of torch.uint8"):
-        region.allocate((1,), torch.uint8)
+    filled(region, 100, 1)
+    second = filled(region, 64, 2)
+    assert region.offset_of(second) == 128 and os.pread(region.fd, 3, 128) == bytes([2, 2, 2])
 
 
 def test_an_unused_region_costs_nothing() -> None:
@@ -82,19 +42,6 @@ def test_an_unused_region_costs_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ sleep
-
-
-def test_discard_releases_the_memory_and_the_content() -> None:
-    region = SleepingRegion("test")
-    tensor = filled(region, 3 * MIB)
-    address = tensor.data_ptr()
-    assert region.occupied_bytes == 3 * MIB
-    region.sleep("discard")
-    assert region.is_asleep and region.occupied_bytes == 0 and region.num_bytes == 3 * MIB
-    region.wake()
-    assert not region.is_asleep and tensor.data_ptr() == address and not tensor.any()
-    tensor.fill_(5)
-    assert region.occupied_bytes == 3 * MIB and tensor.sum().item() == 5 * 3 * MIB
 
 
 def test_offload_brings_every_byte_back_to_its_place() -> None:
@@ -127,13 +74,6 @@ def test_another_process_that_maps_the_file_sees_the_same_memory() -> None:
     tensor[3] = 9
     assert peer[:5] == b"\7\7\7\x09\7"
     peer.close()
-
-
-def test_an_empty_region_sleeps_too() -> None:
-    region = SleepingRegion("test")
-    region.sleep("discard")
-    region.wake()
-    assert filled(region, 4).tolist() == [7] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

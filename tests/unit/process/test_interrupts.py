@@ -65,6 +65,26 @@ def test_a_second_one_passes_at_once() -> None:
     assert done == ["first"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_block_that_must_not_end_half_way_holds_all() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt(every=True):
+        for turn in range(3):
+            interrupt()
+            done.append(turn)
+    assert done == [0, 1, 2] and not interrupt_requested()
+
+
+def test_an_outer_block_that_has_one_already_lets_the_second_pass_after_such_a_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        interrupt()
+        with deferred_interrupt(every=True):
+            interrupt()
+            done.append("moved")
+        done.append("never")
+    assert done == ["moved"]
+
+
 def test_none_sent_none_raised() -> None:
     with deferred_interrupt():
         pass

@@ -5,6 +5,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import NoSignalError
+from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 
 
@@ -15,7 +16,7 @@ def long(completion_ids, **_):
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """A Trainer of 3 steps x 4 prompts x 3 samples, most of which are equally long: 4 of 12 prompts have signal."""
-    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
+    draw_nothing(monkeypatch)
     made = []
 
     def make(folder="runs", reward_funcs=long, **keys):

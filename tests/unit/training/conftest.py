@@ -28,7 +28,7 @@ class Bench:
     """A worker, the group that leases for it, and what a trainer would do with both."""
 
     def __init__(self, **keys: Any) -> None:
-        num_training_steps = keys.pop("num_training_steps", 4)
+        num_training_steps, expected = keys.pop("num_training_steps", 4), keys.pop("expected", None)
         settings = {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 9, "learning_rate": 1e-2}
         loaded, given = load_config(settings | keys)
         self.config = resolve(loaded, given)
@@ -41,6 +41,7 @@ class Bench:
             num_optimizer_steps=num_training_steps * optimizer_steps_per_training_step(self.config),
             max_length=32,
             probe_ids=tuple(ids_of("1+2=")),
+            expected=expected,
         )
         self.group = PolicyGroup(LocalBackend("policy", lambda context: self._make(setup, context)))
         self.version = 0

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Transition
+from hybrid_rl.memory.offload import OffloadedTensors
+from hybrid_rl.workers.reference import Reference
 from tests.sleeping_engine import sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
@@ -24,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "offload": ["actor", "optimizer", "critic", "critic_optimizer", "reference"]},
     "bfloat16": {"offload": ["actor", "optimizer"]},
     "distillation": {"advantage": "distillation", "offload": ["actor", "optimizer", "teacher"]},
+    "in place": {"engine": "inplace", "beta": 0.05, "offload": ["optimizer", "reference"]},
     "exact": {
         "beta": 0.05,
         "kl_estimator": "exact",
@@ -182,6 +185,76 @@ def test_a_module_without_weights_is_refused_and_has_them_again_after_close(run:
         {f"actor/{n}": p for n, p in module.named_parameters()},
         {n: t for n, t in expected.items() if n.count("/") == 1},
     )
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, when: Callable[..., bool]) -> None:
+    """Let a method fail the first time that `when` says so of its arguments."""
+    method, told = getattr(owner, name), []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if not told and when(*args):
+            told.append(True)
+            raise error
+        return method(*args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("failure", ["between two models", "no room for the reference", "no room in host memory"])
+def test_a_step_that_failed_before_its_update_is_run_again_to_the_bit(
+    failure: str, run: Callable[..., Trainer], records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("grpo", moves=False)
+    whole.fit()
+    expected_records, expected = records(whole, comparable=True), state_of(whole)
+    trainer = run("grpo")
+    trainer.step()
+    if failure == "between two models":
+        error: Exception = RuntimeError("out of luck")
+        once(monkeypatch, Reference, "logprobs", error, lambda *_: True)
+    elif failure == "no room for the reference":
+        error = torch.OutOfMemoryError("no room")
+        once(monkeypatch, OffloadedTensors, "wake", error, lambda moved: moved.tag == "reference")
+    else:
+        error = MemoryStateError("no room")
+        once(monkeypatch, OffloadedTensors, "sleep", error, lambda moved, *_: moved.tag == "actor")
+    with pytest.raises((RuntimeError, MemoryRefusedError), match="out of luck|no room.*work can go on"):
+        trainer.step()
+    trainer.fit()
+    assert records(trainer, comparable=True)[-1] == expected_records[-1]
+    assert_equal(state_of(trainer), expected)
+
+
+def test_an_update_that_got_no_memory_stops_the_run_and_a_resumed_one_goes_on_to_the_bit(
+    run: Callable[..., Trainer], records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run("bfloat16", moves=False)
+    whole.fit()
+    expected_records, expected = records(whole, comparable=True), state_of(whole)
+    trainer = run("bfloat16", run_name="refused")
+    trainer.step()
+    checkpoint = trainer.save()
+    error = torch.OutOfMemoryError("no room")
+    once(monkeypatch, OffloadedTensors, "wake", error, lambda moved: moved.tag == "optimizer")
+    with pytest.raises(MemoryRefusedError, match="wake of 'optimizer': OutOfMemoryError: no room; memory was put back"):
+        trainer.fit()
+    with pytest.raises(HybridRLError, match="resume"):
+        trainer.fit()
+    trainer.close()
+    resumed = run("bfloat16", resume=str(checkpoint))
+    resumed.fit()
+    assert records(resumed, comparable=True)[-1] == expected_records[-1]
+    assert_equal(state_of(resumed), expected)
+
+
+def test_models_with_common_weights_cannot_move(make_trainer: Callable[..., Trainer]) -> None:
+    """A reward model over the policy's own backbone: it would take the policy's weights along."""
+    judge, model = classifier(vocab_size=len(VOCABULARY)), build_model(hidden_size=32)
+    judge.model.embed_tokens.weight = model.model.embed_tokens.weight
+    keys = {"engine": "sleeping", "memory.offload": ["reward_models"]}
+    with pytest.raises(ConfigError, match="reward_models and actor have weights in common"):
+        make_trainer(model, judge, reward_processing_classes=build_tokenizer(), **keys)
+    assert model(input_ids=torch.tensor([[3]])).logits.isfinite().all()
 
 
 def test_nothing_moves_and_nothing_is_copied_unless_it_is_listed(run: Callable[..., Trainer]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_rl.config.schema import RolloutConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.workers.rollout_side import rollout_side
+from hybrid_rl.workers.rollout_side import ColocatedSide, rollout_side
 
 
 def test_an_engine_in_a_process_of_its_own_is_refused():
@@ -16,3 +16,14 @@ def test_an_engine_in_a_process_of_its_own_is_refused():
     setup = SimpleNamespace(config=SimpleNamespace(rollout=Separate(engine="far")))
     with pytest.raises(ConfigError, match=r"rollout.engine=far runs in a separate process .* embedded or colocated"):
         rollout_side(setup, None, None)
+
+
+@pytest.mark.parametrize("exports_again", [True, False])
+def test_what_was_told_about_memory_that_leaves_is_forgotten(exports_again):
+    closed = []
+    side = ColocatedSide.__new__(ColocatedSide)
+    side._exports_again = exports_again
+    side._sources = {"auto": SimpleNamespace(close=lambda: closed.append(True))}
+    side.let_go()
+    side.let_go()
+    assert closed == [True] * exports_again and bool(side._sources) != exports_again

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hybrid_rl.engines.inplace import cuda_graphs, paged_attention, runner, upload
+from hybrid_rl.engines.inplace import cuda_graphs, engine, kv_cache, paged_attention, runner, upload
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions, masked_attention
+from tests.cuda_stand_in import StandIn, stand_in
 
 
 class Recorder(TorchDispatchMode):
@@ -128,9 +130,17 @@ class Kernels:
         return out.reshape(num_rows, num_heads, -1)
 
 
-def force_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends, engines on a CPU upload, capture and replay as they do on CUDA."""
+def force_device_path(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Until the test ends, engines on a CPU upload, capture and replay as they do on CUDA, and their caches lie in
+    regions. Returns the driver of the regions."""
     Graph.log, Graph.modes = [], []
+    driver = stand_in()
+
+    def cache_region(layers: dict[int, kv_cache.LayerShape], num_tokens: int, device: torch.device) -> CudaRegion:
+        room = kv_cache.region_bytes(layers, num_tokens)
+        return CudaRegion("kv_cache", capacity_bytes=room, device=device, driver=driver.driver)
+
+    monkeypatch.setattr(engine, "cache_region", cache_region)
     for module in (runner, upload):
         monkeypatch.setattr(module, "reads_host_memory", lambda device: False)
     for module in (runner, paged_attention):
@@ -143,3 +153,4 @@ def force_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     assert cuda_graphs.torch is torch
+    return driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
-from hybrid_rl.engines.inplace.engine import cache_fits
+from hybrid_rl.errors import MemoryStateError
 from tests.unit.engines.engines import finish, inplace, mixed_requests, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 
@@ -118,13 +119,19 @@ def captures_of(rig, version, requests=None):
     return Graph.log.count("capture") - before
 
 
-def test_graphs_are_captured_once_and_follow_new_weights_and_nights(device_path, monkeypatch):
-    rig = inplace(keeps_cache=True).ready()
+def test_graphs_are_captured_once_and_follow_new_weights_and_nights(monkeypatch):
+    gc.collect()  # engines of other tests
+    driver = force_device_path(monkeypatch)
+    rig = inplace().ready()
     assert captures_of(rig, 1) == 5
+    held = driver.ledger()
+    assert held.physical_bytes >= rig.engine.kv_cache_bytes
     for version in (2, 3):
         rig.engine.sleep(TAGS)
+        assert driver.ledger().physical_bytes == rig.engine.stats().kv_cache_bytes == 0
         rig.perturb()
         rig.engine.wake(TAGS)
+        assert driver.ledger() == held
         rig.publish(version)
         assert captures_of(rig, version) == 0
     monkeypatch.undo()
@@ -137,23 +144,26 @@ def test_graphs_are_captured_once_and_follow_new_weights_and_nights(device_path,
     same_samples(rig.run(mixed_requests(), 3), expected)
 
 
-def test_a_cache_that_is_given_back_takes_its_graphs_along(device_path, caplog):
-    rig = inplace(keeps_cache=False).ready()
+def test_a_cache_without_memory_to_wake_sleeps_on(monkeypatch):
+    gc.collect()  # engines of other tests
+    driver = force_device_path(monkeypatch)
+    rig = inplace().ready()
     assert captures_of(rig, 1) == 5
-    with caplog.at_level(logging.INFO, "hybrid_rl"):
-        rig.engine.sleep({KV_CACHE})
-    assert "5 decode graphs are dropped: the memory of the cache is given back" in caplog.text
+    rig.engine.sleep({KV_CACHE})
+    driver.reset(budget=4096)
+    with pytest.raises(MemoryStateError, match="'kv_cache' cannot wake: cuMemCreate of [0-9]+ bytes"):
+        rig.engine.wake(TAGS)
+    assert (rig.engine.state.value, driver.ledger().physical_bytes) == ("weights", 0)
+    driver.reset()
     rig.engine.wake(TAGS)
-    warm = Graph.log.count("warm up")
-    assert captures_of(rig, 1) == 5
-    assert Graph.log.count("warm up") == warm  # kernels and workspaces are there
+    assert captures_of(rig, 1) == 0
 
 
 def test_weights_that_moved_are_noticed_before_a_graph_reads_the_old_ones(device_path, monkeypatch, caplog):
     """As gathered weights do from phase to phase."""
     expected = plain_samples(requests=[request(0, 4, 9)], perturb=True)
     force_device_path(monkeypatch)
-    rig = inplace(keeps_cache=True).ready()
+    rig = inplace().ready()
     assert captures_of(rig, 1) == 5
     rig.engine.sleep(TAGS)
     old = [parameter.data for parameter in rig.module.parameters()]  # held, so that the address is not used again
@@ -173,45 +183,6 @@ def test_longer_sequences_than_were_expected_get_new_graphs(device_path, caplog)
     with caplog.at_level(logging.INFO, "hybrid_rl"):
         assert captures_of(rig, 1, [request(2, 40, 20)]) == 5
     assert "a sequence may take 15 blocks, and they were made for 12" in caplog.text
-
-
-def test_a_kept_cache_is_asleep_all_the_same():
-    rig = inplace(keeps_cache=True).ready()
-    rig.run([request(0)])
-    places = [tensor.data_ptr() for layer in (0, 1) for tensor in rig.engine._cache.memory(layer)]
-    num_bytes = rig.engine.stats().kv_cache_bytes
-    rig.engine.sleep(TAGS)
-    assert (rig.engine.state.value, rig.engine.stats().kv_cache_bytes) == ("asleep", num_bytes)
-    rig.engine.wake({"weights"})
-    assert rig.engine.state.value == "weights"
-    rig.engine.wake({KV_CACHE})
-    assert rig.engine.state.value == "ready"
-    assert [tensor.data_ptr() for layer in (0, 1) for tensor in rig.engine._cache.memory(layer)] == places
-
-
-def test_when_a_cache_fits_beside_training():
-    """Of 80: 85 % may be in use."""
-    assert cache_fits(80, 3, 59, 6)
-    assert not cache_fits(80, 3, 59, 7)
-    assert cache_fits(80, 3, 65, 0) and not cache_fits(80, 4, 65, 0)
-
-
-def test_the_cache_stays_from_the_second_night_on_if_the_peak_leaves_room(monkeypatch):
-    rig = inplace().ready()
-    engine = rig.engine
-    num_bytes = engine._cache.num_bytes
-    peak = 0
-    monkeypatch.setattr(engine, "_model", type("Model", (), {"device": torch.device("cuda")}))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * num_bytes, 100 * num_bytes))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * num_bytes)  # 10 are others'
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak * num_bytes)
-    assert not engine._stays()  # nobody has trained yet
-    peak = 74
-    assert engine._stays()  # 10 + 74 + 1
-    peak = 75
-    assert engine._stays()  # with the cache among the 75
-    peak = 76
-    assert not engine._stays()
 
 
 def test_the_bytes_of_a_pass_are_read_as_they_were_written():

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder
+from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder, region_bytes
 from hybrid_rl.engines.inplace.slots import SlotTable
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions
+from tests.cuda_stand_in import stand_in
 
 SHAPE = LayerShape(num_heads=2, key_dim=8, value_dim=6, dtype=torch.float64)
 WIDE = LayerShape(num_heads=3, key_dim=8, value_dim=17, dtype=torch.bfloat16)
@@ -68,6 +71,36 @@ def test_memory_that_was_freed_comes_back_as_zeros():
     made.free()
     made.allocate()
     assert not made.memory(0)[0].any()
+
+
+def test_a_cache_in_a_region_sleeps_and_wakes_at_its_place_and_takes_all_layers_or_none():
+    driver = stand_in()
+    layers = {0: SHAPE, 3: WIDE}
+    room = region_bytes(layers, 24)
+    assert room == 24 * (2 * 24 * 8 + 3 * 40 * 2) + 2 * 512
+    region = CudaRegion("kv_cache", capacity_bytes=room, device="cpu", chunk_bytes=4096, driver=driver.driver)
+    made = PagedCache(layers, 6, 4, torch.device("cpu"), region)
+    driver.reset(budget=driver.ledger().physical_bytes + 3 * 4096)
+    with pytest.raises(MemoryStateError, match="'kv_cache' cannot grow"):
+        made.allocate()
+    assert not made.is_allocated and region.occupied_bytes == 0
+    driver.reset()
+    made.allocate()
+    tensors = [tensor for layer in layers for tensor in made.memory(layer)]
+    assert all(tensor.data_ptr() % 256 == 0 and not tensor.any() for tensor in tensors)
+    assert sum(tensor.nbytes for tensor in tensors) == made.num_bytes and region.occupied_bytes == 4 * 4096
+    tensors[3].fill_(1.0)
+    places = [tensor.data_ptr() for tensor in tensors]
+    made.free()
+    assert not made.is_allocated and region.occupied_bytes == 0
+    made.allocate()
+    assert made.is_allocated and all(map(torch.equal, tensors, (tensor for i in layers for tensor in made.memory(i))))
+    assert [tensor.data_ptr() for tensor in tensors] == places and not any(tensor.any() for tensor in tensors)
+    tensors[0].fill_(float("nan"))
+    made.clear()
+    assert not tensors[0].any() and region.num_releases == 1
+    made.close()
+    assert region.occupied_bytes == 0
 
 
 def test_the_recorder_learns_shapes_and_answers_with_values():

@@ -1,0 +1,70 @@
+"""The pictures of memory in the run folder: asked for rarely, drawn by the driver, and never a reason to fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging import memory_picture
+from hybrid_rl.memory.comparison import Expected
+from hybrid_rl.memory.cycle import RESIDENTS
+from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.workers.groups import PolicyGroup
+
+logger = logging.getLogger("hybrid_rl")
+
+FIRST_STEP = 2  # of a run: the first step also has the start, and makes what later ones only use
+
+
+class MemoryPictures:
+    """Draws memory.png of a run: after its second step, whenever other residents are awake between two steps than in
+    the picture, and at the end.
+
+    folder: of the run. expected: what the plan of the run says of a rank; None if there is no plan.
+    """
+
+    def __init__(self, policy: PolicyGroup, folder: Path, expected: Expected | None = None) -> None:
+        self._policy, self._folder = policy, folder
+        residents = {} if expected is None else expected.residents
+        self._predicted = {phase: sum(sizes.values()) for phase, sizes in residents.items()}
+        self._num_steps = 0
+        self._awake: frozenset[str] | None = None  # in the picture
+        self._drawn = -1  # the step in the picture
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Draw if it is due after this step, whose metrics tell what is in memory now."""
+        self._num_steps += 1
+        awake = frozenset(tag for tag in RESIDENTS if metrics.get(f"memory/{tag}_bytes", 0.0) > 0)
+        if self._num_steps >= FIRST_STEP and awake != self._awake:
+            self._awake = awake
+            self.draw(step)
+
+    def draw(self, step: int) -> None:
+        """Draw the last step, unless that is in the picture already; what prevents it is a warning."""
+        if not self._num_steps or self._drawn == step or self._policy.has_ended:
+            return
+        path = self._folder / "memory.png"
+        try:
+            steps = self._policy.memory_history()[0]
+            if steps:
+                title = f"memory of rank 0 by resident, training step {step}"
+                memory_picture.draw_memory(steps[-1], path, title=title, predicted=self._predicted)
+            self._drawn = step
+        except Exception as error:
+            logger.warning("cannot draw %s: %s: %s", path, type(error).__name__, error)
+
+
+def save_trace(ranks: list[list[StepMemory]], path: str | Path) -> Path:
+    """Write the last steps of all ranks as a trace. Raises ConfigError if there is none yet, or if the file cannot be
+    written."""
+    if not any(ranks):
+        raise ConfigError("there is no training step yet whose memory could be shown; call it after a step")
+    target = Path(path)
+    try:
+        target.write_text(json.dumps(memory_picture.chrome_trace(ranks)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error}") from error
+    return target

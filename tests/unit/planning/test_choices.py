@@ -1,0 +1,117 @@
+"""Plans: phases added up, what is auto decided, what cannot fit refused."""
+
+import dataclasses
+
+import pytest
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
+from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, Budget
+from hybrid_rl.planning.passes import Passes
+from hybrid_rl.planning.remedies import check_fits, find_remedies, too_much
+from tests.unit.planning.tiny_run import settings, shape_of
+
+KL = {"kl": "loss", "beta": 0.1}
+# 1.3 million parameters: large enough that residents and not the engine's passes decide.
+MIDDLE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
+
+
+def plan(config, device_bytes=None, host_bytes=None, passes=None, **changes):
+    shape = passes.shape if passes else shape_of(config, **changes)
+    return plan_memory(shape, config, Budget(device_bytes, host_bytes, 8, "given"), passes=passes)
+
+
+def test_phases_add_up_what_is_awake():
+    found = plan(settings(**KL, offload=["reference", "optimizer"]))
+    names = [memory.name for memory in found.phases]
+    assert names[:4] == ["publish", "check", "generate", "score_reference"]
+    assert {share.resident for share in found.of("publish").device} == {ACTOR}
+    assert found.of("score_reference").bytes_of(REFERENCE) == 5472 * 4
+    assert found.of("score_reference").bytes_of(OPTIMIZER) == found.of("score_reference").bytes_of(KV_CACHE) == 0
+    arena = 5472 * 4 + 5472 * 8 + 26 * 4
+    assert {memory.host_bytes_of(ARENA) for memory in found.phases} == {arena}
+    stays = plan(settings(**KL, offload=[]))
+    assert stays.of("publish").bytes_of(REFERENCE) == 5472 * 4 and stays.host_peak.host_bytes == 0
+    assert stays.of("update", "optimizer step").bytes_of(GRADIENTS) == 5472 * 4
+
+
+def test_gradients_of_masters_are_accumulated_once():
+    few = settings(dtype="bfloat16", tokens_per_micro_batch=64)
+    backward = plan(few).of("update", "backward")
+    assert 5472 * 4 <= backward.bytes_of(GRADIENTS) <= 5472 * 6
+    single = plan(settings(dtype="bfloat16")).of("update", "backward")
+    assert single.bytes_of(GRADIENTS) <= 5472 * 2
+    assert single.bytes_of(ACTIVATIONS) > backward.bytes_of(ACTIVATIONS)
+
+
+def test_nothing_leaves_where_there_is_room():
+    choices = plan(settings(**KL), 10**9).choices
+    assert choices.offload == () and choices.reasons.keys() == {"kv_cache_memory_bytes"}
+    assert choices.kv_cache_memory_bytes == 8 * 32 * 192
+
+
+def test_residents_leave_in_order_until_it_fits():
+    config = settings(**KL)
+    passes = Passes(shape_of(config, **MIDDLE))
+    roomy = plan(config, 10**9, passes=passes)
+    # The reference is awake alone while it scores, so what must leave is whatever stands beside the update.
+    tight = plan(config, roomy.peak.device_bytes - 1, passes=passes)
+    assert tight.fits and tight.choices.offload == (OPTIMIZER, REFERENCE)
+    assert "memory.offload" in tight.choices.reasons
+    chosen = with_choices(config, tight.choices)
+    assert chosen.memory.offload == [OPTIMIZER, REFERENCE] and chosen.rollout.inplace.kv_cache_memory_bytes
+    assert chosen.optimizer == config.optimizer
+    given = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload=[]))
+    assert not plan(given, passes.shape and tight.peak.device_bytes - 1, passes=passes).choices.offload
+
+
+def test_cache_takes_what_generating_leaves():
+    config = settings(max_num_seqs=256, tokens_per_micro_batch=64)
+    passes = Passes(shape_of(config, **MIDDLE))
+    roomy = plan(config, 10**9, passes=passes)
+    wanted = roomy.choices.kv_cache_memory_bytes
+    budget = roomy.of("generate").device_bytes
+    less = plan(config, budget, passes=passes)
+    assert less.fits and less.choices.kv_cache_memory_bytes == wanted - int(0.05 * budget)
+
+
+def test_smaller_micro_batches_come_before_the_optimizer_on_the_host():
+    config = settings(device="cuda", dtype="bfloat16", max_completion_length=1000, num_generations=64)
+    passes = Passes(shape_of(config, max_length=1024, **MIDDLE | {"max_position_embeddings": 1024}))
+    roomy = plan(config, 10**12, passes=passes)
+    assert roomy.choices.tokens_per_micro_batch == 16384 and not roomy.choices.optimizer_on_host
+    some = plan(config, int(0.9 * roomy.peak.device_bytes), passes=passes)
+    assert some.fits and 1024 <= some.choices.tokens_per_micro_batch < 16384 and not some.choices.optimizer_on_host
+    assert with_choices(config, some.choices).optimizer.tokens_per_micro_batch == some.choices.tokens_per_micro_batch
+
+
+def test_refusal_shows_the_arithmetic_and_keys_that_were_tried():
+    config = settings(max_completion_length=1000, num_generations=16, max_num_seqs=1)
+    shape = shape_of(config, max_length=1024, **MIDDLE | {"max_position_embeddings": 1024, "num_hidden_layers": 3})
+    passes = Passes(shape)
+    smallest = plan(config, 1, passes=passes)
+    assert not smallest.fits
+    budget = Budget(int(0.8 * smallest.peak.device_bytes), None, 8, "memory.device_memory=x")
+    refused = plan_memory(shape, config, budget, passes=passes)
+    with pytest.raises(ConfigError) as error:
+        check_fits(refused, shape, config, passes)
+    text = str(error.value)
+    for share in refused.peak.device:
+        assert f"  {share.resident}" in text and share.formula in text
+    assert "(memory.device_memory=x)" in text and "too much" in text
+    remedies = find_remedies(shape, config, budget, passes)
+    assert "model.gradient_checkpointing=true" in text and remedies
+    for remedy in remedies:
+        assert remedy.words in text
+        assert plan_memory(shape, remedy.apply(config), budget, passes=passes).fits
+
+
+def test_hosts_are_counted_with_all_their_ranks():
+    config = settings(num_ranks=2, offload=["optimizer"])
+    shape = shape_of(config)
+    arena = 2744 * 8 + 26 * 4
+    assert plan_memory(shape, config, Budget(None, 2 * arena, 2)).fits
+    tight = plan_memory(shape, config, Budget(None, 2 * arena - 1, 2, host="memory.host_memory=y"))
+    assert not tight.fits
+    assert "a host (2 x the following), which has" in too_much(tight) and "(memory.host_memory=y)" in too_much(tight)

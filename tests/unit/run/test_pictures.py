@@ -1,0 +1,102 @@
+"""When the pictures of memory are drawn, and that nothing of it ends a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging import memory_picture
+from hybrid_rl.memory.comparison import Expected
+from hybrid_rl.memory.history import Level, Span, StepMemory
+from hybrid_rl.run.pictures import MemoryPictures, save_trace
+
+STEP = StepMemory(1.0, 3.0, {"actor": 10}, (Level(2.0, "actor", 0),), (Span("update", 1.0, 2.0),), ())
+
+
+class Ranks:
+    """A group whose rank 0 has one step, and counts how often it is asked."""
+
+    has_ended = False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_asked, self._error = 0, error
+
+    def memory_history(self) -> list[list[StepMemory]]:
+        self.num_asked += 1
+        if self._error is not None:
+            raise self._error
+        return [[STEP], []]
+
+
+def test_a_trace_is_written_but_not_of_nothing_or_to_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no training step yet"):
+        save_trace([[], []], tmp_path / "trace.json")
+    with pytest.raises(ConfigError, match="cannot write .*no/trace.json"):
+        save_trace([[STEP]], tmp_path / "no" / "trace.json")
+    told = json.loads(save_trace([[STEP], []], tmp_path / "trace.json").read_text())
+    assert {event["name"] for event in told["traceEvents"] if event["ph"] in "CX"} == {"memory (bytes)", "update"}
+
+
+def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    lines: list[dict[str, int]] = []
+
+    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+        assert step is STEP and path == tmp_path / "memory.png"
+        drawn.append(title[-7:])
+        lines.append(predicted)
+
+    monkeypatch.setattr(memory_picture, "draw_memory", draw)
+    ranks: Any = Ranks()
+    pictures = MemoryPictures(ranks, tmp_path, Expected({"update": {"actor": 10, "optimizer": 20}}, {"update": 99}))
+    pictures.draw(10)  # fit() with nothing to do
+    assert not ranks.num_asked
+    sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
+    other = {**wakes, "memory/available_bytes": 8.0}  # no resident
+    for step, metrics in ((11, sleeps), (12, sleeps), (13, sleeps), (14, wakes), (15, other)):
+        pictures.look(step, metrics)
+    assert drawn == ["step 12", "step 14"] and ranks.num_asked == 2
+    pictures.draw(15)
+    pictures.draw(15)
+    assert drawn == ["step 12", "step 14", "step 15"] and ranks.num_asked == 3
+    assert lines == [{"update": 30}] * 3  # residents only, as in the bands
+
+
+def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ranks: Any = Ranks(RuntimeError("a rank is gone"))
+    pictures = MemoryPictures(ranks, tmp_path)
+    pictures.look(1, {})
+    pictures.look(2, {})
+    assert "memory.png: RuntimeError: a rank is gone" in caplog.text
+
+
+def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, Path, StepMemory]] = []
+
+    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+        drawn.append((title, path, step))
+
+    trainer = make_trainer(max_steps=4, probe_steps=0)
+    monkeypatch.setattr(memory_picture, "draw_memory", draw)
+    trainer.fit()
+    titles, paths, steps = zip(*drawn, strict=True)
+    assert [title[-15:] for title in titles] == ["training step 2", "training step 4"]
+    assert set(paths) == {trainer.run_folder / "memory.png"}
+    last = steps[-1]
+    assert [phase.name for phase in last.phases] == ["generate", "update", "publish"]
+    assert [(move.tag, move.awake) for move in last.moves] == [("kv_cache", True), ("kv_cache", False)]
+    _, bytes_of = last.series()
+    assert bytes_of["kv_cache"] == [trainer.policy._backend._worker._engine.kv_cache_bytes, 0, 0]
+    assert {tag for tag, row in bytes_of.items() if all(row)} == {"actor", "optimizer"}
+    trace = json.loads(trainer.save_memory_trace(tmp_path / "trace.json").read_text())
+    durations = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert durations.count("update") == 4
