@@ -37,8 +37,8 @@ from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import Tenant, make_way, warn_of_training
-from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
+from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
