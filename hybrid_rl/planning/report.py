@@ -208,7 +208,8 @@ def _verdict(memory: MemoryPlan) -> Text:
         needs = f"{size_text(on_host)} of {size_text(budget.host_bytes)} in {memory.host_peak.name}"
         return Text(f"does not fit: {ranks} ranks need {needs} of their host's memory", style="bold red")
     is_tight = -over < TIGHT_SHARE * budget.device_bytes
-    text = f"fits{' barely' if is_tight else ''}: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"
+    fits = "fits barely" if is_tight else "fits"
+    text = f"{fits}: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"
     if on_host:
         there = "" if budget.host_bytes is None else f" of {size_text(budget.host_bytes)}"
         text += f"; {size_text(on_host)}{there} on the host, for {ranks} rank{'s' if ranks > 1 else ''}"
