@@ -28,6 +28,7 @@ from hybrid_rl.errors import (
 from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
+from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected, Collector, Generation, StepPlan, generations_of
 from hybrid_rl.run.callbacks import Callback
@@ -37,6 +38,7 @@ from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import Tenant, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
+from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.start import start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -322,6 +324,14 @@ class Trainer(Tenant):
         call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
         batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
+
+    def plan(self, layouts: str | Path | None = None) -> RunPlan:
+        """Return the plan of this run, as `hybrid-rl plan` prints it: print it, or leave it as the last line of a cell.
+
+        layouts: a folder of traces of vLLM's loader (benchmarks/layouts), for the bytes of a handoff by link. Raises
+        ModelError for a model whose memory cannot be counted.
+        """
+        return plan_prepared(self._run, None if layouts is None else Path(layouts))
 
     # --------------------------------------------------------------------------------------- saving and closing
 

@@ -95,7 +95,8 @@ class Comparison:
     """Compares phase by phase, and keeps the largest deviations until they are asked for.
 
     resident_bytes: bytes by tag now, 0 for those that sleep. peak: of the device; None on a CPU, whose memory has no
-    counter of its own. last_peak: bytes of the fullest moment of the last phase, None if they were not measured.
+    counter of its own. latest: the last comparison by phase and by what was compared. last_peak: bytes of the fullest
+    moment of the last phase, None if they were not measured.
     """
 
     last_peak: int | None = None
@@ -107,6 +108,7 @@ class Comparison:
         peak: DevicePeak | None = None,
     ) -> None:
         self._expected, self._resident_bytes, self._peak = expected, resident_bytes, peak
+        self.latest: dict[tuple[str, str], Deviation] = {}
         self._largest: dict[bool, Deviation] = {}  # by whether it is of the peak
         self._told: set[tuple[str, str]] = set()
 
@@ -131,6 +133,7 @@ class Comparison:
         if largest is None or deviation.share > largest.share:
             self._largest[is_peak] = deviation
         key = (deviation.phase, deviation.what)
+        self.latest[key] = deviation
         # A peak is planned for the longest samples; most are shorter.
         is_wrong = deviation.measured > deviation.predicted if is_peak else True
         if is_wrong and deviation.share > WARN_ABOVE and key not in self._told:

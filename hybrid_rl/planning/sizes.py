@@ -42,6 +42,14 @@ def size_text(num_bytes: float) -> str:
     return f"{value:.{digits}f} {unit.name}"
 
 
+def count_text(number: int) -> str:
+    """Return a number of parameters: 5,472, 494 M, 7.62 B."""
+    for name, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"
+
+
 def seconds_text(seconds: float) -> str:
     """Return a time to two digits: 0.042 s, 3.1 s, 95 s."""
     if seconds >= 10:

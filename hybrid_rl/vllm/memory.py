@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,21 @@ def bytes_to_map(tags: frozenset[str]) -> int:
     return sum(
         data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag not in staying
     )
+
+
+@contextmanager
+def rest_shown(llm: Any) -> Iterator[None]:
+    """Show vLLM only what is awake, inside the block: a version that puts everything to sleep or nothing does so with
+    the rest. To wake what sleeps first would take memory in the very moment when there is none."""
+    known = get_mem_allocator_instance().pointer_to_data
+    asleep = {address: data for address, data in known.items() if data.is_asleep}
+    for address in asleep:
+        del known[address]
+    llm.engine_core.engine_core.model_executor.is_sleeping = False
+    try:
+        yield
+    finally:
+        known.update(asleep)
 
 
 class EngineMemory:
@@ -66,9 +82,9 @@ class EngineMemory:
 
     def _sleep(self, wanted: frozenset[str]) -> None:
         if WEIGHTS in wanted:
-            if KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm):
-                self._llm.wake_up([KV_CACHE])
-            self._llm.sleep(level=2, mode="keep")
+            is_rest = KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm)
+            with rest_shown(self._llm) if is_rest else nullcontext():
+                self._llm.sleep(level=2, mode="keep")
         else:
             # The weights stay what they are, which takes a copy to the host and back. No phase of a training step asks
             # for it: there the cache sleeps with the weights, or is not awake yet.

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.report import memory_table
-from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
+from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
 from tests.unit.planning.made import memory, plan
 
 GOLDEN = Path(__file__).with_name("report.txt")
@@ -62,6 +62,7 @@ def test_narrow_consoles_get_tables_in_parts() -> None:
     ("device", "host", "line"),
     [
         (40.0, 100.0, "fits: peak 32.0 GB of 40.0 GB in update: backward, 8.00 GB left; 32.0 GB of 100 GB on the host"),
+        (32.5, 100.0, "fits barely: peak 32.0 GB of 32.5 GB in update: backward, 500 MB left"),
         (30.0, 100.0, "does not fit: a rank needs 32.0 GB of 30.0 GB in update: backward: 2.00 GB too much"),
         (40.0, 31.0, "does not fit: 4 ranks need 32.0 GB of 31.0 GB in publish of their host's memory"),
         (None, None, "peak 32.0 GB per rank, in update: backward; the memory there is is not known"),
@@ -113,5 +114,6 @@ def test_sizes_and_seconds() -> None:
         "2.00 TB",
     ]
     assert [seconds_text(s) for s in (0, 0.0001, 0.0423, 3.14, 95.2)] == ["0 s", "<0.001 s", "0.042 s", "3.1 s", "95 s"]
+    assert [count_text(n) for n in (5_472, 494_032_768, 7_615_616_512)] == ["5,472", "494 M", "7.62 B"]
     assert unit_of([]).name == "B" and unit_of([5 * 10**13]).name == "GB" and unit_of([-5_000]).name == "kB"
     assert unit_of([10**9]).number(123.4e9) == "123.4" and unit_of([10]).number(7) == "7"

@@ -1,0 +1,80 @@
+"""Plans of runs: of a Trainer, against what it then holds, and of words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE
+from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
+from hybrid_rl.run.request import Machine
+from tests.tiny import build_model
+
+POSITIONS = 512
+LENGTHS = ("max_prompt_length=32", "max_completion_length=64", "prompts_per_step=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config.json of the tiny model, and nothing else."""
+    path = tmp_path_factory.mktemp("tiny")
+    build_model(max_position_embeddings=POSITIONS).config.save_pretrained(path)
+    return path
+
+
+def plan_of(folder: Path, *words: str, machine: Machine | None = None) -> RunPlan:
+    return plan_words([*words, f"model.path={folder}", *LENGTHS], machine or Machine(1, "1GB", "H100"))
+
+
+def test_a_trainer_holds_what_its_plan_says(make_trainer) -> None:
+    trainer = make_trainer(build_model(), max_steps=1)
+    planned = trainer.plan()
+    metrics = trainer.fit()
+    for name in (ACTOR, OPTIMIZER, KV_CACHE):
+        assert planned.memory.resident_bytes(name) == metrics[f"memory/{name}_bytes"], name
+    assert planned.fits and planned.time is None and "CPUs" in planned.time_missing
+    assert "1 rank on a CPU" in planned.title and "nothing is moved" in planned.handoff.words
+    assert {phase.name for phase in planned.cycle if phase.is_taken} == {phase.phase for phase in planned.memory.phases}
+    assert repr(trainer.plan()) == repr(planned)
+
+
+def test_words_give_a_whole_plan_from_a_config_alone(folder: Path) -> None:
+    plan = plan_of(folder, "ppo", "beta=0.1")
+    assert plan.fits and plan.remedies == ()
+    assert {ACTOR, OPTIMIZER, REFERENCE, CRITIC, KV_CACHE} <= set(plan.memory.residents)
+    assert plan.time is not None and plan.time.seconds["scoring"] > 0 and plan.time.seconds["rollout"] > 0
+    assert plan.memory.budget.device_bytes == 10**9 and plan.memory.budget.ranks_per_host == 1
+    assert any("reward models" in note for note in plan.memory.notes)
+    assert "^ peak" in plan.text()
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_comes_with_remedies_that_help_and_without_times(folder: Path) -> None:
+    words = ("device=cpu", "device_memory=1MB", "max_num_batched_tokens=64", "max_num_seqs=4")
+    plan = plan_of(folder, *words, machine=Machine())
+    assert not plan.fits and plan.time is None and "does not fit" in plan.time_missing
+    assert plan.text().splitlines()[1].startswith("does not fit: a rank needs ")
+    assert "in MB of 1,000,000 bytes" in plan.text()  # a tiny model is shown in small units
+    remedy = plan.remedies[0].split(" and ")
+    assert plan_of(folder, *words, *remedy, machine=Machine()).fits
+
+
+def test_lengths_that_nobody_gave_are_assumed_and_named(folder: Path) -> None:
+    words = [f"model.path={folder}", "max_completion_length=16", "prompts_per_step=2"]
+    plan = plan_words(words, Machine(1, "1GB"))
+    (note,) = [note for note in plan.memory.notes if "assumed" in note]
+    assert PROMPT_TOKENS > POSITIONS and f"prompts of up to {POSITIONS - 16} tokens are assumed" in note
+    assert "--gpu" in plan.time_missing
+
+
+def test_models_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ModelError, match=str(path)):
+            plan_of(path)
+    with pytest.raises(
+        ConfigError, match="max_completion_length=5000 leaves no room for a prompt: the model's positions"
+    ):
+        plan_words([f"model.path={folder}", "max_completion_length=5000"], Machine(1, "1GB"))
