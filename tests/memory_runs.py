@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,8 @@ def watched_run(
     for rank, steps in enumerate(recorder.ranks):
         assert len(steps) == num_steps
         assert watch.problems(steps) == [], f"rank {rank}"
+    trace = json.loads(trainer.save_memory_trace(trainer.run_folder / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == set(range(trainer.policy.num_ranks))
     trainer.close()
     return trainer.run_folder
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.cycle import RESIDENTS
-from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.memory.history import Span, StepMemory
 
 MEMORY, PHASES, MOVES = 0, 1, 2  # threads of a process in a trace
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def draw_memory(step: StepMemory, picture: Path, *, title: str, predicted: Mapping[str, int]) -> None:
+def draw_memory(step: StepMemory, picture: Path, *, title: str, expected: Expected | None = None) -> None:
     """Draw the bytes by resident over a step as a PNG, with the phases underneath.
 
-    predicted: bytes of the same residents by phase, of the plan that the run was checked against; they become a line
-    over what was measured. Phases that it lacks have no line.
+    expected: of the plan that the run was checked against; what it predicts becomes lines over what was measured: of
+    the same residents, and, if peaks of the device were measured too, of these. Phases that it lacks have no line.
     """
     from matplotlib.figure import Figure
 
     moments, bytes_of = shown(step)
-    predictions = predicted_line(step, predicted)
-    highest = max([sum(level) for level in zip(*bytes_of.values(), strict=True)] + [y for _, y in predictions] + [1])
+    lines = lines_of(step, expected)
+    heights = [1.0, *(float(sum(level)) for level in zip(*bytes_of.values(), strict=True))]
+    highest = max([*heights, *(y for line in lines for _, y in line.points if not math.isnan(y))])
     scale, unit = next((scale, unit) for scale, unit in UNITS if highest >= scale)
     names = list(dict.fromkeys(phase.name for phase in step.phases))
     figure = Figure(figsize=(11, 4 + 0.22 * len(names)), layout="constrained")
@@ -32,13 +36,14 @@ def draw_memory(step: StepMemory, picture: Path, *, title: str, predicted: Mappi
         rows = [[num_bytes / scale for num_bytes in row] for row in bytes_of.values()]
         colors = [f"C{RESIDENTS.index(tag) % 10}" if tag in RESIDENTS else "0.6" for tag in bytes_of]
         memory.stackplot(moments, rows, labels=list(bytes_of), colors=colors, step="post", alpha=0.85)
-    if predictions:
-        line = ([x for x, _ in predictions], [y / scale for _, y in predictions])
-        memory.plot(*line, color="black", linestyle="--", linewidth=1, label="predicted")
+    for line in lines:
+        xs, ys = zip(*line.points, strict=True)
+        style: dict[str, Any] = {"color": line.color, "linestyle": line.style, "linewidth": 1}
+        memory.plot(xs, [y / scale for y in ys], label=line.label, **style)
     memory.set_title(title, fontsize=10)
     memory.set_ylabel(unit)
     memory.grid(alpha=0.3)
-    if bytes_of:
+    if bytes_of or lines:
         memory.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     for phase in step.phases:
         span = (phase.start - step.start, max(phase.end - phase.start, 0.002 * (step.end - step.start)))
@@ -58,14 +63,39 @@ def shown(step: StepMemory) -> tuple[list[float], dict[str, list[int]]]:
     return moments, {tag: bytes_of[tag] for tag in tags}
 
 
-def predicted_line(step: StepMemory, predicted: Mapping[str, int]) -> list[tuple[float, float]]:
-    """Return points (seconds since the start, bytes) of a line over every phase that has a prediction; NaN ends a
-    piece."""
+@dataclass(frozen=True)
+class Line:
+    """A line over phases. points: seconds since the start of the step, and bytes; NaN ends a piece."""
+
+    label: str
+    color: str
+    style: str
+    points: list[tuple[float, float]]
+
+
+def lines_of(step: StepMemory, expected: Expected | None) -> list[Line]:
+    """Return the lines that a picture has over its bands."""
+    peaks = {phase: phase.peak_bytes for phase in step.phases if phase.peak_bytes is not None}
+    predicted: dict[Span, int] = {}
+    predicted_peaks: dict[Span, int] = {}
+    if expected is not None:
+        known = [phase for phase in step.phases if phase.name in expected.residents]
+        predicted = {phase: sum(expected.residents[phase.name].values()) for phase in known}
+        predicted_peaks = {phase: expected.peaks[phase.name] for phase in peaks if phase.name in expected.peaks}
+    lines = (
+        Line("predicted", "black", "--", _over(step, predicted)),
+        Line("device, at most", "C3", "-", _over(step, peaks)),
+        Line("device, predicted", "C3", "--", _over(step, predicted_peaks)),
+    )
+    return [line for line in lines if line.points]
+
+
+def _over(step: StepMemory, bytes_of: Mapping[Span, int]) -> list[tuple[float, float]]:
+    """Return a line that has these bytes while each phase lasts."""
     points: list[tuple[float, float]] = []
-    for phase in sorted(step.phases, key=lambda phase: phase.start):
-        if phase.name in predicted:
-            ends = (phase.start - step.start, phase.end - step.start)
-            points += [(end, float(predicted[phase.name])) for end in ends] + [(ends[1], float("nan"))]
+    for phase in sorted(bytes_of, key=lambda phase: phase.start):
+        start, end = phase.start - step.start, phase.end - step.start
+        points += [(start, float(bytes_of[phase])), (end, float(bytes_of[phase])), (end, math.nan)]
     return points
 
 

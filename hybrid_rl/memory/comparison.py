@@ -95,8 +95,11 @@ class Comparison:
     """Compares phase by phase, and keeps the largest deviations until they are asked for.
 
     resident_bytes: bytes by tag now, 0 for those that sleep. peak: of the device; None on a CPU, whose memory has no
-    counter of its own. latest: the last comparison by phase and by what was compared.
+    counter of its own. latest: the last comparison by phase and by what was compared. last_peak: bytes of the fullest
+    moment of the last phase, None if they were not measured.
     """
+
+    last_peak: int | None = None
 
     def __init__(
         self,
@@ -112,12 +115,14 @@ class Comparison:
     @contextmanager
     def phase(self, *phases: str) -> Iterator[None]:
         """Compare the block, in which exactly what these phases need is awake. A block that fails is not compared."""
+        self.last_peak = None
         if self._peak is not None:
             self._peak.reset()
         yield
         found = resident_deviations(self._expected, phases, self._resident_bytes())
         if self._peak is not None:
-            peak = peak_deviation(self._expected, phases, self._peak.num_bytes())
+            self.last_peak = self._peak.num_bytes()
+            peak = peak_deviation(self._expected, phases, self.last_peak)
             found += [] if peak is None else [peak]
         for deviation in found:
             self._see(deviation)

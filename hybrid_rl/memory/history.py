@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,11 +16,13 @@ KEPT_LEVELS = 4096  # of one step, which may hold any number of evaluations
 
 @dataclass(frozen=True)
 class Span:
-    """A phase of the cycle. start, end: seconds since the epoch."""
+    """A phase of the cycle. start, end: seconds since the epoch. peak_bytes: the most that was taken on the device, by
+    whatever; None if that was not measured."""
 
     name: str
     start: float
     end: float
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,14 @@ class History:
         return list(self._steps)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Note the block as a phase of the cycle."""
+    def phase(self, name: str, peak: Callable[[], int | None] = lambda: None) -> Iterator[None]:
+        """Note the block as a phase of the cycle. peak: asked for its peak_bytes at the end."""
         start = time.time()
         self._start = start if self._start is None else self._start
         try:
             yield
         finally:
-            self._phases.append(Span(name, start, time.time()))
+            self._phases.append(Span(name, start, time.time(), peak()))
 
     def note(self, moved: Iterable[Transition]) -> None:
         """Add transitions, oldest first: a resident that sleeps has given its memory back at the end of its, one that

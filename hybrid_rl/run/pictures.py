@@ -28,8 +28,7 @@ class MemoryPictures:
 
     def __init__(self, policy: PolicyGroup, folder: Path, plan: MemoryPlan | None = None) -> None:
         self._policy, self._folder = policy, folder
-        residents = {} if plan is None else plan.expected().residents
-        self._predicted = {phase: sum(sizes.values()) for phase, sizes in residents.items()}
+        self._expected = None if plan is None else plan.expected()
         self._num_steps = 0
         self._awake: frozenset[str] | None = None  # in the picture
         self._drawn = -1  # the step in the picture
@@ -51,7 +50,7 @@ class MemoryPictures:
             steps = self._policy.memory_history()[0]
             if steps:
                 title = f"memory of rank 0 by resident, training step {step}"
-                memory_picture.draw_memory(steps[-1], path, title=title, predicted=self._predicted)
+                memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
             self._drawn = step
         except Exception as error:
             logger.warning("cannot draw %s: %s: %s", path, type(error).__name__, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -55,9 +55,13 @@ class WorkerBase:
     @contextmanager
     def watched(self, phase: Phase) -> Iterator[None]:
         """Note when this phase was, and compare its memory with the plan."""
-        comparing = nullcontext() if self._comparison is None else self._comparison.phase(phase.name)
-        with self.history.phase(phase.name), comparing:
-            yield
+        comparison = self._comparison
+        if comparison is None:
+            with self.history.phase(phase.name):
+                yield
+        else:
+            with self.history.phase(phase.name, lambda: comparison.last_peak), comparison.phase(phase.name):
+                yield
 
     def _note_moves(self) -> None:
         """Add what has moved to the history of the step."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid_rl.logging.memory_picture import chrome_trace, draw_memory, predicted_line, shown
+from hybrid_rl.logging.memory_picture import Line, chrome_trace, draw_memory, lines_of, shown
+from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
 from hybrid_rl.memory.leases import Transition
 
@@ -34,9 +36,22 @@ def test_series_are_those_that_take_memory_in_the_order_of_the_table() -> None:
     ]
 
 
-def test_the_prediction_is_a_line_over_each_phase_that_has_one() -> None:
-    points = predicted_line(STEP, {"generate": 52, "save": 30})
-    assert points[:2] == [(3.0, 52.0), (7.0, 52.0)] and math.isnan(points[2][1]) and len(points) == 3
+def test_predictions_are_lines_over_each_phase_that_has_one() -> None:
+    expected = Expected({"generate": {"actor": 12, "kv_cache": 40}, "save": {"actor": 30}}, {"generate": 77})
+    assert lines_of(STEP, None) == []
+    (line,) = lines_of(STEP, expected)
+    assert line.label == "predicted" and finite(line) == [(3.0, 52.0), (7.0, 52.0)]
+    phases = (STEP.phases[0], replace(STEP.phases[1], peak_bytes=90))
+    lines = {line.label: finite(line) for line in lines_of(replace(STEP, phases=phases), expected)}
+    assert lines == {
+        "predicted": [(3.0, 52.0), (7.0, 52.0)],
+        "device, at most": [(3.0, 90.0), (7.0, 90.0)],
+        "device, predicted": [(3.0, 77.0), (7.0, 77.0)],
+    }
+
+
+def finite(line: Line) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in line.points if not math.isnan(y)]
 
 
 def test_the_picture_has_these_bands_line_and_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +65,8 @@ def test_the_picture_has_these_bands_line_and_phases(tmp_path: Path, monkeypatch
         save(figure, *arguments, **options)
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    draw_memory(STEP, tmp_path / "memory.png", title="step 3", predicted={"update": 2500, "generate": 2000})
+    expected = Expected({"update": {"actor": 500, "optimizer": 2000}, "generate": {"actor": 2000}}, {})
+    draw_memory(STEP, tmp_path / "memory.png", title="step 3", expected=expected)
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
     memory, phases = figures[0].axes
     assert memory.get_ylabel() == "kB" and memory.get_title() == "step 3"
@@ -68,7 +84,7 @@ def test_the_picture_has_these_bands_line_and_phases(tmp_path: Path, monkeypatch
 
 
 def test_an_empty_step_can_be_drawn(tmp_path: Path) -> None:
-    draw_memory(StepMemory(0.0, 1.0, {}, (), (), ()), tmp_path / "memory.png", title="", predicted={})
+    draw_memory(StepMemory(0.0, 1.0, {}, (), (), ()), tmp_path / "memory.png", title="")
     assert (tmp_path / "memory.png").exists()
 
 

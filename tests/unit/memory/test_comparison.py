@@ -58,7 +58,8 @@ def test_a_step_is_told_by_its_largest_deviations_and_the_next_begins_afresh() -
     awake = {"actor": 1000, "engine_weights": 475}
     comparison = Comparison(EXPECTED, lambda: awake, Peaks(1900, 1500, 2000))
     with comparison.phase("publish"):
-        pass
+        assert comparison.last_peak is None
+    assert comparison.last_peak == 1900
     awake = {"engine_weights": 500, "kv_cache": 799}
     with comparison.phase("generate"):
         pass

@@ -34,7 +34,7 @@ def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
         clock.now = 203.0
     clock.now = 204.0
     history.note([leave, generate])
-    with history.phase("generate"):
+    with history.phase("generate", lambda: 77):
         clock.now = 210.0
     history.end_step({"actor": 10, "optimizer": 0, "kv_cache": 40})
     _, step = history.steps
@@ -43,7 +43,7 @@ def test_a_step_as_it_happened(clock: SimpleNamespace) -> None:
         210.0,
         {"actor": 10, "optimizer": 0, "kv_cache": 0},
         (Level(200.0, "optimizer", 20), Level(203.25, "optimizer", 0), Level(203.5, "kv_cache", 40)),
-        (Span("update", 200.5, 203.0), Span("generate", 204.0, 210.0)),
+        (Span("update", 200.5, 203.0), Span("generate", 204.0, 210.0, 77)),
         (wake, leave, generate),
     )
     assert step.series() == (

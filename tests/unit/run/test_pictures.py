@@ -57,12 +57,12 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[str] = []
-    lines: list[dict[str, int]] = []
+    lines: list[Expected | None] = []
 
-    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+    def draw(step: StepMemory, path: Path, *, title: str, expected: Expected | None) -> None:
         assert step is STEP and path == tmp_path / "memory.png"
         drawn.append(title[-7:])
-        lines.append(predicted)
+        lines.append(expected)
 
     monkeypatch.setattr(memory_picture, "draw_memory", draw)
     ranks: Any = Ranks()
@@ -77,7 +77,7 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     pictures.draw(15)
     pictures.draw(15)
     assert drawn == ["step 12", "step 14", "step 15"] and ranks.num_asked == 3
-    assert lines == [{"update": 30}] * 3  # residents only, as in the bands
+    assert lines == [plan().expected()] * 3
 
 
 def test_ranks_compare_residents_and_the_fullest_moment_of_a_phase() -> None:
@@ -97,7 +97,7 @@ def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
 ) -> None:
     drawn: list[tuple[str, Path, StepMemory]] = []
 
-    def draw(step: StepMemory, path: Path, *, title: str, predicted: dict[str, int]) -> None:
+    def draw(step: StepMemory, path: Path, *, title: str, expected: Expected | None) -> None:
         drawn.append((title, path, step))
 
     trainer = make_trainer(max_steps=4, probe_steps=0)
