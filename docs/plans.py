@@ -51,12 +51,12 @@ def vllm(size: int = 1) -> tuple[str, ...]:
     return ("rollout.engine=vllm", *([f"tensor_parallel_size={size}"] if size > 1 else []))
 
 
-CHECKPOINTED = "gradient_checkpointing=true"
+CHECKPOINTED, OFFLOADED = "gradient_checkpointing=true", "activation_offload=true"
 CASES = (
     Case("qwen2.5-0.5b", "qwen2.5-0.5b", (), 1, "one GPU, the embedded engine: nothing is moved"),
     Case("qwen2.5-7b", "qwen2.5-7b", vllm(), 8, "a node, an engine of vLLM on every GPU"),
     Case("qwen2.5-7b-one-gpu", "qwen2.5-7b", (*vllm(), CHECKPOINTED), 1, "full fine-tuning on one GPU of 80 GB"),
-    Case("qwen2.5-32b", "qwen2.5-32b", (*vllm(4), CHECKPOINTED), 8, "a node, engines on four GPUs each"),
+    Case("qwen2.5-32b", "qwen2.5-32b", (*vllm(4), CHECKPOINTED, OFFLOADED), 8, "a node, engines on four GPUs each"),
     Case("qwen2.5-72b", "qwen2.5-72b", (*vllm(8), CHECKPOINTED), 8, "too large for a node as it is"),
     Case(
         "qwen2.5-72b-offloaded",

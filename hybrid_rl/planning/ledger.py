@@ -105,8 +105,8 @@ class MemoryPlan:
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase that takes most of the device."""
-        return max(self.phases, key=lambda phase: phase.device_bytes)
+        """The phase that takes most of the device; of equal ones the last, which for engines is the rollout."""
+        return max(reversed(self.phases), key=lambda phase: phase.device_bytes)
 
     @property
     def host_peak(self) -> PhaseMemory:

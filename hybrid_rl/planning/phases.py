@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
@@ -35,7 +37,14 @@ from hybrid_rl.planning.ledger import (
     Share,
 )
 from hybrid_rl.planning.passes import Passes, sharding_of
-from hybrid_rl.planning.shapes import has_masters, host_optimizer_share, optimizer_share, trained_numel, weights_share
+from hybrid_rl.planning.shapes import (
+    has_masters,
+    host_optimizer_share,
+    optimizer_share,
+    shard_bytes,
+    trained_numel,
+    weights_share,
+)
 from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.resharding.plan import BUCKET_BYTES
@@ -144,6 +153,14 @@ class StepMemory:
                 device.append(share)
             if tag in self.plan.offload and not on_host:
                 waiting += share.num_bytes
+        if shards_on_host and phase.name in ("update", "update_critic"):
+            module = self.passes.module("update" if phase.name == "update" else "critic")
+            sharding = sharding_of(self.config)
+            assert sharding is not None
+            words = (
+                f"{trained_numel(module):,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
+            )
+            host.append(Share(GRADIENTS, shard_bytes(module, sharding), words))
         if waiting:
             host.append(Share(ARENA, waiting, f"slots of {', '.join(sorted(self.plan.offload))}"))
         if host_bytes:
@@ -209,9 +226,7 @@ class StepMemory:
         if count.most_others.others > count.fullest.others:
             moments = {"activations": count.most_others} | moments
         for name, held in moments.items():
-            parts = [f"{size_text(held.gradients)} of this micro-batch"] if held.gradients else []
-            parts += [f"{numel:,} trained x 4 B accumulated"] if earlier else []
-            text = " + ".join(parts)
+            text = self._gradient_words(module, held.gradients, bool(earlier))
             shares = [
                 Share(GRADIENTS, held.gradients + earlier, text),
                 Share(ACTIVATIONS, held.others, words),
@@ -220,8 +235,7 @@ class StepMemory:
             yield name, shares, count.host_bytes
         if sharding is not None:
             on_host = config.fsdp.cpu_offload
-            own = sum(padded_numel(p, sharding.dp_shard) for p in module.parameters() if p.requires_grad)
-            num_bytes = 0 if on_host else own // sharding.dp_shard * sharding.master_dtype.itemsize
+            num_bytes = 0 if on_host else shard_bytes(module, sharding)
             text = f"{numel:,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
         elif accumulators:
             # Gradients of the last slice are freed after they were added.
@@ -230,6 +244,23 @@ class StepMemory:
         else:
             num_bytes, text = 4 * numel, f"{numel:,} trained x 4 B"
         yield "optimizer step", [Share(GRADIENTS, num_bytes, text)], 0
+
+    def _gradient_words(self, module: PreTrainedModel, num_bytes: int, has_accumulators: bool) -> str:
+        """Explain gradients in a pass. num_bytes: without the accumulators of one rank's masters."""
+        sharding, numel = sharding_of(self.config), f"{trained_numel(module):,} trained"
+        if sharding is None:
+            parts = [f"{numel} x 4 B accumulated"] if has_accumulators else []
+            return " + ".join([*parts, *([f"{size_text(num_bytes)} of this micro-batch"] if num_bytes else [])])
+        if self.passes.is_single(self.config):
+            return "of blocks that were reduced to shards, or wait for it"
+        size = sharding.reduce_dtype.itemsize
+        if not sharding.sync_every_micro_batch:
+            return (
+                f"{numel} x {size} B, whole until the last micro-batch reduces them, and what of a block is on its way"
+            )
+        shards = 0 if sharding.cpu_offload else shard_bytes(module, sharding)
+        words = f"{numel} x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards + " if shards else ""
+        return f"{words}{size_text(num_bytes - shards)} of embedding, head and blocks on their way (sums of {size} B)"
 
     def _engine_work(self) -> list[Share]:
         """Return what the fullest pass of the engine takes besides weights and cache."""

@@ -20,6 +20,7 @@ from hybrid_rl.planning.step_time import StepTime
 NEEDED, STAYS, ON_HOST, GONE, UNKNOWN = "needed", "stays", "host", "-", ""
 STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim", UNKNOWN: ""}
 ANY_WIDTH = 10_000
+TIGHT_SHARE = 0.02  # of the device: if less is left, what a plan cannot count may not fit
 GPU_LINKS = {"local": "its own GPU", "host": "GPUs of its host (NVLink or PCIe)", "remote": "other hosts (network)"}
 HOST_LINKS = {"local": "its own memory", "host": "ranks of its host", "remote": "other hosts (network)"}
 
@@ -206,11 +207,13 @@ def _verdict(memory: MemoryPlan) -> Text:
     if budget.host_bytes is not None and on_host > budget.host_bytes:
         needs = f"{size_text(on_host)} of {size_text(budget.host_bytes)} in {memory.host_peak.name}"
         return Text(f"does not fit: {ranks} ranks need {needs} of their host's memory", style="bold red")
-    text = f"fits: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"
+    is_tight = -over < TIGHT_SHARE * budget.device_bytes
+    fits = "fits barely" if is_tight else "fits"
+    text = f"{fits}: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"
     if on_host:
         there = "" if budget.host_bytes is None else f" of {size_text(budget.host_bytes)}"
         text += f"; {size_text(on_host)}{there} on the host, for {ranks} rank{'s' if ranks > 1 else ''}"
-    return Text(text, style="bold green")
+    return Text(text, style="bold yellow" if is_tight else "bold green")
 
 
 def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:

@@ -61,6 +61,12 @@ def has_masters(module: nn.Module) -> bool:
     return any(p.dtype.itemsize < torch.float32.itemsize for p in module.parameters() if p.requires_grad)
 
 
+def shard_bytes(module: nn.Module, sharding: ShardOptions) -> int:
+    """Return the bytes of the gradients of a sharded model on a rank, once they are reduced."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return _shard_numel(trained, sharding) * sharding.master_dtype.itemsize
+
+
 def trained_numel(module: nn.Module) -> int:
     """Count the elements that are trained."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -148,9 +148,9 @@ def _title(config: TrainerConfig, models: RunModels) -> str:
     size = sum(parameter.numel() for parameter in policy.parameters())
     name = Path(config.model.path).name if config.model.path else type(policy).__name__
     replicas = f", {config.rollout.ranks_per_engine} to a replica" if config.rollout.ranks_per_engine > 1 else ""
-    ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
-    where = "GPUs" if config.model.device == "cuda" else "CPUs"
+    where = "GPU" if config.model.device == "cuda" else "CPU"
+    ranks = f"1 rank on a {where}" if config.num_ranks == 1 else f"{config.num_ranks} ranks on {where}s"
     return (
         f"{name}, {count_text(size)} parameters, {config.model.dtype}: {config.algorithm.name} with "
-        f"rollout.engine={config.rollout.engine}, {ranks} on {where}{replicas}"
+        f"rollout.engine={config.rollout.engine}, {ranks}{replicas}"
     )
