@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
@@ -19,28 +20,55 @@ from hybrid_rl.errors import HybridRLError, ModelError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.offload import NUM_AHEAD
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
-from hybrid_rl.planning.storages import Held, LiveStorages
+from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import prepared_column
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
+from hybrid_rl.weights.sources import StateSource
+
+FEW_LAYERS = 4  # of a model in whose place one with more equal layers is counted; another has one more
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """The fullest moments of a pass. fullest: of most bytes together; most_others: of most bytes besides gradients;
-    host_bytes: activations that wait in host memory."""
+    """The fullest moments of the parts of a pass; host_bytes: activations that wait in host memory."""
 
-    fullest: Held
-    most_others: Held
+    peaks: Mapping[str, Peaks]
     host_bytes: int = 0
+
+    @property
+    def fullest(self) -> Held:
+        """The moment of most bytes together."""
+        return max((part.fullest for part in self.peaks.values()), key=lambda held: held.total, default=Held())
+
+    @property
+    def most_others(self) -> Held:
+        """The moment of most bytes without gradients and gathered weights."""
+        return max((part.most_others for part in self.peaks.values()), key=lambda held: held.others, default=Held())
+
+    def extended(self, longer: PassMemory, num_layers: int) -> PassMemory:
+        """Return the same of a model with so many more layers. longer: of one with one more. Each part of a pass grows
+        by the same bytes with every layer; which part is the fullest may change."""
+        peaks = {
+            name: Peaks(
+                part.fullest.extended(longer.peaks[name].fullest, num_layers),
+                part.most_others.extended(longer.peaks[name].most_others, num_layers),
+            )
+            for name, part in self.peaks.items()
+            if name in longer.peaks
+        }
+        return PassMemory(peaks, self.host_bytes + num_layers * (longer.host_bytes - self.host_bytes))
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,11 @@ class Counted:
     def update(self, samples: Samples, reference: CountedModel | None = None, *, is_first: bool) -> PassMemory:
         """Count the policy's forward and backward pass. reference: for a loss that reads its distribution. is_first:
         whether gradients of the mini-batch do not exist yet."""
+        if reference is not None:
+            return self._update(samples, reference, is_first=is_first)
+        return self._by_layers(lambda it: it._update(samples, None, is_first=is_first))
+
+    def _update(self, samples: Samples, reference: CountedModel | None, *, is_first: bool) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
         batch = learning_batch(samples, self.config, spec)
         prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
@@ -81,6 +114,9 @@ class Counted:
 
     def update_values(self, samples: Samples, clip: float | None, *, is_first: bool) -> PassMemory:
         """Count the critic's forward and backward pass. Arguments as in `update`."""
+        return self._by_layers(lambda it: it._update_values(samples, clip, is_first=is_first))
+
+    def _update_values(self, samples: Samples, clip: float | None, *, is_first: bool) -> PassMemory:
         model = self.model()
         batch = learning_batch(samples, self.config, LossSpec.of(self.config))
         mask = batch["completion_mask"].values
@@ -93,6 +129,9 @@ class Counted:
 
     def score(self, samples: Samples) -> PassMemory:
         """Count a forward pass without gradients: logprobs, or values if the model has one number per token."""
+        return self._by_layers(lambda it: it._score(samples))
+
+    def _score(self, samples: Samples) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
         columns = samples.columns
         wants_all = bool(spec.num_top) or Needs.SUM_PI_SQUARED in self.config.advantage.needs
@@ -111,6 +150,9 @@ class Counted:
 
     def generate(self, num_tokens: int, num_sequences: int) -> PassMemory:
         """Count a pass of an embedded engine over so many tokens, with logits of so many sequences."""
+        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences))
+
+    def _generate(self, num_tokens: int, num_sequences: int) -> PassMemory:
         model = self.model()
 
         def run() -> None:
@@ -138,15 +180,25 @@ class Counted:
         with self._named(), Kernels(self.device_type):
             return CacheSize.of(self.model())
 
+    def _by_layers(self, count: Callable[[Counted], PassMemory]) -> PassMemory:
+        """Count a pass, of a model with many equal layers on two with few."""
+        blocks = _equal_blocks(self.module)
+        # Of what is offloaded, so many tensors are back at a time however many layers there are.
+        num_few = FEW_LAYERS + (NUM_AHEAD if self.offloads else 0)
+        if len(blocks) <= num_few + 1:
+            return count(self)
+        few, more = (count(replace(self, module=_shortened(self.module, num_few + n))) for n in (0, 1))
+        return few.extended(more, len(blocks) - num_few)
+
     def _count(self, model: CountedModel, run: Callable[[], None], *, is_first: bool) -> PassMemory:
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        live = LiveStorages(self.module)
+        live = LiveStorages(self.module, _blocks(self.module))
         try:
             with self._named(), torch.enable_grad(), Kernels(self.device_type), live:
                 if self.sharding is not None:
                     with ShardedPass(self.module, self.sharding, live, is_first=is_first).running():
                         run()
-                    return PassMemory(live.fullest, live.most_others, model.host_bytes)
+                    return PassMemory(live.peaks, model.host_bytes)
                 for parameter in [] if is_first else trained:
                     parameter.grad = torch.empty_like(parameter)
                     live.count_gradient(parameter)
@@ -154,7 +206,7 @@ class Counted:
         finally:
             for parameter in trained:
                 parameter.grad = None
-        return PassMemory(live.fullest, live.most_others, model.host_bytes)
+        return PassMemory(live.peaks, model.host_bytes)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -169,6 +221,38 @@ class Counted:
                 f"numbers that exist only then ({type(error).__name__}: {str(error).splitlines()[0][:200]}); leave out "
                 f"memory.device_memory to run without a plan"
             ) from error
+
+
+def _blocks(module: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated blocks of a model, none if its class names none."""
+    try:
+        return transformer_blocks(module)
+    except ModelError:
+        return []
+
+
+def _equal_blocks(module: PreTrainedModel) -> list[nn.Module]:
+    """Return the blocks of a model if they are alike, else none."""
+    blocks, settings = _blocks(module), module.config.get_text_config()
+    kinds = {
+        (type(block), tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()))
+        for block in blocks
+    }
+    if len(kinds) != 1 or len(set(getattr(settings, "layer_types", None) or [None])) != 1:
+        return []
+    return blocks if getattr(settings, "num_hidden_layers", None) == len(blocks) else []
+
+
+def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """Return the model with fewer layers."""
+    recipe = ModelRecipe.of_module(module, StateSource({}))
+    config = copy.deepcopy(module.config)
+    settings = config.get_text_config()
+    settings.num_hidden_layers = num_layers
+    if getattr(settings, "layer_types", None):
+        settings.layer_types = settings.layer_types[:num_layers]
+    dtype = next(module.parameters()).dtype
+    return build_on_meta(replace(recipe, config=config), dtype)
 
 
 class CannotCount(ModelError):

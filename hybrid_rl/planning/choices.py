@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.memory_keys import Movable
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,
@@ -77,7 +79,9 @@ class Attempt:
     def decided(self) -> TrainerConfig:
         """The configuration with these values."""
         memory = dataclasses.replace(
-            self.config.memory, offload=list(self.offload), optimizer_on_host=self.optimizer_on_host
+            self.config.memory,
+            offload=cast(list[Movable], list(self.offload)),
+            optimizer_on_host=self.optimizer_on_host,
         )
         optimizer = dataclasses.replace(self.config.optimizer, tokens_per_micro_batch=self.max_tokens)
         return dataclasses.replace(self.config, memory=memory, optimizer=optimizer)
@@ -162,7 +166,7 @@ def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
 def with_choices(config: TrainerConfig, choices: Choices) -> TrainerConfig:
     """Return the configuration with the values that were chosen; keys that were given stay."""
     memory = dataclasses.replace(
-        config.memory, offload=list(choices.offload), optimizer_on_host=choices.optimizer_on_host
+        config.memory, offload=cast(list[Movable], list(choices.offload)), optimizer_on_host=choices.optimizer_on_host
     )
     config = dataclasses.replace(config, memory=memory)
     if "optimizer.tokens_per_micro_batch" in choices.reasons:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
@@ -35,8 +37,16 @@ from hybrid_rl.planning.ledger import (
     Share,
 )
 from hybrid_rl.planning.passes import Passes, sharding_of
-from hybrid_rl.planning.shapes import has_masters, in_units, optimizer_share, trained_numel, weights_share
+from hybrid_rl.planning.shapes import (
+    has_masters,
+    host_optimizer_share,
+    optimizer_share,
+    shard_bytes,
+    trained_numel,
+    weights_share,
+)
 from hybrid_rl.planning.sharded import padded_numel, units_of
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.resharding.plan import BUCKET_BYTES
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS
@@ -46,7 +56,7 @@ CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, wor
 NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
 GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
 NOTES = (
-    f"a process on a GPU takes {in_units(CONTEXT_BYTES)} for CUDA, and {in_units(NCCL_BYTES)} for NCCL if there are "
+    f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there are "
     "several ranks",
     "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length",
     "gaps between tensors in the allocator's segments are not counted",
@@ -80,7 +90,7 @@ class StepMemory:
 
     def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
         """Return what the run has, by tag."""
-        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype)
+        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype, self.optimizer_on_host)
         weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
         return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
 
@@ -89,7 +99,9 @@ class StepMemory:
         policy, itemsize = models.policy, DTYPES[self.config.model.dtype].itemsize
         found = {
             ACTOR: weights_share(ACTOR, [policy], sharding),
-            OPTIMIZER: optimizer_share(OPTIMIZER, policy, sharding),
+            OPTIMIZER: host_optimizer_share(OPTIMIZER, policy)
+            if self.optimizer_on_host
+            else optimizer_share(OPTIMIZER, policy, sharding),
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
             found[ENGINE_WEIGHTS] = engines.vllm_weights_share(policy, self.config, itemsize)
@@ -141,6 +153,14 @@ class StepMemory:
                 device.append(share)
             if tag in self.plan.offload and not on_host:
                 waiting += share.num_bytes
+        if shards_on_host and phase.name in ("update", "update_critic"):
+            module = self.passes.module("update" if phase.name == "update" else "critic")
+            sharding = sharding_of(self.config)
+            assert sharding is not None
+            words = (
+                f"{trained_numel(module):,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
+            )
+            host.append(Share(GRADIENTS, shard_bytes(module, sharding), words))
         if waiting:
             host.append(Share(ARENA, waiting, f"slots of {', '.join(sorted(self.plan.offload))}"))
         if host_bytes:
@@ -152,7 +172,7 @@ class StepMemory:
         if self.config.model.device != "cuda":
             return []
         several = self.config.num_ranks != 1
-        words = "CUDA context and libraries" + (f", {in_units(NCCL_BYTES)} of NCCL" if several else "")
+        words = "CUDA context and libraries" + (f", {size_text(NCCL_BYTES)} of NCCL" if several else "")
         return [Share(PROCESS, CONTEXT_BYTES + NCCL_BYTES * several, words)]
 
     def _work(self, phase: Phase) -> Iterator[tuple[str, list[Share], int]]:
@@ -204,9 +224,7 @@ class StepMemory:
         if count.most_others.others > count.fullest.others:
             moments = {"activations": count.most_others} | moments
         for name, held in moments.items():
-            parts = [f"{in_units(held.gradients)} of this micro-batch"] if held.gradients else []
-            parts += [f"{numel:,} trained x 4 B accumulated"] if earlier else []
-            text = " + ".join(parts)
+            text = self._gradient_words(module, held.gradients, bool(earlier))
             shares = [
                 Share(GRADIENTS, held.gradients + earlier, text),
                 Share(ACTIVATIONS, held.others, words),
@@ -215,16 +233,32 @@ class StepMemory:
             yield name, shares, count.host_bytes
         if sharding is not None:
             on_host = config.fsdp.cpu_offload
-            own = sum(padded_numel(p, sharding.dp_shard) for p in module.parameters() if p.requires_grad)
-            num_bytes = 0 if on_host else own // sharding.dp_shard * sharding.master_dtype.itemsize
+            num_bytes = 0 if on_host else shard_bytes(module, sharding)
             text = f"{numel:,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
         elif accumulators:
             # Gradients of the last slice are freed after they were added.
             last = min(numel, SLICE_ELEMENTS) * 2
-            num_bytes, text = accumulators + last, f"{numel:,} trained x 4 B + {in_units(last)} not taken over yet"
+            num_bytes, text = accumulators + last, f"{numel:,} trained x 4 B + {size_text(last)} not taken over yet"
         else:
             num_bytes, text = 4 * numel, f"{numel:,} trained x 4 B"
         yield "optimizer step", [Share(GRADIENTS, num_bytes, text)], 0
+
+    def _gradient_words(self, module: PreTrainedModel, num_bytes: int, has_accumulators: bool) -> str:
+        """Explain gradients in a pass. num_bytes: without the accumulators of one rank's masters."""
+        sharding, numel = sharding_of(self.config), f"{trained_numel(module):,} trained"
+        if sharding is None:
+            parts = [f"{numel} x 4 B accumulated"] if has_accumulators else []
+            return " + ".join([*parts, *([f"{size_text(num_bytes)} of this micro-batch"] if num_bytes else [])])
+        if self.passes.is_single(self.config):
+            return "of blocks that were reduced to shards, or wait for it"
+        size = sharding.reduce_dtype.itemsize
+        if not sharding.sync_every_micro_batch:
+            return (
+                f"{numel} x {size} B, whole until the last micro-batch reduces them, and what of a block is on its way"
+            )
+        shards = 0 if sharding.cpu_offload else shard_bytes(module, sharding)
+        words = f"{numel} x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards + " if shards else ""
+        return f"{words}{size_text(num_bytes - shards)} of embedding, head and blocks on their way (sums of {size} B)"
 
     def _engine_work(self) -> list[Share]:
         """Return what a pass of the engine takes besides weights and cache."""
@@ -236,10 +270,10 @@ class StepMemory:
         text = f"counted: a pass of {num_tokens:,} tokens, logits of {own.max_num_seqs}"
         if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
             if not own.enforce_eager:
-                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {in_units(GRAPH_BYTES)} of CUDA graphs")]
+                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {size_text(GRAPH_BYTES)} of CUDA graphs")]
         elif config.model.device == "cuda" and getattr(own, "cuda_graphs", False):
             graphs = self.passes.generate(config, own.max_num_seqs, own.max_num_seqs).fullest.others
-            return [Share(ENGINE_WORK, held + graphs, f"{text}, {in_units(graphs)} of CUDA graphs")]
+            return [Share(ENGINE_WORK, held + graphs, f"{text}, {size_text(graphs)} of CUDA graphs")]
         return [Share(ENGINE_WORK, held, text)]
 
     def _handoff(self) -> list[Share]:
@@ -257,5 +291,5 @@ class StepMemory:
         shares = [Share(GATHERED, sizes[0] + 3 * max(sizes[1:]), "of the trainer's half of the probe")]
         if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
             count = 2 if config.fsdp.cpu_offload else 4
-            shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {in_units(BUCKET_BYTES)}"))
+            shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares

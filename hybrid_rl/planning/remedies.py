@@ -14,7 +14,7 @@ from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
-from hybrid_rl.planning.shapes import in_units
+from hybrid_rl.planning.sizes import size_text
 
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
@@ -71,8 +71,8 @@ def too_much(plan: MemoryPlan) -> str:
         total, shares, source = peak.host_bytes * count, peak.host, budget.host
         where = f"a host ({count} x the following)" if count > 1 else "the host"
     lines = [
-        f'phase "{peak.name}" takes {in_units(total)} of {where}, which has {in_units(there)} ({source}), '
-        f"{in_units(total - there)} too much:"
+        f'phase "{peak.name}" takes {size_text(total)} of {where}, which has {size_text(there)} ({source}), '
+        f"{size_text(total - there)} too much:"
     ]
     return "\n".join([*lines, *table(shares)])
 
@@ -80,7 +80,7 @@ def too_much(plan: MemoryPlan) -> str:
 def table(shares: Sequence[Share]) -> list[str]:
     """Return shares as lines: name, bytes, arithmetic."""
     name = max((len(share.resident) for share in shares), default=0)
-    return [f"  {share.resident:<{name}}  {in_units(share.num_bytes):>9}  {share.formula}" for share in shares]
+    return [f"  {share.resident:<{name}}  {size_text(share.num_bytes):>9}  {share.formula}" for share in shares]
 
 
 def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:

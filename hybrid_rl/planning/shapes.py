@@ -11,15 +11,10 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.planning.ledger import Share
 from hybrid_rl.planning.sharded import padded_numel
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.sharding.fsdp import ShardOptions
-
-
-def in_units(num_bytes: int) -> str:
-    """Return bytes as text: 46.1 GB."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if num_bytes >= 1000**power:
-            return f"{num_bytes / 1000**power:.1f} {unit}"
-    return f"{num_bytes} B"
+from hybrid_rl.training.host_optimizer import STREAMED_ELEMENTS
+from hybrid_rl.training.optimizer import slices
 
 
 def weights_share(tag: str, modules: Iterable[nn.Module], sharding: ShardOptions | None) -> Share:
@@ -49,9 +44,27 @@ def optimizer_share(tag: str, module: PreTrainedModel, sharding: ShardOptions | 
     return Share(tag, numel * each + counters, f"{numel:,} trained x {words} + {counters} B of counters")
 
 
+def host_optimizer_share(tag: str, module: PreTrainedModel) -> Share:
+    """Return masters and Adam moments that live in host memory, with the two rooms that gradients and weights stream
+    through (training/host_optimizer.py)."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    numel, itemsize = sum(p.numel() for p in trained), max(p.dtype.itemsize for p in trained)
+    sizes = {str(number): p.numel() for number, p in enumerate(trained)}
+    most = max(sum(sizes[name] for name in part) for part in slices(sizes, sizes.__getitem__, STREAMED_ELEMENTS))
+    rooms = 2 * most * (4 + itemsize)
+    words = f"{numel:,} trained x 12 B (masters 4, moments 8) + {size_text(rooms)} to stream through"
+    return Share(tag, numel * 12 + 4 * len(trained) + rooms, words)
+
+
 def has_masters(module: nn.Module) -> bool:
     """Return whether the optimizer of one rank keeps fp32 masters of this model."""
     return any(p.dtype.itemsize < torch.float32.itemsize for p in module.parameters() if p.requires_grad)
+
+
+def shard_bytes(module: nn.Module, sharding: ShardOptions) -> int:
+    """Return the bytes of the gradients of a sharded model on a rank, once they are reduced."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return _shard_numel(trained, sharding) * sharding.master_dtype.itemsize
 
 
 def trained_numel(module: nn.Module) -> int:

@@ -63,7 +63,7 @@ class Kernels(TorchFunctionMode):
         """Call a function, or its stand-in."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "scaled_dot_product_attention" and self._is_fused(*args[:3], kwargs):
+        if name == "scaled_dot_product_attention" and self._is_fused(args[0], args[1], args[2], kwargs):
             apply: Any = _FusedAttention.apply
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             if mask is not None and mask.dtype == torch.bool:

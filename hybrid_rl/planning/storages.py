@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,23 +24,47 @@ class Held:
     gradients: int = 0
     gathered: int = 0
 
+    def extended(self, longer: Held, num_layers: int) -> Held:
+        """Continue the line from this moment to that of a model with one more layer, for so many layers."""
+        steps = {name: getattr(longer, name) - value for name, value in vars(self).items()}
+        return Held(**{name: max(0, value + num_layers * steps[name]) for name, value in vars(self).items()})
+
     @property
     def total(self) -> int:
         """All bytes."""
         return self.others + self.gradients + self.gathered
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """The fullest moments of a part of a pass. fullest: of most bytes together; most_others: without gradients and
+    gathered weights."""
+
+    fullest: Held = Held()  # noqa: RUF009
+    most_others: Held = Held()  # noqa: RUF009
+
+    def with_moment(self, now: Held) -> Peaks:
+        """Return the peaks after another moment."""
+        fullest = now if now.total > self.fullest.total else self.fullest
+        return Peaks(fullest, now if now.others > self.most_others.others else self.most_others)
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts what operators make inside the block, on meta, while it is referred to by anybody.
 
-    module: its parameters and buffers exist already, and their memory is not counted. Gradients are told apart from
-    the moment at which they are complete.
-    fullest: the moment of most bytes; most_others: of most bytes without gradients and gathered weights.
+    module: its parameters and buffers exist already, and their memory is not counted; blocks: its layers, by which the
+    parts of a pass are told apart. Gradients are told apart from the moment at which they are complete.
+    peaks: by part of the pass: "forward", and the backward pass through each block: "0" and "1" are the first two,
+    "-2" and "-1" the last two, "others" all between them. The backward pass of the head belongs to "forward", that of
+    the embedding to "0".
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
         super().__init__()
-        self.fullest = self.most_others = self.now = Held()
+        self.now = Held()
+        self.peaks: dict[str, Peaks] = {}
+        self._part = "forward"
+        self._blocks = blocks
         self._bytes: dict[int, int] = {}
         self._kinds: dict[int, Kind] = {}
         self._known = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -48,6 +73,10 @@ class LiveStorages(TorchDispatchMode):
 
     def __enter__(self) -> LiveStorages:
         self._hooks = [p.register_post_accumulate_grad_hook(self.count_gradient) for p in self._trained]
+        for number, block in enumerate(self._blocks):
+            left = len(self._blocks) - number
+            part = str(number) if number < 2 else str(-left) if left <= 2 else "others"
+            self._hooks.append(block.register_forward_hook(self._begins(part)))
         super().__enter__()
         return self
 
@@ -95,7 +124,17 @@ class LiveStorages(TorchDispatchMode):
 
     def _change(self, kind: Kind, num_bytes: int) -> None:
         self.now = now = replace(self.now, **{kind: getattr(self.now, kind) + num_bytes})
-        if now.total > self.fullest.total:
-            self.fullest = now
-        if now.others > self.most_others.others:
-            self.most_others = now
+        self.peaks[self._part] = self.peaks.get(self._part, Peaks()).with_moment(now)
+
+    def _begins(self, part: str) -> Any:
+        """Return a hook of a block, after whose output's gradient this part of the pass begins."""
+
+        def begin(gradient: Tensor) -> None:
+            self._part = part
+
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.requires_grad:
+                first.register_hook(begin)
+
+        return hook

@@ -17,7 +17,7 @@ from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.remedies import check_fits
-from hybrid_rl.planning.shapes import in_units
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.rewards import RewardList
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.cycle import memory_phases
@@ -66,7 +66,7 @@ def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         device_bytes = int(USABLE_SHARE * total)
-        words = f"{USABLE_SHARE:.0%} of the {in_units(total)} of {hardware.name}"
+        words = f"{USABLE_SHARE:.0%} of the {size_text(total)} of {hardware.name}"
     assert config.num_ranks != "auto"
     ranks_per_host = min(config.num_ranks, max(hardware.num_gpus, 1) if hardware.is_here else MOST_GPUS_OF_HOST)
     if host is not None:
@@ -100,8 +100,8 @@ def _tell(plan: MemoryPlan) -> None:
     if "optimizer.tokens_per_micro_batch" in choices.reasons:
         decided.append(f"tokens_per_micro_batch={choices.tokens_per_micro_batch}")
     if "kv_cache_memory_bytes" in choices.reasons:
-        decided.append(f"KV cache {in_units(choices.kv_cache_memory_bytes or 0)}")
+        decided.append(f"KV cache {size_text(choices.kv_cache_memory_bytes or 0)}")
     logger.info(
         'memory: at most %s of %s, in phase "%s"; chosen: %s',
-        *(in_units(plan.peak.device_bytes), in_units(there or 0), plan.peak.name, ", ".join(decided) or "nothing"),
+        *(size_text(plan.peak.device_bytes), size_text(there or 0), plan.peak.name, ", ".join(decided) or "nothing"),
     )

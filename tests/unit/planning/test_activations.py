@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id, tree_leaves
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.planning import activations
 from hybrid_rl.planning.activations import Counted
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.sharding.fsdp import ShardOptions
@@ -93,6 +94,22 @@ def test_layers_and_tokens_add_what_they_keep():
     by_tokens = [count(num_tokens=n).most_others.others for n in (256, 512, 1024)]
     assert by_tokens[0] < by_tokens[1] < by_tokens[2]
     assert by_tokens[2] == pytest.approx(2 * by_tokens[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"checkpoints": True},
+        {"checkpoints": True, "offloads": True},
+        {"sharding": ShardOptions(1, 2, torch.float32)},
+    ],
+)
+def test_many_equal_layers_are_counted_on_few(options, monkeypatch):
+    quick = count(12, 256, **options)
+    monkeypatch.setattr(activations, "FEW_LAYERS", 12)
+    whole = count(12, 256, **options)
+    assert (quick.fullest, quick.most_others) == (whole.fullest, whole.most_others)
 
 
 def test_recomputed_and_offloaded_activations_take_less():

@@ -70,3 +70,14 @@ def test_formulas_are_the_arithmetic_of_their_bytes(step_of):
     shares = step_of(settings(num_ranks=2)).residents(0)
     assert shares[ACTOR].formula == "5,472 parameters x 4 B / 2 shards, 16 elements of padding included"
     assert shares[OPTIMIZER].formula.endswith("of padding included + 104 B of counters")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizer_on_the_host_has_masters_and_rooms(step_of, dtype):
+    config = settings(device="cuda", dtype=dtype, optimizer_on_host=True)
+    itemsize = 4 if dtype == "float32" else 2
+    step = step_of(config, on_host=True)
+    share = step.residents(0)[OPTIMIZER]
+    assert share.num_bytes == 5472 * 12 + COUNTERS + 2 * 5472 * (4 + itemsize)  # the model is one slice
+    update = step.phases(0)[-2]
+    assert (update.bytes_of(OPTIMIZER), update.host_bytes_of(OPTIMIZER)) == (0, share.num_bytes)
