@@ -25,6 +25,7 @@ from tests.memory_cases import (  # noqa: E402
     CONFIGS,
     MOST,
     PEAK,
+    SAMPLE_TOKENS,
     SIZES,
     VLLM_KEYS,
     MeasuredStep,
@@ -66,9 +67,10 @@ def cases(given: Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
             for config in given.configs:
                 if config != "ranks":
                     yield f"{engine} {size} {config}", size, CONFIGS[config] | own
-                elif engine == "inplace":
-                    yield f"{engine} {size} 2 ranks", size, CONFIGS[config]
-                    yield f"{engine} {size} 2 ranks, offload", size, CONFIGS[config] | LEAVING
+                    continue
+                least = {"max_num_batched_tokens": SAMPLE_TOKENS} if engine == "vllm" else {}  # that vLLM takes
+                yield f"{engine} {size} 2 ranks", size, CONFIGS[config] | own | least
+                yield f"{engine} {size} 2 ranks, offload", size, CONFIGS[config] | own | least | LEAVING
 
 
 def measure(size: str, keys: dict[str, Any]) -> list[Row]:

@@ -77,7 +77,9 @@ SIZES: Mapping[str, dict[str, Any]] = {
 LEAVING, OPTIMIZER_STEP = "leaving", "optimizer step"
 PEAK = "peak"
 MOST = 0.05  # that a prediction may be off
-ARENA, ASLEEP = "arena", "asleep"  # host memory; a region without pages, whose tensors still have their address
+ARENA = "arena"  # host memory
+ASLEEP = "asleep"  # a region without pages, whose tensors still have their address
+OF_OTHERS = "of_others"  # shards of other ranks, which this one maps
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_PROMPTS, NUM_GENERATIONS = 16, 48, 4, 4
 SAMPLE_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 PACKED_TOKENS = PROMPT_TOKENS + NUM_GENERATIONS * COMPLETION_TOKENS  # of a group, its prompt counted once
@@ -141,7 +143,7 @@ class MeasuredStep:
             client._thread, client._advance = None, client._step
             with MeasuredMemory(
                 self._residents,
-                on_host=(ARENA, ASLEEP),
+                on_host=(ARENA, ASLEEP, OF_OTHERS),
                 lasting=(GRADIENTS,),
                 settles=self.context.num_ranks > 1,
             ) as memory:
@@ -204,6 +206,9 @@ class MeasuredStep:
         region = getattr(worker._actor.model, "region", None)
         if region is not None and region._released:
             found[ASLEEP] = found.pop(ACTOR)
+        sources = getattr(worker._side, "_sources", {}).values()  # of an engine with weights of its own
+        opened = [parts for source in sources for parts in getattr(source, "_mapped", {}).values()]
+        found[OF_OTHERS] = [part for parts in opened for part in parts if part is not None]
         arena = worker._memory._arena
         found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
         found[GRADIENTS] = gradients(worker._actor)

@@ -48,6 +48,7 @@ from hybrid_rl.planning.shapes import (
 from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.resharding.plan import BUCKET_BYTES
+from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS
 
@@ -294,8 +295,12 @@ class StepMemory:
             return
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)
         probe = [Share(ACTIVATIONS, held.others, f"counted: {num_tokens:,} tokens of a probe")]
-        if isinstance(config.rollout, ColocatedRolloutConfig):  # others have gathered all weights by then
-            probe.append(Share(GATHERED, held.gathered, "full weights of blocks, gathered"))
+        sharding = sharding_of(config)
+        if sharding is not None and isinstance(config.rollout, ColocatedRolloutConfig):
+            # Others have gathered all weights by then. Between two blocks there are the weights and the buffer of one,
+            # and the buffer of the one before.
+            root, *blocks = self._unit_bytes(sharding)
+            probe.append(Share(GATHERED, root + 3 * max(blocks), "full weights of blocks, gathered"))
         if handoff:
             yield "handoff", handoff
         yield "probe" if handoff else "", probe
@@ -305,11 +310,7 @@ class StepMemory:
         config, sharding = self.config, sharding_of(self.config)
         if sharding is None:
             return []
-        itemsize = sharding.param_dtype.itemsize
-        sizes = [
-            sum(padded_numel(p, sharding.dp_shard) for p in parameters) * itemsize
-            for _, parameters in units_of(self.passes.shape.models.policy)
-        ]
+        sizes = self._unit_bytes(sharding)
         if not isinstance(config.rollout, ColocatedRolloutConfig):
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
@@ -319,3 +320,11 @@ class StepMemory:
             count = 2 if config.fsdp.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares
+
+    def _unit_bytes(self, sharding: ShardOptions) -> list[int]:
+        """Return the full weights of what is gathered as a whole: of the root, then of every block."""
+        itemsize = sharding.param_dtype.itemsize
+        return [
+            sum(padded_numel(p, sharding.dp_shard) for p in parameters) * itemsize
+            for _, parameters in units_of(self.passes.shape.models.policy)
+        ]

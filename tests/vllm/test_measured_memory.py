@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.memory_cases import CONFIGS, SIZES, VLLM_KEYS, MeasuredStep, check, compared, predicted
+from tests.distributed.ranks import run_ranks
+from tests.measured_memory import Measured
+from tests.memory_cases import CONFIGS, SIZES, VLLM_KEYS, MeasuredStep, check, compared, config_of, predicted
 
 pytestmark = pytest.mark.slow
 
+RANK_KEYS = {"max_num_batched_tokens": 64}  # the longest sequence, the least that vLLM takes
 CASES = [
     pytest.param(size, config, marks=() if (size, config) == ("wordy", "plain") else pytest.mark.sweep)
     for size in SIZES
@@ -28,3 +33,24 @@ def test_the_plan_of_a_step_is_within_five_percent(size: str, config: str, recor
         torch.set_num_threads(before)
     check(rows)
     record_property("predictions", len(rows))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("keys", [{}, {"offload": ["actor", "optimizer"]}], ids=["stays", "leaves"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_plan_of_every_rank_is_within_five_percent(size: str, keys: dict[str, Any], record_property) -> None:
+    keys = CONFIGS["ranks"] | VLLM_KEYS | RANK_KEYS | keys
+    planned = predicted(size, config_of(keys)).phases
+    for found in run_ranks(of_rank, 2, size, keys):
+        rows = compared(planned, found)
+        check(rows)
+        record_property("predictions", len(rows))
+
+
+def of_rank(rank: int, num_ranks: int, size: str, keys: dict[str, Any]) -> dict[str, Measured]:
+    from vllm.model_executor.models import registry
+
+    from tests.distributed.test_measured_memory import measured
+
+    registry._run_in_subprocess = lambda function: function()  # as `inspected_here`, for this process
+    return measured(rank, num_ranks, size, keys)
