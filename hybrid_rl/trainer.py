@@ -130,7 +130,7 @@ class Trainer(Tenant):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = _collector(run, self.policy, self._sampler)
-        self._pictures = MemoryPictures(self.policy, self.run_folder)
+        self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)

@@ -26,7 +26,7 @@ Residents = Callable[[], Mapping[str, Iterable[Tensor]]]
 @dataclass
 class Measured:
     """The fullest moment of a phase. peak_bytes: of all storages on the device. residents: bytes of each at that
-    moment; the rest is transient. largest: of every resident its most bytes at any local peak of the phase."""
+    moment; the rest is transient. largest: of every resident its most bytes at any local peak, and at the end."""
 
     peak_bytes: int = 0
     residents: dict[str, int] = field(default_factory=dict)
@@ -174,6 +174,7 @@ class MeasuredMemory(TorchDispatchMode):
     def _close(self) -> None:
         if self._open:
             self._keep_peak()
+            self._now = self._now.joined(Measured(0, {}, self.look().largest))
             name = self._open[-1]
             self.phases[name] = self.phases.get(name, Measured()).joined(self._now)
 

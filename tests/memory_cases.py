@@ -76,6 +76,7 @@ SIZES: Mapping[str, dict[str, Any]] = {
 }
 LEAVING, OPTIMIZER_STEP = "leaving", "optimizer step"
 PEAK = "peak"
+MOST = 0.05  # that a prediction may be off
 ARENA, ASLEEP = "arena", "asleep"  # host memory; a region without pages, whose tensors still have their address
 PROMPT_TOKENS, COMPLETION_TOKENS, NUM_PROMPTS, NUM_GENERATIONS = 16, 48, 4, 4
 SAMPLE_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
@@ -303,11 +304,19 @@ def compared(planned: Sequence[PhaseMemory], measured: Mapping[str, Measured]) -
         assert moments, f"{name} was not planned"
         fullest = max(moments, key=lambda memory: memory.device_bytes)
         for tag in RESIDENTS:
-            rows.append(Row(name, tag, fullest.bytes_of(tag), found.residents.get(tag, 0)))
+            rows.append(Row(name, tag, fullest.bytes_of(tag), found.largest.get(tag, 0)))
         if moment == OPTIMIZER_STEP:
             rows.append(Row(name, GRADIENTS, fullest.bytes_of(GRADIENTS), found.largest[GRADIENTS]))
         rows.append(Row(name, PEAK, fullest.device_bytes, found.peak_bytes))
     return [row for row in rows if row.predicted or row.measured]
+
+
+def check(rows: Sequence[Row]) -> float:
+    """Fail if a prediction is off by more than MOST. Returns the largest share."""
+    wrong = [row for row in rows if row.share > MOST]
+    assert not wrong, "\n".join(["not within 5 %:", *table(wrong)])
+    assert len(rows) > 10
+    return max(row.share for row in rows)
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:

@@ -10,22 +10,26 @@ from typing import Any, Literal
 import torch
 
 from hybrid_rl.memory.offload import OffloadedTensors, _Memory
+from hybrid_rl.memory.probe import require_room
 from tests.sleeping_engine import SleepingEngine
 
-How = Literal["no memory", "engine", "interrupt", "kill"]
+How = Literal["no memory", "no room", "engine", "interrupt", "kill"]
 
 
 def fail_once(tag: str, how: How) -> Callable[[], None]:
     """Have the next wake of a resident go wrong; returns what takes the fault away again.
 
-    no memory: the allocator gives it a part, and then no more. engine: the engine's wake raises, whatever the tag.
+    no memory: the allocator gives it a part, and then no more. no room: the engine sees before it wakes, whatever the
+    tag, that there is too little. engine: the engine's wake raises, whatever the tag.
     interrupt: Ctrl-C comes as it wakes. kill: the process ends.
     """
     wake, take, engine = OffloadedTensors.wake, _Memory.take, SleepingEngine.wake
+    room = SleepingEngine.require_room
     is_due = True
 
     def undo() -> None:
         OffloadedTensors.wake, _Memory.take, SleepingEngine.wake = wake, take, engine  # type: ignore[method-assign]
+        SleepingEngine.require_room = room  # type: ignore[method-assign]
 
     def taken(memory: _Memory) -> None:
         take(memory)
@@ -51,7 +55,13 @@ def fail_once(tag: str, how: How) -> Callable[[], None]:
         undo()
         raise RuntimeError("asked to fail")
 
-    if how == "engine":
+    def refusing(*_: Any) -> None:
+        undo()
+        require_room(2, 1)
+
+    if how == "no room":
+        SleepingEngine.require_room = refusing  # type: ignore[method-assign]
+    elif how == "engine":
         SleepingEngine.wake = broken  # type: ignore[method-assign]
     else:
         OffloadedTensors.wake = faulty  # type: ignore[method-assign]

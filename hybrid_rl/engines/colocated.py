@@ -39,3 +39,8 @@ class ColocatedEngine(RolloutEngine):
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights while they are awake."""
         return sum(tensor.nbytes for tensor in self.weights.destinations)
+
+    def require_room(self, tags: frozenset[str]) -> None:
+        """Raise MemoryStateError if the device has too little memory for these tags to wake. An engine whose `wake` may
+        break off half done says so here, before it has touched anything."""
+        return

@@ -95,7 +95,7 @@ class Comparison:
     """Compares phase by phase, and keeps the largest deviations until they are asked for.
 
     resident_bytes: bytes by tag now, 0 for those that sleep. peak: of the device; None on a CPU, whose memory has no
-    counter of its own.
+    counter of its own. latest: the last comparison by phase and by what was compared.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Comparison:
         peak: DevicePeak | None = None,
     ) -> None:
         self._expected, self._resident_bytes, self._peak = expected, resident_bytes, peak
+        self.latest: dict[tuple[str, str], Deviation] = {}
         self._largest: dict[bool, Deviation] = {}  # by whether it is of the peak
         self._told: set[tuple[str, str]] = set()
 
@@ -127,6 +128,7 @@ class Comparison:
         if largest is None or deviation.share > largest.share:
             self._largest[is_peak] = deviation
         key = (deviation.phase, deviation.what)
+        self.latest[key] = deviation
         # A peak is planned for the longest samples; most are shorter.
         is_wrong = deviation.measured > deviation.predicted if is_peak else True
         if is_wrong and deviation.share > WARN_ABOVE and key not in self._told:

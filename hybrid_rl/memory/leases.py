@@ -89,6 +89,15 @@ class Leases:
         moved, self._transitions = self._transitions, []
         return moved
 
+    def rescue(self, tags: Iterable[str]) -> None:
+        """Wake residents that sleep, whatever has become of memory, without the other ranks: for what must outlive it.
+        Raises what their wake raises."""
+        for tag in self._order:
+            resident = self._residents[tag]
+            if tag in tags and tag not in self._awake and resident.wake is not None:
+                resident.wake()
+                self._awake.add(tag)
+
     def lease(self, tags: Iterable[str]) -> AbstractContextManager[None]:
         """Keep these tags in memory inside the block, and let all other residents that can sleep do so.
 

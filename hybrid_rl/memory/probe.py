@@ -5,6 +5,9 @@ from __future__ import annotations
 import psutil
 import torch
 
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.residents import sized
+
 
 def measure() -> dict[str, int]:
     """Return bytes: `process` (resident set of this process), `available` (memory the machine can still provide), and
@@ -15,3 +18,25 @@ def measure() -> dict[str, int]:
         found["device_peak"] = torch.cuda.max_memory_allocated()
         found["device_free"] = torch.cuda.mem_get_info()[0]
     return found
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the bytes that the driver of a GPU can still give; None for a CPU, whose memory comes when it is
+    touched."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Return the bytes that PyTorch's allocator keeps of a GPU without using them; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def require_room(num_bytes: int, free_bytes: int) -> None:
+    """Raise MemoryStateError unless so many bytes can be had. free_bytes: of the device."""
+    if num_bytes > free_bytes:
+        raise MemoryStateError(
+            f"it takes {sized(num_bytes)}, and {sized(free_bytes)} of the device are free: "
+            f"{sized(num_bytes - free_bytes)} are missing"
+        )

@@ -23,6 +23,8 @@ class Resident:
     after: tags that, in a transition that moves both, wake before it and go to sleep after it.
     starts_awake: whether it is in memory when it is registered; always, if it cannot sleep.
     atomic: a sleep or wake that raises has changed nothing, so the transition can be undone.
+    require_room: called right before wake; raises if the device has too little memory for it. It is for a wake that is
+    not atomic, or is collective: before it the transition can still be undone, whichever rank lacks the memory.
     collective: a sleep or wake needs the other ranks. If it fails on one rank, the others may be stuck in it.
     """
 
@@ -34,6 +36,7 @@ class Resident:
     starts_awake: bool = False
     atomic: bool = False
     collective: bool = False
+    require_room: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if (self.sleep is None) != (self.wake is None):
@@ -57,7 +60,8 @@ class Transition:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a transition. tags: the residents that it moves; none for giving memory back."""
+    """One call of a transition. tags: the residents that it moves; none for giving memory back, and for a look at how
+    much there is."""
 
     text: str
     tags: tuple[str, ...]
@@ -75,7 +79,8 @@ def steps(
     give_back: Callable[[], None] | None,
 ) -> list[Step]:
     """Return what leads from the residents that are awake to those that are wanted: sleeps against the order, then
-    `give_back` if something wakes, then wakes. Residents that cannot sleep do not count."""
+    `give_back` if something wakes, then wakes, each after a look at the room for it. Residents that cannot sleep do not
+    count."""
     order = [tag for tag in order if residents[tag].wake is not None]
     leaving = [tag for tag in reversed(order) if tag in awake - wanted]
     coming = [tag for tag in order if tag in wanted - awake]
@@ -90,8 +95,10 @@ def steps(
     if coming and give_back is not None:
         found.append(Step("giving free memory back", (), True, give_back, atomic=False, collective=False))
     for tag in coming:
-        wake = residents[tag].wake
+        wake, require_room = residents[tag].wake, residents[tag].require_room
         assert wake is not None
+        if require_room is not None:
+            found.append(Step(f"room for {tag!r}", (), True, require_room, atomic=True, collective=False))
         found.append(_step(f"wake of {tag!r}", residents, (tag,), True, wake))
     return found
 

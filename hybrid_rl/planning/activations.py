@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
+from hybrid_rl.batch import Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, ShapeRecorder
@@ -38,6 +39,7 @@ from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from hybrid_rl.weights.sources import StateSource
 
 FEW_LAYERS = 4  # of a model in whose place one with more equal layers is counted; another has one more
+PROBE_TOKENS = 4  # of workers/handoff_probe.py
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,12 @@ class Counted:
 
         return self._count(model, run, is_first=True)
 
-    def generate(self, num_tokens: int, num_sequences: int) -> PassMemory:
-        """Count a pass of an embedded engine over so many tokens, with logits of so many sequences."""
-        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences))
+    def generate(self, num_tokens: int, num_sequences: int, *, keeps_logprobs: bool) -> PassMemory:
+        """Count a pass of an engine over so many tokens, with logits of so many sequences. keeps_logprobs: whether it
+        samples from logprobs of the whole vocabulary beside them; kernels that draw from logits need none."""
+        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences, keeps_logprobs))
 
-    def _generate(self, num_tokens: int, num_sequences: int) -> PassMemory:
+    def _generate(self, num_tokens: int, num_sequences: int, keeps_logprobs: bool) -> PassMemory:
         model = self.model()
 
         def run() -> None:
@@ -163,7 +166,23 @@ class Counted:
                 else:
                     hidden = model.own_forward(tokens[None], use_cache=False).last_hidden_state[0]
                 logits = model.logits(hidden[:num_sequences])
-                torch.log_softmax(logits, 1)
+                if keeps_logprobs:
+                    torch.log_softmax(logits, 1)
+
+        return self._count(model, run, is_first=True)
+
+    def probe(self, num_tokens: int) -> PassMemory:
+        """Count the trainer's half of the probe of a handoff, on a prompt of so many tokens."""
+        return self._by_layers(lambda it: it._probe(num_tokens))
+
+    def _probe(self, num_tokens: int) -> PassMemory:
+        model = self.model()
+        prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
+
+        def run() -> None:
+            row = PackedRow.of(prompt, Jagged.from_rows([[0]], torch.int64), model.device)
+            with torch.no_grad():
+                torch.cat([model.row_distribution(row, 1.0) for _ in range(PROBE_TOKENS)]).float()
 
         return self._count(model, run, is_first=True)
 

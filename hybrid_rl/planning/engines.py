@@ -25,13 +25,15 @@ VLLM_BLOCK = 16
 class CacheShape:
     """The cache of a rank: what one sequence of full length takes, and what all that decode together would take.
 
-    fixed_bytes: what the engine keeps for itself; words: the arithmetic of a sequence.
+    fixed_bytes: what the engine keeps for itself; words: the arithmetic of a sequence; block_bytes: the engine takes
+    whole blocks of so many bytes, at least one.
     """
 
     sequence_bytes: int
     num_sequences: int
     fixed_bytes: int
     words: str
+    block_bytes: int = 1
 
     @property
     def smallest_bytes(self) -> int:
@@ -44,7 +46,9 @@ class CacheShape:
         return self.sequence_bytes * self.num_sequences + self.fixed_bytes
 
     def share(self, num_bytes: int) -> Share:
-        """Return a cache of this size as a line of the plan."""
+        """Return a cache of this size, or of the whole blocks in it, as a line of the plan."""
+        if num_bytes:
+            num_bytes = max(1, num_bytes // self.block_bytes) * self.block_bytes
         count = (num_bytes - self.fixed_bytes) / max(self.sequence_bytes, 1)
         return Share(KV_CACHE, num_bytes, f"{count:.1f} of {self.num_sequences} full sequences, {self.words}")
 
@@ -56,7 +60,7 @@ def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length
     token = sum(layer.bytes_per_token for layer in layers.values())
     blocks = -(-max_length // own.block_size)
     words = f"each {blocks} blocks x {own.block_size} tokens x {token:,} B"
-    return CacheShape(blocks * own.block_size * token, own.max_num_seqs, 0, words)
+    return CacheShape(blocks * own.block_size * token, own.max_num_seqs, 0, words, own.block_size * token)
 
 
 def own_cache(size: CacheSize, config: TrainerConfig, max_length: int) -> CacheShape:
@@ -83,7 +87,7 @@ def vllm_cache(
     block = int(own.engine_args.get("block_size") or VLLM_BLOCK)
     blocks = -(-max_length // block)
     words = f"each {blocks} blocks x {block} tokens x {token:,} B"
-    return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words)
+    return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words, block * token)
 
 
 def given_cache_bytes(config: TrainerConfig) -> int | None:

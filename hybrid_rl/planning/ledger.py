@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hybrid_rl.memory.comparison import Expected
+from hybrid_rl.memory.cycle import RESIDENTS
+
 GRADIENTS = "gradients"  # of the model that learns, until its optimizer step
 ACTIVATIONS = "activations"  # all else that a micro-batch has at its peak: what backward needs, logits, temporaries
 GATHERED = "gathered"  # full weights of a block, or of the model, that shards are gathered into
@@ -141,3 +144,13 @@ class MemoryPlan:
         in host memory if it is never on the device."""
         on_device = max(phase.bytes_of(resident) for phase in self.phases)
         return on_device or max(phase.host_bytes_of(resident) for phase in self.phases)
+
+    def expected(self) -> Expected:
+        """Return what ranks compare their memory with: residents by phase, and the fullest moment of each phase."""
+        residents: dict[str, dict[str, int]] = {}
+        peaks: dict[str, int] = {}
+        for memory in self.phases:
+            tags = [share.resident for share in memory.device if share.resident in RESIDENTS]
+            residents.setdefault(memory.phase, {}).update({tag: memory.bytes_of(tag) for tag in tags})
+            peaks[memory.phase] = max(peaks.get(memory.phase, 0), memory.device_bytes)
+        return Expected(residents, peaks)

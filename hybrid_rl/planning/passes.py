@@ -62,11 +62,26 @@ class Passes:
         samples = self.samples(config)
         return self._once(role, config, samples, "score", lambda it: it.score(samples))
 
-    def generate(self, config: TrainerConfig, num_tokens: int, num_sequences: int) -> PassMemory:
-        """Count a pass of an engine over so many tokens with logits of so many sequences."""
+    def generate(
+        self, config: TrainerConfig, num_tokens: int, num_sequences: int, *, keeps_logprobs: bool
+    ) -> PassMemory:
+        """Count a pass of an engine over so many tokens with logits of so many sequences; as in Counted."""
         return self._once(
-            "policy", config, num_tokens, num_sequences, lambda it: it.generate(num_tokens, num_sequences)
+            "policy",
+            config,
+            num_tokens,
+            (num_sequences, keeps_logprobs),
+            lambda it: it.generate(num_tokens, num_sequences, keeps_logprobs=keeps_logprobs),
         )
+
+    def probe(self, config: TrainerConfig) -> PassMemory:
+        """Count the trainer's half of the probe of a handoff, on the longest prompt."""
+        num_tokens = self.longest_prompt(config)
+        return self._once("policy", config, num_tokens, "probe", lambda it: it.probe(num_tokens))
+
+    def longest_prompt(self, config: TrainerConfig) -> int:
+        """Return the tokens of the longest prompt."""
+        return max(1, self.shape.max_length - config.rollout.max_completion_length)
 
     def layer_shapes(self, config: TrainerConfig) -> dict[int, LayerShape]:
         """Return what each layer of the policy caches of a token."""

@@ -180,10 +180,12 @@ class StepMemory:
         the host."""
         if phase.name in ("update", "update_critic"):
             yield from self._learning("update" if phase.name == "update" else "critic")
-        elif phase.name in ("check", "generate"):
+        elif phase.name == "check":
+            yield "", self._engine_pass(self.passes.longest_prompt(self.config), 1), 0
+        elif phase.name == "generate":
             yield "", self._engine_work(), 0
         elif phase.name == "publish":
-            yield "", self._handoff(), 0
+            yield from ((moment, shares, 0) for moment, shares in self._publishing())
         elif phase.name == "reward":
             numbers = map(str, range(len(self.passes.shape.models.rewards)))
             counts = [self.passes.score(number, self.config) for number in numbers]
@@ -261,20 +263,42 @@ class StepMemory:
         return f"{words}{size_text(num_bytes - shards)} of embedding, head and blocks on their way (sums of {size} B)"
 
     def _engine_work(self) -> list[Share]:
-        """Return what a pass of the engine takes besides weights and cache."""
+        """Return what the fullest pass of the engine takes besides weights and cache."""
+        own = getattr(self.config.rollout, self.config.rollout.engine)
+        prompt = self.passes.longest_prompt(self.config)
+        num_tokens = min(own.max_num_batched_tokens, own.max_num_seqs * prompt) + own.max_num_seqs
+        return self._engine_pass(num_tokens, own.max_num_seqs)
+
+    def _engine_pass(self, num_tokens: int, num_sequences: int) -> list[Share]:
+        """Return what a pass over so many tokens takes, and the graphs that lie there all the time."""
         config = self.config
         own = getattr(config.rollout, config.rollout.engine)
-        prompt = max(1, self.passes.shape.max_length - config.rollout.max_completion_length)
-        num_tokens = min(own.max_num_batched_tokens, own.max_num_seqs * prompt) + own.max_num_seqs
-        held = self.passes.generate(config, num_tokens, own.max_num_seqs).fullest.others
-        text = f"counted: a pass of {num_tokens:,} tokens, logits of {own.max_num_seqs}"
+        # The kernels of the in-place engine draw from logits.
+        keeps = not isinstance(config.rollout, InPlaceRolloutConfig)
+        held = self.passes.generate(config, num_tokens, num_sequences, keeps_logprobs=keeps).fullest.others
+        text = f"counted: a pass of {num_tokens:,} tokens, logits of {num_sequences}"
         if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
             if not own.enforce_eager:
                 return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {size_text(GRAPH_BYTES)} of CUDA graphs")]
         elif config.model.device == "cuda" and getattr(own, "cuda_graphs", False):
-            graphs = self.passes.generate(config, own.max_num_seqs, own.max_num_seqs).fullest.others
+            count = own.max_num_seqs
+            graphs = self.passes.generate(config, count, count, keeps_logprobs=keeps).fullest.others
             return [Share(ENGINE_WORK, held + graphs, f"{text}, {size_text(graphs)} of CUDA graphs")]
         return [Share(ENGINE_WORK, held, text)]
+
+    def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
+        """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
+        config, handoff = self.config, self._handoff()
+        if not config.rollout.probe_steps:
+            yield "", handoff
+            return
+        held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)
+        probe = [Share(ACTIVATIONS, held.others, f"counted: {num_tokens:,} tokens of a probe")]
+        if isinstance(config.rollout, ColocatedRolloutConfig):  # others have gathered all weights by then
+            probe.append(Share(GATHERED, held.gathered, "full weights of blocks, gathered"))
+        if handoff:
+            yield "handoff", handoff
+        yield "probe" if handoff else "", probe
 
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
@@ -287,8 +311,10 @@ class StepMemory:
             for _, parameters in units_of(self.passes.shape.models.policy)
         ]
         if not isinstance(config.rollout, ColocatedRolloutConfig):
-            return [Share(HANDOFF, max(sizes), "the largest unit on its way")]
-        shares = [Share(GATHERED, sizes[0] + 3 * max(sizes[1:]), "of the trainer's half of the probe")]
+            # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
+            fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
+            return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
+        shares = []
         if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
             count = 2 if config.fsdp.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
-from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.workers.groups import PolicyGroup
 
 logger = logging.getLogger("hybrid_rl")
@@ -23,12 +23,12 @@ class MemoryPictures:
     """Draws memory.png of a run: after its second step, whenever other residents are awake between two steps than in
     the picture, and at the end.
 
-    folder: of the run. expected: what the plan of the run says of a rank; None if there is no plan.
+    folder: of the run. plan: of its memory, None if there is none.
     """
 
-    def __init__(self, policy: PolicyGroup, folder: Path, expected: Expected | None = None) -> None:
+    def __init__(self, policy: PolicyGroup, folder: Path, plan: MemoryPlan | None = None) -> None:
         self._policy, self._folder = policy, folder
-        residents = {} if expected is None else expected.residents
+        residents = {} if plan is None else plan.expected().residents
         self._predicted = {phase: sum(sizes.values()) for phase, sizes in residents.items()}
         self._num_steps = 0
         self._awake: frozenset[str] | None = None  # in the picture

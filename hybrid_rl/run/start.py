@@ -51,6 +51,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         probe_ids=run.data.probe_ids,
         first_prompt=run.data.first.prompt,
         teacher=_recipe(run.teacher_path, run.config),
+        expected=None if run.plan is None else run.plan.expected(),
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):

@@ -96,7 +96,7 @@ class VLLMEngine(ColocatedEngine):
             max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
             decode=decode,
         )
-        self._config = config
+        self._config, self._device = config, device
         self._layout = WeightLayout.of(named_weights(module).items())
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
@@ -303,6 +303,10 @@ class VLLMEngine(ColocatedEngine):
             if self._memory.sleep(tags):
                 self.policy_version = -1
         self._settle()
+
+    def require_room(self, tags: frozenset[str]) -> None:
+        """Raise MemoryStateError if the device has too little memory for these tags to wake."""
+        self._memory.require_room(tags, self._device)
 
     def wake(self, tags: Iterable[str]) -> None:
         """Get memory back."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.device_allocator import get_mem_allocator_instance
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.memory.probe import free_device_bytes, require_room
 from hybrid_rl.vllm.versions import has
 
 logger = logging.getLogger(__name__)
@@ -18,6 +21,31 @@ logger = logging.getLogger(__name__)
 def can_sleep_on(device: torch.device) -> bool:
     """Return whether vLLM can give memory of this device back."""
     return device.type == "cuda"
+
+
+def bytes_to_map(tags: frozenset[str]) -> int:
+    """Return the bytes of this process's vLLM that sleep and that a wake of these tags maps: whole pages, with what
+    vLLM derives from the weights and what it wakes with any tag."""
+    allocator = get_mem_allocator_instance()
+    staying = {WEIGHTS, KV_CACHE} - tags
+    return sum(
+        data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag not in staying
+    )
+
+
+@contextmanager
+def rest_shown(llm: Any) -> Iterator[None]:
+    """Show vLLM only what is awake, inside the block: a version that puts everything to sleep or nothing does so with
+    the rest. To wake what sleeps first would take memory in the very moment when there is none."""
+    known = get_mem_allocator_instance().pointer_to_data
+    asleep = {address: data for address, data in known.items() if data.is_asleep}
+    for address in asleep:
+        del known[address]
+    llm.engine_core.engine_core.model_executor.is_sleeping = False
+    try:
+        yield
+    finally:
+        known.update(asleep)
 
 
 class EngineMemory:
@@ -54,14 +82,21 @@ class EngineMemory:
 
     def _sleep(self, wanted: frozenset[str]) -> None:
         if WEIGHTS in wanted:
-            if KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm):
-                self._llm.wake_up([KV_CACHE])
-            self._llm.sleep(level=2, mode="keep")
+            is_rest = KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm)
+            with rest_shown(self._llm) if is_rest else nullcontext():
+                self._llm.sleep(level=2, mode="keep")
         else:
             # The weights stay what they are, which takes a copy to the host and back. No phase of a training step asks
             # for it: there the cache sleeps with the weights, or is not awake yet.
             self._llm.sleep(level=1, mode="keep")
             self._llm.wake_up([WEIGHTS])
+
+    def require_room(self, tags: frozenset[str], device: torch.device) -> None:
+        """Raise MemoryStateError if the device has too little memory for these tags to wake. vLLM maps one allocation
+        after the other: if there is no memory for one, it is left half awake."""
+        free = free_device_bytes(device)
+        if self._can_sleep and free is not None:
+            require_room(bytes_to_map(tags & self.asleep), free)
 
     @torch.no_grad()
     def wake(self, tags: frozenset[str]) -> None:

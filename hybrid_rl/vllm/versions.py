@@ -52,7 +52,7 @@ DIFFERENCES: dict[str, Difference] = {
     "weights_sleep_after_cache": Difference(
         "the weights can be put to sleep while the cache sleeps already",
         lambda llm: hasattr(llm, "release_kv_cache_memory"),
-        "the cache wakes first",
+        "it is shown the weights alone",
     ),
     "shuts_down_when_collected": Difference(
         "the engine's client takes torch.distributed down, the trainer's groups included, when it is collected",

@@ -156,8 +156,9 @@ class ObjectSource(WeightSource):
         """Store a live module's tensors, each as a uint8 array. put: returns an array's handle, such as ray.put."""
         stored = {}
         for name, tensor in named_state(module).items():
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            stored[name] = put(data), tuple(tensor.shape), tensor.dtype
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            # Tensor.numpy() would mark the memory of the module for good as one that cannot be freed.
+            stored[name] = put(np.from_dlpack(data)), tuple(tensor.shape), tensor.dtype
         return cls(stored)
 
     def __reduce__(self) -> tuple[Any, ...]:

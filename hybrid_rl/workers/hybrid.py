@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -308,18 +308,22 @@ class HybridWorker(WorkerBase):
     def close(self) -> None:
         """Stop scoring and generating. Modules that the user has passed get their weights back."""
         self._rewards.close()
-        self._wake_what_is_the_users()
+        self._wake_what_is_the_users(make_room=self._side.close)
         self._side.close()
         self._memory.close()
 
-    def _wake_what_is_the_users(self) -> None:
-        """Bring back the weights of modules that the user has passed, which outlive this worker."""
+    def _wake_what_is_the_users(self, make_room: Callable[[], None] = lambda: None) -> None:
+        """Bring back the weights of modules that the user has passed, which outlive this worker: also if memory is
+        broken, because they wait in the arena unharmed. make_room: what may be done for it then."""
         sleeping = {ACTOR, REWARD_MODELS} & self.movable - self.leases.awake
         if not self._is_live or not sleeping:
             return
         try:
-            with self.lease(frozenset(sleeping | ({ACTOR, REWARD_MODELS} & self.leases.awake))):
-                pass
+            with suppress(Exception), self.lease(frozenset(sleeping | ({ACTOR, REWARD_MODELS} & self.leases.awake))):
+                return
+            with suppress(Exception):
+                make_room()
+            self.leases.rescue(sleeping)
         except Exception as error:
             logger.warning(
                 "the weights of %s stay in host memory (%s: %s): the modules that were passed cannot be used; load "

@@ -19,6 +19,7 @@ from hybrid_rl.errors import ConfigError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
+from hybrid_rl.memory.probe import free_device_bytes, require_room, unused_bytes
 from hybrid_rl.memory.region import Region
 from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
@@ -58,9 +59,6 @@ class TrainerMemory:
         def weights() -> list[Tensor]:
             return [tensor for model in models for tensor in _weights(model)]
 
-        if any(isinstance(model, ShardedCausalLM) for model in models):
-            shards = weights()  # while weights are gathered, a module names these instead
-            return self._resident(tag, lambda: shards, modules, regions)
         return self._resident(tag, weights, modules, regions)
 
     def optimizer(self, optimizer: Optimizer, tag: str = OPTIMIZER) -> Resident:
@@ -151,9 +149,19 @@ def engine_weights_resident(model: ShardedCausalLM, client: EngineClient) -> Res
         twin.bind()
         client.at_rest().wake({WEIGHTS})
 
+    def room() -> None:
+        if (free := free_device_bytes(model.device)) is not None:
+            require_room(gathered_bytes(model), free + unused_bytes(model.device))
+
     # They are gathered from the actor's shards, by all ranks together.
     return Resident(
-        ENGINE_WEIGHTS, lambda: gathered_bytes(model), sleep=sleep, wake=wake, after=(ACTOR,), collective=True
+        ENGINE_WEIGHTS,
+        lambda: gathered_bytes(model),
+        sleep=sleep,
+        wake=wake,
+        after=(ACTOR,),
+        require_room=room,
+        collective=True,
     )
 
 

@@ -165,11 +165,19 @@ class ColocatedSide(RolloutSide):
             return weights, cache
 
         def sleeping(resident: Resident, tag: str, after: tuple[str, ...] = ()) -> Resident:
+            def require_room() -> None:
+                engine.require_room(frozenset({tag}))
+
             def wake() -> None:
                 self.client.at_rest().wake({tag})
 
             return replace(
-                resident, sleep=self._sleep, wake=wake, after=after, collective=self._config.ranks_per_engine > 1
+                resident,
+                sleep=self._sleep,
+                wake=wake,
+                after=after,
+                require_room=require_room,
+                collective=self._config.ranks_per_engine > 1,
             )
 
         return sleeping(weights, WEIGHTS), sleeping(cache, KV_CACHE, after=(ENGINE_WEIGHTS,))

@@ -126,12 +126,12 @@ def test_copies_and_kernels_of_triton_take_memory_of_a_region() -> None:
     assert logits.cpu().sum().item() == logits.sum(dtype=torch.float64).item() == 4000 * 3999 / 2
 
 
-def reads_regions(rank: int, num_ranks: int, read_only: bool) -> bool:
+def reads_regions(rank: int, num_ranks: int, read_only: bool, one_gpu: bool = True) -> bool:
     """Shards in a region of every rank, read in place by an engine on every rank."""
     driver = None
     if DEVICE != "cuda":
         driver = stand_in().driver
-    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+    device = torch.device(DEVICE, 0 if one_gpu else rank) if DEVICE == "cuda" else torch.device("cpu")
     made = partial(OpenedRegion, driver=driver, read_only=read_only)
     region_memory.OpenedRegion = made  # type: ignore[misc,assignment]
     if device.type == "cuda":
@@ -165,3 +165,8 @@ def reads_regions(rank: int, num_ranks: int, read_only: bool) -> bool:
 @pytest.mark.parametrize("read_only", [False, True], ids=["read and write", "read only"])
 def test_two_processes_read_the_regions_of_each_other(read_only: bool) -> None:
     assert run_ranks(reads_regions, 2, read_only) == [True, True]
+
+
+@pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_two_gpus_read_the_regions_of_each_other_over_the_link() -> None:
+    assert run_ranks(reads_regions, 2, False, False) == [True, True]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from vllm.device_allocator import AllocationData
 from vllm.logprobs import FlatLogprobs
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
@@ -89,11 +90,19 @@ class LedgerLLM:
             use_v2_model_runner=False,
         )
         scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(usage=0.0))
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+        self.executor = SimpleNamespace(is_sleeping=False)
+        self.engine_core = SimpleNamespace(
+            engine_core=SimpleNamespace(scheduler=scheduler, model_executor=self.executor)
+        )
         if is_new:
             self.release_kv_cache_memory = None  # by which the table of differences knows it
-        self.is_new, self.asleep = is_new, set[str]()
+        self.is_new = is_new
         self.weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        sizes = {WEIGHTS: self.weight_bytes, KV_CACHE: KV_BYTES}
+        # As the allocator of vLLM knows them.
+        self.pointer_to_data = {
+            number: AllocationData((0, size, number, 0), tag) for number, (tag, size) in enumerate(sizes.items())
+        }
         self._saved: dict[str, list[torch.Tensor]] = {}
         self._requests: dict[str, Any] = {}
         self._ahead: deque[list[tuple[Any, int, float]]] = deque()
@@ -103,11 +112,13 @@ class LedgerLLM:
     # ------------------------------------------------------------------------------------------------- memory
 
     def sleep(self, level: int, mode: str) -> None:
-        assert mode == "keep" and not (self.asleep & {WEIGHTS} if self.is_new else self.asleep), (
-            "vLLM would ignore this"
-        )
+        is_ignored = WEIGHTS in self.asleep if self.is_new else self.executor.is_sleeping
+        assert mode == "keep" and not is_ignored, "vLLM would ignore this"
         self.ledger.log.append(("sleep", level))
-        self.asleep = {WEIGHTS, KV_CACHE}
+        for data in self.pointer_to_data.values():
+            assert self.is_new or not data.is_asleep, "vLLM would give it back twice"
+            data.is_asleep = True
+        self.executor.is_sleeping = True
         parameters = list(self.model.parameters())
         if level == 1:
             self._saved[WEIGHTS] = [parameter.clone() for parameter in parameters]
@@ -119,10 +130,16 @@ class LedgerLLM:
         self.ledger.hold(WEIGHTS, 0)
         self.ledger.hold(KV_CACHE, 0)
 
+    @property
+    def asleep(self) -> set[str]:
+        return {data.tag for data in self.pointer_to_data.values() if data.is_asleep}
+
     def wake_up(self, tags: list[str]) -> None:
         assert set(tags) <= self.asleep, "vLLM would ignore this"
         self.ledger.log.append(("wake", *tags))
-        self.asleep -= set(tags)
+        for data in self.pointer_to_data.values():
+            data.is_asleep = data.is_asleep and data.tag not in tags
+        self.executor.is_sleeping = bool(self.asleep)
         for tag in tags:
             self.ledger.hold(tag, KV_BYTES if tag == KV_CACHE else self.weight_bytes)
         if WEIGHTS in tags:

@@ -7,18 +7,25 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.device_allocator import AllocationData, cumem
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
-from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.errors import EngineStateError, HandoffError, MemoryRefusedError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
+from hybrid_rl.memory.residents import sized
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import engine as engine_module
+from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import WorkerSetup
@@ -56,6 +63,7 @@ class Watched(Bench):
             engine_module.release_groups(with_all=True)
 
         monkeypatch.setattr(engine_module, "build", build)
+        monkeypatch.setattr(memory_module, "get_mem_allocator_instance", lambda: self.llm)
         monkeypatch.setattr(engine_module, "tear_down", tear_down)
         monkeypatch.setattr(engine_module, "can_sleep_on", lambda device: True)
         monkeypatch.setattr(WeightWriter, "write", watched)
@@ -221,9 +229,100 @@ def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watche
     first = bench.rollout()
     with bench.worker.lease(frozenset({ACTOR, ENGINE_WEIGHTS})):
         pass
-    with bench.worker.lease(frozenset()):  # the weights follow the cache
-        assert bench.llm.asleep == {WEIGHTS, KV_CACHE}
+    bench.ledger.log.clear()
+    with bench.worker.lease(frozenset()):  # the weights follow the cache, which does not wake for it
+        assert bench.llm.asleep == {WEIGHTS, KV_CACHE} and bench.ledger.log == [("sleep", 2)]
     assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
+
+
+@pytest.mark.parametrize(("tag", "num_missing"), [(KV_CACHE, 5), (WEIGHTS, KV_BYTES + 7)])
+def test_a_wake_for_which_there_is_no_room_is_refused_before_vllm_is_touched(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, tag: str, num_missing: int
+) -> None:
+    """vLLM's own wake would break off in the middle. Everything is put back, and the rollout is made again."""
+    bench = watch(old_logprobs="recompute")
+    first = bench.rollout()
+    bench.group.score(first, 1)
+    sizes = {WEIGHTS: bench.llm.weight_bytes, KV_CACHE: KV_BYTES}
+    free_bytes = sum(sizes.values()) - num_missing
+    monkeypatch.setattr(
+        memory_module, "free_device_bytes", lambda device: free_bytes - sum(bench.ledger.device.values())
+    )
+    before = bench.awake
+    with pytest.raises(MemoryRefusedError) as refused:
+        bench.rollout()
+    free = free_bytes - (sizes[WEIGHTS] if tag == KV_CACHE else 0)
+    name = ENGINE_WEIGHTS if tag == WEIGHTS else tag
+    told = (
+        f"room for '{name}': MemoryStateError: it takes {sized(sizes[tag])}, and {sized(free)} of the device are free: "
+        f"{sizes[tag] - free} bytes are missing; memory was put back as it was before, and work can go on. In "
+        f"memory were"
+    )
+    assert str(refused.value).startswith(told) and "rollout.kv_cache_memory_bytes" in str(refused.value)
+    assert bench.worker.leases.broken is None and bench.llm.asleep <= {WEIGHTS, KV_CACHE} - before
+    free_bytes += num_missing
+    assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
+
+
+def test_bytes_to_map_are_those_of_the_tags_that_sleep_and_of_what_wakes_with_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = {
+        number: AllocationData((0, num_bytes, number, 0), tag, None, is_asleep)
+        for number, (tag, num_bytes, is_asleep) in enumerate(
+            [(WEIGHTS, 1, True), (WEIGHTS, 2, True), (WEIGHTS, 4, False), (KV_CACHE, 8, True), ("cudagraph", 16, True)]
+        )
+    }
+    allocator = SimpleNamespace(pointer_to_data=data)
+    monkeypatch.setattr(memory_module, "get_mem_allocator_instance", lambda: allocator)
+    assert memory_module.bytes_to_map(frozenset({WEIGHTS})) == 1 + 2 + 16
+    assert memory_module.bytes_to_map(frozenset({KV_CACHE})) == 8 + 16
+    assert memory_module.bytes_to_map(frozenset({WEIGHTS, KV_CACHE})) == 1 + 2 + 8 + 16
+
+
+def test_a_real_allocator_gives_back_what_is_awake_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's allocator and executor themselves, over a driver that refuses to map or unmap a thing twice."""
+    mapped = {1, 2, 3}
+
+    def create(handle: tuple[int, ...]) -> None:
+        assert handle[2] not in mapped
+        mapped.add(handle[2])
+
+    allocator = CuMemAllocator()
+    for tag, address in ((WEIGHTS, 1), (WEIGHTS, 2), (KV_CACHE, 3)):
+        allocator.pointer_to_data[address] = AllocationData((0, 2 << 20, address, 0), tag)
+    monkeypatch.setattr(cumem, "create_and_map", create)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # an error where there is no device
+    monkeypatch.setattr(cumem, "unmap_and_release", lambda handle: mapped.remove(handle[2]))
+    monkeypatch.setattr(memory_module, "get_mem_allocator_instance", lambda: allocator)
+
+    def rpc(name: str, kwargs: dict[str, Any]) -> None:
+        allocator.sleep(()) if name == "sleep" else allocator.wake_up(kwargs["tags"])
+
+    bare: Any = type("Bare", (Executor,), {"collective_rpc": staticmethod(rpc)})
+    bare.__abstractmethods__ = frozenset()
+    executor = object.__new__(bare)
+    executor.sleeping_tags = set()
+    if not hasattr(bare, "is_sleeping"):  # else it follows from the tags
+        executor.is_sleeping = False
+    llm = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor)),
+        sleep=lambda level, mode: executor.sleep(level),
+        wake_up=executor.wake_up,
+    )
+    if hasattr(LLMEngine, "release_kv_cache_memory"):  # by which the table of differences knows it
+        llm.release_kv_cache_memory = None
+    memory = memory_module.EngineMemory(llm, can_sleep=True)
+    for _ in range(2):
+        memory.sleep(TAGS)
+        assert mapped == set()
+        memory.wake(frozenset({WEIGHTS}))
+        assert mapped == {1, 2} and memory_module.bytes_to_map(TAGS) == 2 << 20
+        memory.sleep(frozenset({WEIGHTS}))
+        assert mapped == set() and memory_module.bytes_to_map(TAGS) == 6 << 20
+        memory.wake(frozenset({WEIGHTS}))
+        memory.wake(frozenset({KV_CACHE}))
+        assert mapped == {1, 2, 3}
 
 
 def test_nothing_of_the_engine_is_held_when_its_memory_goes(watch: Callable[..., Watched]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.base import KV_CACHE
+from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions
 
@@ -161,7 +162,13 @@ def cache_region(layers: dict[int, LayerShape], num_tokens: int, device: torch.d
     cannot map memory at addresses of our choice."""
     if device.type == "cpu":
         return None
-    return CudaRegion(KV_CACHE, capacity_bytes=region_bytes(layers, num_tokens), device=device)
+    try:
+        return CudaRegion(KV_CACHE, capacity_bytes=region_bytes(layers, num_tokens), device=device)
+    except MemoryStateError as error:
+        raise MemoryStateError(
+            f"{error}; the in-place engine keeps its KV cache at one address with it: install what is missing or a "
+            f"newer driver, or set rollout.engine=vllm or hf"
+        ) from error
 
 
 def region_bytes(layers: dict[int, LayerShape], num_tokens: int) -> int:

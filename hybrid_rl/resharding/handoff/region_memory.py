@@ -63,10 +63,11 @@ class RegionLender:
         self._listener.bind(_name(address))
         self._listener.listen()
         # The thread holds no lender, so that one that is forgotten ends, and its thread with it.
-        self._end = weakref.finalize(self, _hang_up, self._listener)
-        threading.Thread(
+        thread = threading.Thread(
             target=_serve, args=(self._listener, tuple(regions)), name="hybrid_rl_regions", daemon=True
-        ).start()
+        )
+        self._end = weakref.finalize(self, _hang_up, self._listener, thread)
+        thread.start()
 
     def close(self) -> None:
         """Answer nobody any more; idempotent. What others have mapped stays mapped."""
@@ -104,9 +105,11 @@ def _name(address: str) -> str:
     return f"\0{address}"
 
 
-def _hang_up(listener: socket.socket) -> None:
+def _hang_up(listener: socket.socket, thread: threading.Thread) -> None:
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; close alone would not
+    if thread is not threading.current_thread() and thread.is_alive():
+        thread.join(_SECONDS)  # it holds the regions
     listener.close()
 
 

@@ -28,6 +28,7 @@ EXPECTED = {
     "gpu_region": {"gpu_region 2 MiB pieces"},
     "gpu_offload": {"gpu_offload sleep", "gpu_offload wake", "gpu_offload step 0.5B"},
     "gpu_decode": {"gpu_decode"},
+    "gpu_memory_plan": {"gpu_memory_plan 0.5B inplace"},
     "gpu_cycles": {"gpu_cycles vllm"},
     "gpu_quickstart": {"gpu_quickstart accuracy"},
 }

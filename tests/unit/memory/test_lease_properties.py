@@ -16,7 +16,7 @@ from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Resident
 
 TAGS = "abcde"
-KINDS = ("atomic", "owned", "delicate", "collective", "fixed")
+KINDS = ("atomic", "owned", "delicate", "collective", "roomy", "fixed")
 LIMIT_SECONDS = 20.0
 
 
@@ -63,7 +63,9 @@ class Machine:
                 continue
             sleep = self._sleep_owned if kind == "owned" else self._sleep_of(tag)
             atomic, collective = kind in ("atomic", "owned"), kind == "collective"
-            residents.append(Resident(tag, lambda: 1, sleep, self._wake_of(tag), after[tag], False, atomic, collective))
+            room = self._room_of(tag) if kind in ("roomy", "collective") else None
+            wake = self._wake_of(tag)
+            residents.append(Resident(tag, lambda: 1, sleep, wake, after[tag], False, atomic, collective, room))
         several = self.group.num_ranks > 1
         return Leases(residents, (lambda mine: self.group.gather(self.rank, mine)) if several else None)
 
@@ -79,6 +81,16 @@ class Machine:
 
     def _wake_of(self, tag: str) -> Callable[[], None]:
         return lambda: self._move("wake", frozenset({tag}), self.kinds[tag])
+
+    def _room_of(self, tag: str) -> Callable[[], None]:
+        def require_room() -> None:
+            assert tag not in self.present
+            self.num_moves += 1
+            if error := self.fails.get(self.num_moves):
+                self.fired.append((f"room {tag}", True))
+                raise error("injected")
+
+        return require_room
 
     def _move(self, verb: str, tags: frozenset[str], kind: str) -> None:
         assert (tags <= self.present) if verb == "sleep" else not (tags & self.present)
@@ -210,3 +222,17 @@ def test_each_single_failure_of_a_swap_is_undone(num_ranks: int, at: int) -> Non
     assert [told.outcome for told in histories[0]] == ["held", "refused", "held", "held"]
     # The last rank has done at - 1 moves and undone them; the others one more each way.
     assert [len(history[1].moves) for history in histories] == [2 * at] * (num_ranks - 1) + [2 * (at - 1)]
+
+
+@pytest.mark.parametrize("kind", ["roomy", "collective"])
+@pytest.mark.parametrize(("at", "num_done"), [(1, 1), (3, 2)])
+def test_a_lack_of_room_that_one_rank_sees_before_a_wake_is_undone_on_all(kind: str, at: int, num_done: int) -> None:
+    """b and c cannot be undone once they move: looked for room, moved, looked for room, moved."""
+    kinds = {"a": "atomic", "b": kind, "c": kind}
+    wanted = [frozenset("a"), frozenset("bc"), frozenset("bc"), frozenset("a")]
+    histories = check(kinds, dict.fromkeys("abc", ()), [{}, {2 + at: OSError}], wanted)
+    for history in histories:
+        assert [told.outcome for told in history] == ["held", "refused", "held", "held"]
+        there = [("a", False), ("b", True)][:num_done]
+        back = [(tag, not awake) for tag, awake in reversed(there)]
+        assert history[1].moves == there + back

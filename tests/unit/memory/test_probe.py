@@ -8,7 +8,8 @@ import psutil
 import pytest
 import torch
 
-from hybrid_rl.memory.probe import measure
+from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.probe import free_device_bytes, measure, require_room
 
 SIZE = 64 * 2**20
 
@@ -32,3 +33,10 @@ def test_available_is_below_what_the_machine_has() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="device numbers are there")
 def test_no_device_no_device_numbers() -> None:
     assert set(measure()) == {"process", "available"}
+
+
+def test_what_is_missing_is_told() -> None:
+    require_room(2**30, 2**30)
+    with pytest.raises(MemoryStateError, match=r"^it takes 3.00 GiB, and 1.25 GiB of .* free: 1.75 GiB are missing$"):
+        require_room(3 * 2**30, 5 * 2**28)
+    assert free_device_bytes(torch.device("cpu")) is None

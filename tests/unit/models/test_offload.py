@@ -92,3 +92,18 @@ def test_small_tensors_stay():
     small = torch.zeros(255)
     assert offload.pack(small) is small
     assert offload.pack(torch.zeros(256)) == 0
+
+
+def test_nothing_is_fetched_ahead_that_was_taken_already():
+    offload = _Offload(1024)
+    saved = [torch.randn(8, 64) for _ in range(4)]
+    numbers = [offload.pack(tensor) for tensor in saved]
+    offload._stream = object()  # as on a GPU, where the next few come back ahead of their use
+    for number in (
+        2,
+        3,
+        0,
+        1,
+    ):  # an operation takes what it saved in order, the backward pass runs over them in reverse
+        assert torch.equal(offload.unpack(numbers[number]), saved[number])
+    assert all(copy._fetched is None for copy in offload._copies)

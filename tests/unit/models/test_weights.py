@@ -288,6 +288,16 @@ def test_every_tensor_of_a_live_module_is_an_object_of_its_bytes() -> None:
         assert torch.equal(source.read(name, box), tensor[box])
 
 
+def test_storing_a_live_module_leaves_its_memory_free_to_go() -> None:
+    """`Tensor.numpy()` marks it for good: the module could not sleep afterwards. Nothing is copied on the way."""
+    module = build_stored("qwen2 tied")
+    places = {tensor.data_ptr() for tensor in named_state(module).values()}
+    seen = set()
+    ObjectSource.of(module, lambda data: seen.add(data.ctypes.data))
+    assert seen == places
+    assert all(tensor.untyped_storage().resizable() for tensor in named_state(module).values())
+
+
 def test_stored_tensors_without_a_way_to_fetch_them() -> None:
     source = ObjectSource({"a": (0, (2,), torch.float32)})
     with pytest.raises(ModelError, match="set `get`"):

@@ -13,9 +13,20 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
+from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan, PhaseMemory, Share
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 
 STEP = StepMemory(1.0, 3.0, {"actor": 10}, (Level(2.0, "actor", 0),), (Span("update", 1.0, 2.0),), ())
+
+
+def plan() -> MemoryPlan:
+    """Of an update with two full moments, in which gradients are no resident."""
+    residents = (Share("actor", 10, ""), Share("optimizer", 20, ""))
+    phases = (
+        PhaseMemory("update", (*residents, Share("gradients", 5, "")), moment="backward"),
+        PhaseMemory("update", (*residents, Share("updating", 69, "")), moment="optimizer step"),
+    )
+    return MemoryPlan(1, "cpu", Budget(None, None, 1), Choices((), False, None, 64), phases)
 
 
 class Ranks:
@@ -55,7 +66,7 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
 
     monkeypatch.setattr(memory_picture, "draw_memory", draw)
     ranks: Any = Ranks()
-    pictures = MemoryPictures(ranks, tmp_path, Expected({"update": {"actor": 10, "optimizer": 20}}, {"update": 99}))
+    pictures = MemoryPictures(ranks, tmp_path, plan())
     pictures.draw(10)  # fit() with nothing to do
     assert not ranks.num_asked
     sleeps, wakes = {"memory/kv_cache_bytes": 0.0, "reward": 1.0}, {"memory/kv_cache_bytes": 40.0}
@@ -67,6 +78,10 @@ def test_it_is_drawn_after_the_second_step_if_others_are_awake_and_at_the_end(
     pictures.draw(15)
     assert drawn == ["step 12", "step 14", "step 15"] and ranks.num_asked == 3
     assert lines == [{"update": 30}] * 3  # residents only, as in the bands
+
+
+def test_ranks_compare_residents_and_the_fullest_moment_of_a_phase() -> None:
+    assert plan().expected() == Expected({"update": {"actor": 10, "optimizer": 20}}, {"update": 99})
 
 
 def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,6 +176,23 @@ def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> Non
     assert probed(12, 13) == [True, False]
 
 
+def test_every_handoff_ends_with_letting_go_of_addresses(make_bench, monkeypatch) -> None:
+    bench = make_bench()
+    side, calls = bench.worker._side, []
+
+    def wrong(_version: int) -> None:
+        calls.append("verify")
+        raise HandoffError("other bytes")
+
+    monkeypatch.setattr(side, "let_go", lambda: calls.append(bench.awake))
+    bench.publish(1)
+    assert calls == [{"actor", "optimizer"}]  # before the cache wakes for the probe
+    monkeypatch.setattr(side, "verify", wrong)
+    with pytest.raises(HandoffError, match="other bytes"):
+        bench.publish(2)
+    assert calls[1:] == ["verify", {"actor", "optimizer"}]
+
+
 def test_engine_with_other_modules_is_refused(make_bench) -> None:
     bench = make_bench()
     bench.worker._engine._model = CausalLM(copy.deepcopy(bench.module))
@@ -256,6 +273,7 @@ def test_update_that_broke_off_leaves_no_gradient_behind(make_bench, monkeypatch
         patch.setattr(actor, "micro_batch_loss", out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             broken.group.update(batch, 1)
+    assert all(parameter.grad is None for parameter in broken.module.parameters())  # others need their memory
     assert broken.update(batch) == clean.update(clean.prepared())
 
 

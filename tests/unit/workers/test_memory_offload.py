@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import Trainer
+from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors
 from hybrid_rl.workers.reference import Reference
-from tests.sleeping_engine import sleeping_engine
+from tests.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
@@ -83,6 +84,10 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
             for kind in ("exp_avg", "exp_avg_sq", "step", "master"):
                 found |= {f"{role}/{kind}/{name}": value.clone() for name, value in state[kind].items()}
     return found
+
+
+def weights_in(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.count("/") == 1}
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -181,10 +186,7 @@ def test_a_module_without_weights_is_refused_and_has_them_again_after_close(run:
             with pytest.raises(MemoryStateError, match=r"wait in host memory \(memory.offload names actor\)"):
                 use()
     trainer.close()
-    assert_equal(
-        {f"actor/{n}": p for n, p in module.named_parameters()},
-        {n: t for n, t in expected.items() if n.count("/") == 1},
-    )
+    assert_equal({f"actor/{n}": p for n, p in module.named_parameters()}, weights_in(expected))
 
 
 def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, when: Callable[..., bool]) -> None:
@@ -198,6 +200,26 @@ def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exceptio
         return method(*args, **options)
 
     monkeypatch.setattr(owner, name, failing)
+
+
+def test_a_module_has_its_weights_after_close_also_if_an_engine_broke_memory(
+    run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in host memory, which nothing has harmed; no lease is had any more."""
+    trainer = run("bfloat16")
+    trainer.step()
+    module, expected = trainer.module, state_of(trainer)
+    assert module is not None
+    worker = worker_of(trainer)
+    with worker.lease(frozenset()):
+        pass
+    once(monkeypatch, SleepingEngine, "wake", RuntimeError("half mapped"), lambda _, tags: KV_CACHE in tags)
+    with pytest.raises(RuntimeError, match="half mapped"):
+        trainer.generate("1+2=")
+    assert worker.leases.broken is not None and "actor" not in worker.leases.awake
+    trainer.close()
+    assert_equal({f"actor/{name}": p for name, p in module.named_parameters()}, weights_in(expected))
+    assert module(input_ids=torch.tensor([[3]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("failure", ["between two models", "no room for the reference", "no room in host memory"])

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
-from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.errors import EngineStateError, MemoryStateError
 from tests.unit.engines.engines import finish, inplace, mixed_requests, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 
@@ -157,6 +157,30 @@ def test_a_cache_without_memory_to_wake_sleeps_on(monkeypatch):
     driver.reset()
     rig.engine.wake(TAGS)
     assert captures_of(rig, 1) == 0
+
+
+def test_a_cache_that_cannot_sleep_generates_on_as_if_it_had_slept(monkeypatch):
+    expected = plain_samples()
+    driver = force_device_path(monkeypatch)
+    rig = inplace().ready()
+    rig.run(mixed_requests())
+    driver.fail("cuMemUnmap", code=700)
+    with pytest.raises(MemoryStateError, match="'kv_cache' cannot sleep: cuMemUnmap.*it stays awake"):
+        rig.engine.sleep({KV_CACHE})
+    assert rig.engine.state.value == "ready"
+    same_samples(rig.run(mixed_requests()), expected)
+
+
+def test_a_closed_engine_has_given_its_cache_back(monkeypatch):
+    gc.collect()
+    driver = force_device_path(monkeypatch)
+    rig = inplace().ready()
+    rig.run([request(0)])
+    rig.engine.close()
+    rig.engine.close()
+    assert driver.ledger().physical_bytes == rig.engine.stats().kv_cache_bytes == 0
+    with pytest.raises(EngineStateError, match="asleep"):
+        rig.run([request(1)])
 
 
 def test_weights_that_moved_are_noticed_before_a_graph_reads_the_old_ones(device_path, monkeypatch, caplog):

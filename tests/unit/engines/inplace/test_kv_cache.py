@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.inplace import kv_cache
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache, ShapeRecorder, region_bytes
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.errors import MemoryStateError
@@ -101,6 +102,23 @@ def test_a_cache_in_a_region_sleeps_and_wakes_at_its_place_and_takes_all_layers_
     assert not tensors[0].any() and region.num_releases == 1
     made.close()
     assert region.occupied_bytes == 0
+
+
+def test_a_gpu_that_cannot_keep_addresses_is_an_error_with_a_way_on(monkeypatch):
+    driver = stand_in()
+    driver.reset(virtual_memory=False)
+
+    def region(tag, *, capacity_bytes, device):
+        assert device == torch.device("cuda", 0)
+        return CudaRegion(tag, capacity_bytes=capacity_bytes, device="cpu", driver=driver.driver)
+
+    monkeypatch.setattr(kv_cache, "CudaRegion", region)
+    with pytest.raises(MemoryStateError, match="offer no virtual memory management; .*set rollout.engine=vllm or hf"):
+        kv_cache.cache_region({0: SHAPE}, 24, torch.device("cuda", 0))
+    driver.reset()
+    made = kv_cache.cache_region({0: SHAPE}, 24, torch.device("cuda", 0))
+    assert made.capacity_bytes == 3 * 4096 and made.occupied_bytes == 0  # 24 * 2 * 24 * 8 + 512
+    assert kv_cache.cache_region({0: SHAPE}, 24, torch.device("cpu")) is None
 
 
 def test_the_recorder_learns_shapes_and_answers_with_values():

@@ -1,0 +1,48 @@
+"""The plan of memory against training steps that were measured: every resident in every phase, and every peak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
+
+# What the quick part runs: everything that moves, and what moves nothing but recomputes, on models unlike each other.
+REPRESENTATIVE = {("wide", "offload"), ("deep", "checkpointing")}
+CASES = [
+    pytest.param(size, config, marks=() if (size, config) in REPRESENTATIVE else pytest.mark.sweep)
+    for size in SIZES
+    for config in CONFIGS
+    if config != "ranks"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "config"), CASES)
+def test_the_plan_of_a_step_is_within_five_percent(size: str, config: str, record_property) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        case = MeasuredStep(size, CONFIGS[config])
+        rows = compared(predicted(size, case.config).phases, case.run())
+    finally:
+        torch.set_num_threads(before)
+    check(rows)
+    record_property("predictions", len(rows))
+
+
+def test_a_run_with_a_plan_compares_every_phase(make_trainer, records) -> None:
+    """Weights, moments and the cache to the byte. What phases take at their peak is not counted on a CPU."""
+    trainer = make_trainer(device_memory="1GB", beta=0.1)
+    trainer.fit()
+    lines = [line for line in records(trainer) if line["step"]]
+    assert [line["memory/ledger_deviation"] for line in lines] == [0.0, 0.0]
+    assert "memory/peak_deviation" not in lines[-1]
+    comparison = trainer.policy._backend._worker._comparison
+    assert {phase for phase, _ in comparison.latest} == {"publish", "check", "generate", "score_reference", "update"}
+
+
+def test_a_run_without_a_plan_compares_nothing(make_trainer, records) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    assert not [name for name in records(trainer)[-1] if name.endswith("_deviation")]
