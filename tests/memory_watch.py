@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Collection, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle, Phase
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+
+if TYPE_CHECKING:  # the watch itself needs neither transformers nor a Trainer, which take four seconds to import
+    from hybrid_rl import Trainer
 
 
 class MemoryWatch:
