@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--engines", nargs="+", choices=("inplace", "vllm"), default=["inplace"])
-    parser.add_argument("--markdown", type=Path, help="a file for the table of peaks")
+    parser.add_argument("--markdown", help="a file for the table of peaks")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -55,7 +55,7 @@ def main() -> None:
             report.progress(f"{name:28}{line}")
         print_line(name, rows, given)
     if given.markdown is not None:
-        given.markdown.write_text("\n".join(markdown(found)) + "\n")
+        Path(given.markdown).write_text("\n".join(markdown(found)) + "\n")
 
 
 def cases(given: Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:

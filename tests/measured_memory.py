@@ -8,6 +8,7 @@ inside of itself and frees before it returns is not seen, and no other thread is
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+QUIET_READS = 4
 Residents = Callable[[], Mapping[str, Iterable[Tensor]]]
 
 
@@ -50,11 +52,20 @@ class MeasuredMemory(TorchDispatchMode):
     residents: the tensors that belong to each resident now; asked at every local peak, it must run no operator.
     on_host: residents that are on the host, wherever their tensors are: they do not count. What was alive before the
     block and belongs to nobody does not count either. lasting: residents that keep what was theirs until it is freed,
-    as gradients do that their parameters no longer name.
+    as gradients do that their parameters no longer name. settles: a phase begins when nothing is freed any more: some
+    threads of a process group let go of tensors after their collective has returned.
     """
 
-    def __init__(self, residents: Residents, on_host: Iterable[str] = (), lasting: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        residents: Residents,
+        on_host: Iterable[str] = (),
+        lasting: Iterable[str] = (),
+        *,
+        settles: bool = False,
+    ) -> None:
         super().__init__()
+        self._settles = settles
         self._residents, self._on_host = residents, frozenset(on_host)
         self._lasting: dict[str, set[int]] = {tag: set() for tag in lasting}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # bytes of a storage, by its address as an object
@@ -158,6 +169,8 @@ class MeasuredMemory(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as this phase; a phase inside another is not part of it."""
         self._close()
+        if self._settles:
+            self._settle()
         self.look()  # what lasts is known from here on
         self._open.append(name)
         self._begin()
@@ -167,6 +180,12 @@ class MeasuredMemory(TorchDispatchMode):
             self._close()
             self._open.pop()
             self._begin()
+
+    def _settle(self) -> None:
+        seen = [-1]
+        while seen[-QUIET_READS:] != [self._total] * QUIET_READS:
+            time.sleep(0.005)
+            seen.append(self._total)
 
     def _begin(self) -> None:
         self._peak, self._is_new, self._now = self._total, True, Measured()

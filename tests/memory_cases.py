@@ -139,7 +139,12 @@ class MeasuredStep:
         try:
             client = self.worker._side.client
             client._thread, client._advance = None, client._step
-            with MeasuredMemory(self._residents, on_host=(ARENA, ASLEEP), lasting=(GRADIENTS,)) as memory:
+            with MeasuredMemory(
+                self._residents,
+                on_host=(ARENA, ASLEEP),
+                lasting=(GRADIENTS,),
+                settles=self.context.num_ranks > 1,
+            ) as memory:
                 self._watch(memory)
                 for step in (0, 1, 2):
                     memory.forget()

@@ -216,9 +216,9 @@ class Leases:
 
     def _do(self, step: Step) -> BaseException | None:
         """Carry out a part of a transition; returns what it raised."""
-        sizes = {} if step.wakes else {tag: self._residents[tag].num_bytes() for tag in step.tags}
         wall, start = time.time(), time.perf_counter()
         try:
+            sizes = {} if step.wakes else {tag: self._residents[tag].num_bytes() for tag in step.tags}
             step.action()
         except BaseException as error:  # noqa: BLE001 - an interrupt too leaves memory as it is, and is raised later
             return error

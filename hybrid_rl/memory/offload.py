@@ -51,7 +51,7 @@ class OffloadedTensors:
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes while awake."""
-        return (self._asleep or self._memory()).num_bytes
+        return (self._asleep or self._memory(is_checked=False)).num_bytes
 
     def resident(self, after: tuple[str, ...] = ()) -> Resident:
         """Make its resident. after: as there."""
@@ -93,7 +93,7 @@ class OffloadedTensors:
             raise
         self._asleep = None
 
-    def _memory(self) -> _Memory:
+    def _memory(self, *, is_checked: bool = True) -> _Memory:
         given = self._tensors()
         named = given.items() if isinstance(given, Mapping) else ((f"tensor {at}", t) for at, t in enumerate(given))
         storages: dict[int, torch.UntypedStorage] = {}
@@ -109,7 +109,7 @@ class OffloadedTensors:
             storage = local.untyped_storage()
             if storage.nbytes() == 0:
                 continue
-            if problem := self._problem(local, storage):
+            if is_checked and (problem := self._problem(local, storage)):
                 raise MemoryStateError(
                     f"{name} of {self.tag!r} ({tuple(local.shape)} of {local.dtype}) cannot sleep: {problem}"
                 )

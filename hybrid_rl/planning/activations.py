@@ -25,6 +25,7 @@ from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.offload import NUM_AHEAD
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
@@ -201,10 +202,12 @@ class Counted:
     def _by_layers(self, count: Callable[[Counted], PassMemory]) -> PassMemory:
         """Count a pass, of a model with many equal layers on two with few."""
         blocks = _equal_blocks(self.module)
-        if len(blocks) <= FEW_LAYERS + 1:
+        # Of what is offloaded, so many tensors are back at a time however many layers there are.
+        num_few = FEW_LAYERS + (NUM_AHEAD if self.offloads else 0)
+        if len(blocks) <= num_few + 1:
             return count(self)
-        few, more = (count(replace(self, module=_shortened(self.module, FEW_LAYERS + n))) for n in (0, 1))
-        return few.extended(more, len(blocks) - FEW_LAYERS)
+        few, more = (count(replace(self, module=_shortened(self.module, num_few + n))) for n in (0, 1))
+        return few.extended(more, len(blocks) - num_few)
 
     def _count(self, model: CountedModel, run: Callable[[], None], *, is_first: bool) -> PassMemory:
         trained = [p for p in self.module.parameters() if p.requires_grad]

@@ -74,7 +74,7 @@ class RunPlan:
         return {
             "title": self.title,
             "fits": self.fits,
-            "cycle": {phase.name: sorted(phase.tags) for phase in self.cycle},
+            "cycle": {phase.name: sorted(phase.tags) for phase in self.cycle if phase.is_taken},
             "memory": memory,
             "remedies": list(self.remedies),
             "handoff": {**dataclasses.asdict(self.handoff), "bytes_by_link": self.handoff.bytes_by_link},

@@ -46,8 +46,8 @@ def step_work(
 ) -> StepWork:
     """Return the work of a step of a resolved config.
 
-    policy: may be on meta. prompt_tokens: of the longest prompt. kv_bytes_per_token: of the whole model. others: models
-    that are not of the policy's shape, by tag (TEACHER, CRITIC).
+    policy: may be on meta. prompt_tokens: of the longest prompt. kv_bytes_per_token: of the whole model. others:
+    teacher and critic, by tag, if the run has them.
     """
     assert config.num_ranks != "auto"
     work = ModelWork.of(policy)
@@ -60,10 +60,10 @@ def step_work(
     if needs_reference(config) and not reference_ranks(config):
         scored[REFERENCE] = work
     if Needs.TEACHER_LOGPROBS in config.advantage.needs:
-        scored[TEACHER] = ModelWork.of(others[TEACHER]) if TEACHER in others else work
+        scored[TEACHER] = ModelWork.of(others[TEACHER])
     learners = {POLICY: (work, trained(policy))}
     if isinstance(config.critic, ValueHeadConfig):
-        critic = others.get(CRITIC, policy)
+        critic = others[CRITIC]
         scored[CRITIC] = ModelWork.of(critic).without_head()
         learners[CRITIC] = (scored[CRITIC], trained(critic))
     on_host = {POLICY} if memory.choices.optimizer_on_host else set()

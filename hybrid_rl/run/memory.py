@@ -11,7 +11,7 @@ import torch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.sizes import memory_bytes
-from hybrid_rl.planning.activations import CannotCount
+from hybrid_rl.errors import ModelError
 from hybrid_rl.planning.choices import plan_memory, with_choices
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
@@ -42,7 +42,7 @@ def planned(run: Run) -> Run:
         shape = run_shape(run)
         passes = Passes(shape)
         plan = plan_memory(shape, config, budget, passes=passes)
-    except CannotCount as error:
+    except ModelError as error:  # of a module that was changed by hand, say: it may run all the same
         if config.memory.device_memory is not None:
             raise
         logger.warning("there is no plan of memory, and nothing of it is decided in advance: %s", error)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.choices import plan_memory, with_choices
@@ -39,6 +41,8 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     """
     config = planned_config(words, machine)
     teacher = getattr(config.advantage, "teacher_path", None)
+    if teacher is None and Needs.TEACHER_LOGPROBS in config.advantage.needs:
+        raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
     critic = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
     for path in (config.model.path, teacher, critic):
         if path is not None:

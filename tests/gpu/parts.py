@@ -52,7 +52,6 @@ LISTED: tuple[Part, ...] = (
     # Each shows in some ten seconds that one thing works at all; the tests that follow show how far.
     _smoke("copy_kernel", "test_strided_copy", "kernel_was_built or (to_the_bit and float32-bfloat16)"),
     _smoke("decode_kernel", "test_decode_kernel", "float64 and float32"),
-    _smoke("region", "test_region", "same_place or on_after_a_night"),
     _smoke("graph", "test_graphs", "after_a_night"),
     _smoke("attention", "test_attention", "contract"),
     _smoke("model_by_name", "test_trainer", "by_name", 12.0),

@@ -26,7 +26,7 @@ from hybrid_rl.engines.base import (
     SamplingParams,
 )
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import EngineStateError
+from hybrid_rl.errors import EngineStateError, MemoryStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.verify import Verifier
@@ -175,3 +175,25 @@ def test_asleep_its_memory_is_free(rig: Rig) -> None:
     rig.engine.wake(TAGS)
     torch.cuda.empty_cache()
     assert abs(torch.cuda.mem_get_info()[0] - awake) < 8 * MIB
+
+
+@cuda_only
+def test_without_room_it_says_so_before_it_wakes(rig: Rig) -> None:
+    """To the page what a wake takes is known before it."""
+    from hybrid_rl.vllm.memory import bytes_to_map  # imports vLLM
+
+    rig.engine.wake(TAGS)
+    rig.engine.sleep(TAGS)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    filler = torch.empty(free - 32 * MIB, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(MemoryStateError, match="it takes .* are missing"):
+        rig.engine.require_room(frozenset({KV_CACHE}))
+    assert rig.engine.state is EngineState.ASLEEP
+    del filler
+    torch.cuda.empty_cache()
+    rig.engine.require_room(TAGS)
+    num_bytes = bytes_to_map(TAGS)
+    assert num_bytes >= rig.engine.kv_cache_bytes + rig.engine.weight_bytes
+    rig.engine.wake(TAGS)
+    assert abs(free - torch.cuda.mem_get_info()[0] - num_bytes) < 4 * MIB

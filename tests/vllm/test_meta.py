@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.planning.handoff_plan import plan_handoff
 from hybrid_rl.resharding.trace_files import is_same
+from hybrid_rl.run.request import Machine, planned_config
 from hybrid_rl.vllm import meta
 from hybrid_rl.vllm.loader import check_reloadable, trace_model
 from hybrid_rl.vllm.meta import stand_in_model, trace_on_meta, views_on_meta
@@ -162,3 +166,14 @@ def test_a_trace_on_meta_is_that_of_the_live_model() -> None:
     with stand_in_model(config, architecture, 1, 2, torch.bfloat16, "cpu") as model:
         assert is_same(trace_model(model, views), on_meta)
     assert not is_same(trace_on_meta(config, architecture, views, 0, 2, torch.bfloat16), on_meta)
+
+
+def test_a_plan_traces_the_loader_if_no_file_has_its_trace() -> None:
+    root = Path(__file__).parents[2]
+    words = [f"model.path={root / 'docs/plans/models/qwen2.5-0.5b'}", "rollout.engine=vllm", "tensor_parallel_size=2"]
+    config = planned_config(words, Machine(4, "80GB"))
+    skeleton = build_on_meta(ModelRecipe.of_folder(str(config.model.path)), torch.bfloat16)
+    fresh = plan_handoff(config, skeleton, ranks_per_host=2)
+    filed = plan_handoff(config, skeleton, ranks_per_host=2, layouts=root / "benchmarks" / "layouts")
+    assert fresh.source.startswith("traced here") and "qwen2.5-0.5b-tp2-rank1.npz" in filed.source
+    assert fresh.links == filed.links and fresh.links["remote"].read_bytes > 0

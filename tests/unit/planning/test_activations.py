@@ -8,11 +8,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id, tree_leaves
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning import activations
 from hybrid_rl.planning.activations import Counted
+from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.sharding.fsdp import ShardOptions
+from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.weights.sources import StateSource
@@ -96,11 +99,19 @@ def test_layers_and_tokens_add_what_they_keep():
     assert by_tokens[2] == pytest.approx(2 * by_tokens[1], rel=0.01)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoints": True}, {"sharding": ShardOptions(1, 2, torch.float32)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"checkpoints": True},
+        {"checkpoints": True, "offloads": True},
+        {"sharding": ShardOptions(1, 2, torch.float32)},
+    ],
+)
 def test_many_equal_layers_are_counted_on_few(options, monkeypatch):
-    quick = count(8, 256, **options)
-    monkeypatch.setattr(activations, "FEW_LAYERS", 8)
-    whole = count(8, 256, **options)
+    quick = count(12, 256, **options)
+    monkeypatch.setattr(activations, "FEW_LAYERS", 12)
+    whole = count(12, 256, **options)
     assert (quick.fullest, quick.most_others) == (whole.fullest, whole.most_others)
 
 
@@ -149,3 +160,18 @@ def test_fullest_row_is_filled_to_the_last_token():
     apart = samples(512, is_packed=False)
     assert apart.completions == (48,) * 8 and len(set(apart.groups)) == 8
     assert len(samples(10_000, num_samples=5).prompts) == 5
+
+
+def test_values_are_counted_to_a_thousandth():
+    config = settings(algorithm="ppo", num_generations=1)
+    torch.manual_seed(0)
+    policy = Qwen2ForCausalLM(Qwen2Config(**(TINY | WIDE)))
+    module = value_model_of(policy)
+    rows = samples(num_generations=1)
+    batch, model = learning_batch(rows, config, LossSpec.of(config)), CausalLM(module)
+    mask = batch["completion_mask"].values
+    with RealStorages([*module.parameters(), *module.buffers()]) as real:
+        micro_batch_value_loss(model, batch, mask, 0.2, len(mask))[0].backward()
+    critic = RunModels.of(policy, config).critic
+    counted = Counted(critic, config, "cpu").update_values(rows, 0.2, is_first=True)
+    assert counted.fullest.total == pytest.approx(real.peak, rel=1e-3)

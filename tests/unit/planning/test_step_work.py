@@ -38,7 +38,7 @@ def work_of(skeleton: PreTrainedModel, *keys: str, **changes: Any) -> StepWork:
         prompt_tokens=100,
         handoff_bytes={"host": 7},
         kv_bytes_per_token=1000,
-        others={},
+        others={CRITIC: skeleton},
     )
 
 

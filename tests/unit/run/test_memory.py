@@ -9,6 +9,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, OPTIMIZER
+from hybrid_rl.planning.activations import CannotCount
+from hybrid_rl.planning.ledger import Budget
 from hybrid_rl.run import memory
 from hybrid_rl.run.memory import budget_of, planned
 from hybrid_rl.run.prepare import Run, prepare
@@ -52,6 +54,21 @@ def test_run_that_cannot_fit_is_refused_before_workers_start(tmp_path, monkeypat
             **SETTINGS,
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+def test_models_that_cannot_be_counted_run_without_a_plan_unless_a_budget_is_given(monkeypatch, caplog):
+    def fail(*_, **__):
+        raise CannotCount("its code reads numbers")
+
+    run = prepared(device_memory="1GB")
+    monkeypatch.setattr(memory, "plan_memory", fail)
+    with pytest.raises(CannotCount, match="reads numbers"):
+        planned(run)
+    monkeypatch.setattr(memory, "budget_of", lambda *_: Budget(10**9, None, 1))
+    free = dataclasses.replace(run.config, memory=dataclasses.replace(run.config.memory, device_memory=None))
+    run = dataclasses.replace(run, config=free)
+    assert planned(run) is run
+    assert "there is no plan of memory" in caplog.text and "reads numbers" in caplog.text
 
 
 def test_budget_is_what_keys_or_the_gpu_say():

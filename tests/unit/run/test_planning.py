@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE
+from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE, TEACHER
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
 from hybrid_rl.run.request import Machine
@@ -49,6 +49,17 @@ def test_words_give_a_whole_plan_from_a_config_alone(folder: Path) -> None:
     assert plan.memory.budget.device_bytes == 10**9 and plan.memory.budget.ranks_per_host == 1
     assert any("reward models" in note for note in plan.memory.notes)
     assert "^ peak" in plan.text()
+
+
+def test_models_besides_the_policy_have_their_own_size(folder: Path, tmp_path: Path) -> None:
+    large = build_model(max_position_embeddings=POSITIONS, num_hidden_layers=3)
+    large.config.save_pretrained(tmp_path)
+    plan = plan_of(folder, "distillation", f"teacher_path={tmp_path}")
+    assert plan.memory.resident_bytes(TEACHER) == 2 * sum(p.numel() for p in large.parameters())
+    small = plan_of(folder, "ppo").memory.resident_bytes(CRITIC)
+    assert plan_of(folder, "ppo", f"critic_path={tmp_path}").memory.resident_bytes(CRITIC) > small
+    with pytest.raises(ConfigError, match="distillation has no teacher: set advantage.teacher_path"):
+        plan_of(folder, "distillation")
 
 
 @pytest.mark.slow

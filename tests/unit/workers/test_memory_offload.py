@@ -15,7 +15,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Transition
-from hybrid_rl.memory.offload import OffloadedTensors
+from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.workers.reference import Reference
 from tests.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
@@ -200,6 +200,22 @@ def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exceptio
         return method(*args, **options)
 
     monkeypatch.setattr(owner, name, failing)
+
+
+def test_memory_that_a_user_has_taken_hold_of_is_told_and_may_be_let_go_of(run: Callable[..., Trainer]) -> None:
+    """Nothing stays half moved; with memory of its own again, the module sleeps."""
+    trainer = run("bfloat16")
+    trainer.step()
+    module, worker = trainer.module, worker_of(trainer)
+    assert module is not None
+    with worker.lease(frozenset({"actor", "engine_weights"})):
+        module.model.norm.weight.detach().view(torch.uint8).numpy()
+    before = worker.leases.awake
+    with pytest.raises(MemoryRefusedError, match=r"(?s)sleep of 'actor'.*NumPy.*own_memory.*work can go on"):
+        trainer.step()
+    assert worker.leases.awake == before and worker.leases.broken is None
+    own_memory(module)
+    assert trainer.step().metrics["reward"] > 0
 
 
 def test_a_module_has_its_weights_after_close_also_if_an_engine_broke_memory(
