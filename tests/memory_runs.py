@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
-from tests.memory_watch import MemoryWatch, Recorder, phases_of
+from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from tests.memory_watch import MemoryWatch, Recorder
 from tests.optimizer_state import read_optimizer
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.unit.workers.test_reward_model import classifier
@@ -93,6 +94,13 @@ def watched_run(
     assert {event["pid"] for event in trace["traceEvents"]} == set(range(trainer.policy.num_ranks))
     trainer.close()
     return trainer.run_folder
+
+
+def phases_of(trainer: Trainer) -> MemoryPhases:
+    """Return residents and cycle of a Trainer."""
+    return memory_phases(
+        trainer.config, has_reward_models=bool(trainer._run.rewards.runner(trainer.config).entries.models)
+    )
 
 
 def compare(mine: Path, theirs: Path) -> None:

@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Collection, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle, Phase
 from hybrid_rl.memory.history import Span, StepMemory
-from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+
+if TYPE_CHECKING:  # the watch itself needs neither transformers nor a Trainer, which take four seconds to import
+    from hybrid_rl import Trainer
 
 
 class MemoryWatch:
@@ -68,13 +70,6 @@ class MemoryWatch:
             found.append(f"{phase.name} needs {sorted(wanted)}, but {sorted(awake)} are awake")
         inside = sorted({move.tag for move in step.moves if phase.start < move.start < phase.end})
         return found + [f"{tag} moves in the middle of {phase.name}" for tag in inside]
-
-
-def phases_of(trainer: Trainer) -> MemoryPhases:
-    """Return residents and cycle of a Trainer."""
-    return memory_phases(
-        trainer.config, has_reward_models=bool(trainer._run.rewards.runner(trainer.config).entries.models)
-    )
 
 
 class Recorder:

@@ -22,6 +22,15 @@ FROZEN = (REFERENCE, TEACHER, REWARD_MODELS)
 ENGINE = (ENGINE_WEIGHTS, KV_CACHE)
 RESIDENTS = (*TRAINED, *FROZEN, *ENGINE)
 
+# What tables say of a resident in a phase.
+NEEDED, STAYS, ON_HOST, GIVEN_UP = "needed", "stays", "host", "-"
+STATES = {
+    NEEDED: "the phase works with it",
+    STAYS: "not needed, and not moved",
+    ON_HOST: "not needed, in host memory",
+    GIVEN_UP: "not needed, given up",
+}
+
 Part = TypeVar("Part")
 
 
@@ -45,16 +54,17 @@ class Cycle:
 
     publish: the engine gets the actor's weights. check: the engine computes its half of the probe; the trainer's half
     belongs to `publish`. generate: the rollout, with judges that the engine runs. reward: reward models score the
-    samples. score_*: one model at a time. save, load: one phase for checkpoints.
+    samples. score_*: one model at a time, those that are updated next last: they need not leave in between. save, load:
+    one phase for checkpoints.
     """
 
     publish: Phase
     check: Phase
     generate: Phase
     reward: Phase
-    score_actor: Phase
     score_reference: Phase
     score_teacher: Phase
+    score_actor: Phase
     score_critic: Phase
     update_critic: Phase
     update: Phase
@@ -89,9 +99,9 @@ class Cycle:
             "check": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "generate": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "reward": {REWARD_MODELS},
-            "score_actor": {ACTOR} if scores_actor else set(),
             "score_reference": {REFERENCE},
             "score_teacher": {TEACHER},
+            "score_actor": {ACTOR} if scores_actor else set(),
             "score_critic": {CRITIC},
             "update_critic": {CRITIC, CRITIC_OPTIMIZER},
             "update": {ACTOR, OPTIMIZER} | reference,
@@ -130,10 +140,19 @@ def cycle_table(cycle: Cycle, residents: Set[str], movable: Set[str]) -> str:
         if phase.is_taken:
             rows.append([phase.name, *(_mark(tag, phase, movable) for tag in shown)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    states = {state for row in rows[1:] for state in row[1:]}
+    return "\n".join([*lines, states_explained(states)])
+
+
+def states_explained(states: Set[str]) -> str:
+    """Return what these states of residents mean, in one line."""
+    return "; ".join(f"{state}: {meaning}" for state, meaning in STATES.items() if state in states)
 
 
 def _mark(tag: str, phase: Phase, movable: Set[str]) -> str:
+    if tag in phase.tags:
+        return NEEDED
     if tag not in movable:
-        return "always there"
-    return "awake" if tag in phase.tags else "asleep"
+        return STAYS
+    return GIVEN_UP if tag in ENGINE else ON_HOST

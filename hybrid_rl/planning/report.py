@@ -11,14 +11,23 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_rl.memory.cycle import RESIDENTS, Cycle, Phase
+from hybrid_rl.memory.cycle import (
+    GIVEN_UP,
+    NEEDED,
+    ON_HOST,
+    RESIDENTS,
+    STAYS,
+    Cycle,
+    Phase,
+    states_explained,
+)
 from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
 from hybrid_rl.planning.step_time import StepTime
 
-NEEDED, STAYS, ON_HOST, GONE, UNKNOWN = "needed", "stays", "host", "-", ""
-STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GONE: "dim", UNKNOWN: ""}
+UNKNOWN = ""
+STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GIVEN_UP: "dim", UNKNOWN: ""}
 ANY_WIDTH = 10_000
 TIGHT_SHARE = 0.02  # of the device: if less is left, what a plan cannot count may not fit
 GPU_LINKS = {"local": "its own GPU", "host": "GPUs of its host (NVLink or PCIe)", "remote": "other hosts (network)"}
@@ -172,7 +181,7 @@ def _state(name: str, phase: Phase, memory: MemoryPlan) -> str:
     # What sleeps waits in the arena, under that name.
     if name in memory.choices.offload or any(planned.host_bytes_of(name) for planned in found):
         return ON_HOST
-    return GONE if found else UNKNOWN
+    return GIVEN_UP if found else UNKNOWN
 
 
 def _rank(name: str) -> int:
@@ -181,15 +190,9 @@ def _rank(name: str) -> int:
 
 
 def _legend(cycle: Cycle, memory: MemoryPlan) -> str:
-    meanings = {
-        NEEDED: "the phase works with it",
-        STAYS: "not needed, and not moved",
-        ON_HOST: "not needed, in host memory",
-        GONE: "not needed, given up",
-    }
     residents = _residents(cycle)
     shown = {_state(name, phase, memory) for phase in cycle if phase.is_taken for name in residents}
-    return "; ".join(f"{state}: {meaning}" for state, meaning in meanings.items() if state in shown)
+    return states_explained(shown)
 
 
 def _verdict(memory: MemoryPlan) -> Text:

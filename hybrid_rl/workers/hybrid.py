@@ -119,6 +119,7 @@ class HybridWorker(WorkerBase):
             self.hold(memory.models(REWARD_MODELS, self._reward_models.models))
         self._probe = HandoffProbe(setup.probe_ids, config, model.dtype)
         scorers = [(self._cycle.score_actor, self._actor.columns), *self._roles.scorers(self._cycle)]
+        scorers.sort(key=lambda scorer: list(self._cycle).index(scorer[0]))
         self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
 
     # ------------------------------------------------------------------------------------------------ training

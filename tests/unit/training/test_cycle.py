@@ -69,16 +69,25 @@ def test_reward_models_score_without_the_engine_if_they_move_and_beside_it_if_no
 def test_the_table_says_who_is_where() -> None:
     found = phases(num_ranks=2, beta=0.1, **{"memory.offload": ["actor", "reference"]})
     assert found.table().splitlines() == [
-        "phase            actor   optimizer     reference  engine_weights  kv_cache",
-        "publish          awake   always there  asleep     awake           asleep",
-        "check            asleep  always there  asleep     awake           awake",
-        "generate         asleep  always there  asleep     awake           awake",
-        "score_reference  asleep  always there  awake      asleep          asleep",
-        "update           awake   always there  asleep     asleep          asleep",
-        "save             awake   always there  asleep     asleep          asleep",
+        "phase            actor   optimizer  reference  engine_weights  kv_cache",
+        "publish          needed  stays      host       needed          -",
+        "check            host    stays      host       needed          needed",
+        "generate         host    stays      host       needed          needed",
+        "score_reference  host    stays      needed     -               -",
+        "update           needed  needed     host       -               -",
+        "save             needed  needed     host       -               -",
+        "needed: the phase works with it; stays: not needed, and not moved; host: not needed, in host memory; "
+        "-: not needed, given up",
     ]
     on_cpu = phases(**VLLM, **{"memory.offload": ["actor"]})  # where vLLM does not sleep
-    assert on_cpu.movable == {"actor"} and on_cpu.table().splitlines()[-1].endswith("always there    always there")
+    assert on_cpu.movable == {"actor"}
+    assert on_cpu.table().splitlines()[-2].split() == ["save", "needed", "needed", "stays", "stays"]
+
+
+def test_a_model_that_is_updated_next_scores_last() -> None:
+    """It would go to host memory and come back in between."""
+    order = [phase.name for phase in phases(beta=0.1, algorithm="ppo").cycle if phase.name.startswith("score_")]
+    assert order == ["score_reference", "score_teacher", "score_actor", "score_critic"]
 
 
 def test_neighbours_that_differ_in_what_never_moves_share_a_lease() -> None:

@@ -132,9 +132,9 @@ def test_every_phase_has_what_it_needs_and_no_more(
     told = [f"{'+' if moved.awake else '-'}{moved.tag}" for moved in kept]
     assert told == [
         *("-kv_cache", "-engine_weights", "+reward_models"),  # generated
-        *("-reward_models", "+actor"),  # old_logprobs
-        *("-actor", "+reference"),  # ref_logprobs
-        *("-reference", "+actor", "+optimizer"),  # update
+        *("-reward_models", "+reference"),  # ref_logprobs
+        *("-reference", "+actor"),  # old_logprobs, and the actor stays for its update
+        "+optimizer",  # update
         *("-optimizer", "+engine_weights"),  # publish, with the trainer's half of the probe
         *("-actor", "+kv_cache"),  # the engine's half
     ]
@@ -255,7 +255,7 @@ def test_a_step_that_failed_before_its_update_is_run_again_to_the_bit(
         once(monkeypatch, OffloadedTensors, "wake", error, lambda moved: moved.tag == "reference")
     else:
         error = MemoryStateError("no room")
-        once(monkeypatch, OffloadedTensors, "sleep", error, lambda moved, *_: moved.tag == "actor")
+        once(monkeypatch, OffloadedTensors, "sleep", error, lambda moved, *_: moved.tag == "reference")
     with pytest.raises((RuntimeError, MemoryRefusedError), match="out of luck|no room.*work can go on"):
         trainer.step()
     trainer.fit()
