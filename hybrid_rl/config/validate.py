@@ -12,6 +12,7 @@ from pathlib import Path
 from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
@@ -154,6 +155,9 @@ def _check_mode(config: TrainerConfig) -> None:
 def _check_memory(config: TrainerConfig) -> None:
     """Check the keys of memory against each other. What the run holds at all is checked with its reward functions."""
     offload, on_host = config.memory.offload or [], config.memory.optimizer_on_host
+    for name in ("device_memory", "host_memory"):
+        if (text := getattr(config.memory, name)) is not None:
+            memory_bytes(text, f"memory.{name}")
     if len(set(offload)) < len(offload):
         raise ConfigError(f"memory.offload={offload} names a resident twice; name each once")
     if offload and config.fsdp.cpu_offload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -108,11 +108,37 @@ class TrainerMemory:
                 )
 
 
+# What may be asked of a parameter without memory; all else reads it, or makes a view that would.
+HARMLESS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf")
+    + ("grad", "grad_fn", "is_cpu", "is_cuda", "is_meta", "is_sparse", "is_nested", "is_quantized", "_base")
+) | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size),
+    *(Tensor.storage_offset, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
+    *(Tensor.get_device, Tensor.untyped_storage),
+}
+
+
 class _Guard:
-    """Refuses calls of modules without weights, which would crash: a module may be the user's own."""
+    """Refuses what would read modules without weights, and crash: a module may be the user's own."""
 
     def __init__(self, tag: str, modules: Sequence[nn.Module]) -> None:
         self._tag, self._modules, self._hooks = tag, modules, ExitStack()
+        refuse = self._refuse
+
+        class Sleeping(nn.Parameter):
+            """A parameter while its memory is away: its objects are of this class then."""
+
+            @classmethod
+            def __torch_function__(
+                cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+            ) -> Any:
+                if func not in HARMLESS:
+                    refuse()
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        self._class = Sleeping
 
     def close(self) -> None:
         """Refuse from now on."""
@@ -120,6 +146,11 @@ class _Guard:
             self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
             for child in module.modules():
                 self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
+            # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours.
+            for parameter in module.parameters():
+                if type(parameter) is nn.Parameter:
+                    parameter.__class__ = self._class
+                    self._hooks.callback(setattr, parameter, "__class__", nn.Parameter)
 
     def open(self) -> None:
         """Refuse no more."""

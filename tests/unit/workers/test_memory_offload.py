@@ -3,6 +3,8 @@ and no more."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,28 @@ def test_a_module_without_weights_is_refused_and_has_them_again_after_close(run:
                 use()
     trainer.close()
     assert_equal({f"actor/{n}": p for n, p in module.named_parameters()}, weights_in(expected))
+
+
+def test_parameters_without_memory_are_refused_whoever_holds_them(run: Callable[..., Trainer]) -> None:
+    """Reading them would end the process. What needs no memory is told, and afterwards they are what they were."""
+    trainer = run("bfloat16")
+    module, worker = trainer.module, worker_of(trainer)
+    assert module is not None
+    held = list(module.parameters())
+    uses: list[Callable[[], Any]] = [
+        *(lambda: held[0].norm(), lambda: held[0] * 2, lambda: repr(held[0]), lambda: held[0].data, held[0].numpy),
+        *(lambda: torch.nn.utils.get_total_norm(held), lambda: copy.deepcopy(module), held[0].zero_, held[0].detach),
+        *(lambda: torch.save(held, io.BytesIO()), lambda: torch.nn.utils.vector_to_parameters(held[0].new(9), held)),
+    ]
+    with worker.lease(frozenset()):
+        for use in uses:
+            with pytest.raises(MemoryStateError, match=r"wait in host memory \(memory.offload names actor\)"):
+                use()
+        assert held[0].shape == (len(VOCABULARY), 16) and held[0].dtype == torch.bfloat16 and held[0].grad is None
+        assert sum(p.numel() for p in held) == 720 + 2 * 2368 + 16
+    with worker.lease(frozenset({"actor"})):
+        assert {type(parameter) for parameter in held} == {torch.nn.Parameter}
+        assert held[0].norm() > 0
 
 
 def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, when: Callable[..., bool]) -> None:
