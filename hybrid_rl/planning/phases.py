@@ -204,7 +204,7 @@ class StepMemory:
 
     def _row_words(self) -> str:
         samples = self.passes.samples(self.config)
-        return f"counted: {len(samples.prompts)} samples of {samples.num_tokens:,} tokens in one row"
+        return f"counted: a row of {samples.num_tokens:,} tokens, {len(samples.prompts)} samples"
 
     def _of_pass(self, count: PassMemory) -> list[Share]:
         held = count.fullest
