@@ -298,9 +298,10 @@ class StepMemory:
         sharding = sharding_of(config)
         if sharding is not None and isinstance(config.rollout, ColocatedRolloutConfig):
             # Others have gathered all weights by then. Between two blocks there are the weights and the buffer of one,
-            # and the buffer of the one before.
+            # and the buffer of the one before; before the first, the root's.
             root, *blocks = self._unit_bytes(sharding)
-            probe.append(Share(GATHERED, root + 3 * max(blocks), "full weights of blocks, gathered"))
+            fullest = root + max(3 * max(blocks), root + max(blocks))
+            probe.append(Share(GATHERED, fullest, "full weights of blocks, gathered"))
         if handoff:
             yield "handoff", handoff
         yield "probe" if handoff else "", probe
