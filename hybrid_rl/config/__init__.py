@@ -1,5 +1,6 @@
 """Configuration: the schema, its loading, and the checks before any work starts."""
 
+from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.hf import HFConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
@@ -19,6 +20,7 @@ from hybrid_rl.config.schema import (
 from hybrid_rl.config.validate import num_training_steps, optimizer_steps_per_training_step, resolve
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "CriticConfig",
     "EvalConfig",

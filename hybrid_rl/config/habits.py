@@ -71,7 +71,6 @@ _ADVICE = {
     "log_unique_prompts num_completions_to_print": "set log_completions, a number",
     "remove_unused_columns": "rewards get every column of the data",
     "ds3_gather_for_generation": "there is no DeepSpeed here; each rank gathers the weights for a rollout",
-    "max_tool_calling_iterations": "not offered: a completion is one turn",
     "clip_ratio_low epsilon_low eps_clip_low clip_eps_low eps_low": _LOWER_CLIP,
     "clip_ratio_high eps_clip_high clip_eps_high eps_high": "set epsilon_high",
     "clip_ratio_c": "set dual_clip (of policy_loss=clip); clip_ratio_c is a key of policy_loss=dppo",

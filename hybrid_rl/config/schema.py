@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
+from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.errors import ConfigError
@@ -449,6 +450,7 @@ class TrainerConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
+    agents: AgentConfig = field(default_factory=AgentConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)

@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
     frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data"}),
     frozenset({"config", "controller", "models", "resharding"}),
-    frozenset({"engines", "sharding", "checkpoint", "rewards"}),
+    frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers", "planning"}),
     frozenset({"run"}),

@@ -1,0 +1,1 @@
+"""Agents: policies that act over many turns, with tools and environments."""

@@ -1,0 +1,182 @@
+"""Trajectories: what the policy said and what it was told, token by token, as the samples that are trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import DataError
+
+# stop: the agent ended. length, turns, time: a limit of tokens, tool calls or seconds did. error: the agent, its
+# environment or its tools failed in a way that no tool message can tell. abort: the engine was stopped.
+EndReason = Literal["stop", "length", "turns", "time", "error", "abort"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine generated for a prompt of token ids.
+
+    token_ids, logprobs, versions: one entry per token, its id, ln p under the distribution that it was sampled from,
+    and the version of the weights. finish_reason: "stop", "length" (max_tokens) or "abort".
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer of the policy.
+
+    prompt_ids: all that it was shown. completion: the tokens of its answer. text: the answer without special tokens.
+    message: the answer as a chat message, {"role": "assistant", "content": ..., "tool_calls": [...]}; tool calls are
+    there only if some were parsed. sample, number: where the trajectory keeps it; -1 if none does.
+    """
+
+    prompt_ids: Sequence[int]
+    completion: Completion
+    text: str
+    message: Mapping[str, Any]
+    sample: int = -1
+    number: int = -1
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Token ids of the answer."""
+        return self.completion.token_ids
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """ln p of each token of the answer."""
+        return self.completion.logprobs
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Policy version of each token of the answer."""
+        return self.completion.versions
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer ended: "stop", "length" or "abort"."""
+        return self.completion.finish_reason
+
+
+@dataclass
+class Sample:
+    """One sequence of tokens to train on: a prompt, then turns of the policy with tokens of the environment between.
+
+    token_ids: all that follows prompt_ids; mask, logprobs, versions: of each of them, whether the policy made it, its
+    ln p (0.0 if not) and its policy version (-1 if not). turns: (start, end) of each turn in token_ids.
+    turn_rewards: of each turn, None = nothing was given for it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of all that follows it."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def is_start_of(self, prompt_ids: Sequence[int]) -> bool:
+        """Return whether a prompt repeats this sample token by token, and perhaps goes on."""
+        start = len(self.prompt_ids)
+        return (
+            len(prompt_ids) >= self.num_tokens
+            and tuple(prompt_ids[:start]) == self.prompt_ids
+            and list(prompt_ids[start : self.num_tokens]) == self.token_ids
+        )
+
+    def add_environment(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not make."""
+        count = len(token_ids)
+        self.token_ids += token_ids
+        self.mask += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [-1] * count
+
+    def add_policy(self, completion: Completion) -> None:
+        """Append a turn of the policy."""
+        start = len(self.token_ids)
+        self.token_ids += completion.token_ids
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.turns.append((start, len(self.token_ids)))
+        self.turn_rewards.append(None)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages whose tokens are known: those of a turn's prompt, and its answer last. tools: schemas that the prompt
+    was rendered with. token_ids: as the engine read and made them; the template may add an end to the last message."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    token_ids: tuple[int, ...]
+
+
+class Trajectory:
+    """One attempt of the policy at a row of the dataset: one sample, or several if its history was rewritten or if
+    agents within it had histories of their own. All of them share its reward.
+
+    row: the columns of the dataset row, prompt included. environment: the object that the trajectory acts on, if any.
+    messages: the conversation as a reward function gets it, without the prompt. counts: of "turns", "tool_calls",
+    "tool_failures", "tool_timeouts", "forks". extra: values that go to samples.jsonl.
+    """
+
+    def __init__(self, row: Mapping[str, Any] | None = None, *, environment: Any = None) -> None:
+        self.row: Mapping[str, Any] = row or {}
+        self.environment = environment
+        self.samples: list[Sample] = []
+        self.conversations: list[Conversation] = []
+        self.messages: Messages = []
+        self.reward: float | None = None
+        self.end_reason: EndReason | None = None
+        self.error = ""
+        self.counts: Counter[str] = Counter()
+        self.extra: dict[str, Any] = {}
+
+    def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:
+        """Return the longest sample that this prompt goes on with; None if it rewrites all of them."""
+        known = [sample for sample in self.samples if sample.is_start_of(prompt_ids)]
+        return max(known, key=lambda sample: sample.num_tokens, default=None)
+
+    def record(self, prompt_ids: Sequence[int], completion: Completion) -> tuple[int, int]:
+        """Keep a turn: as the next one of the sample that its prompt goes on with, else as the first of a new sample.
+        Return the places of sample and turn, as `add_reward` takes them."""
+        sample = self.sample_of(prompt_ids)
+        if sample is None:
+            self.counts["forks"] += bool(self.samples)
+            sample = Sample(tuple(prompt_ids))
+            self.samples.append(sample)
+        sample.add_environment(prompt_ids[sample.num_tokens :])
+        sample.add_policy(completion)
+        self.counts["turns"] += 1
+        return self.samples.index(sample), len(sample.turns) - 1
+
+    def add_reward(self, value: float, turn: Turn | None = None) -> None:
+        """Add to the reward of the trajectory, or of one of its recorded turns. Raises DataError for a turn that this
+        trajectory does not have."""
+        if turn is None:
+            self.reward = (self.reward or 0.0) + float(value)
+            return
+        if not (0 <= turn.sample < len(self.samples) and 0 <= turn.number < len(self.samples[turn.sample].turns)):
+            raise DataError("add_reward(..., turn=...) got a turn of another trajectory; give one of its own")
+        rewards = self.samples[turn.sample].turn_rewards
+        rewards[turn.number] = (rewards[turn.number] or 0.0) + float(value)
+
+    def end(self, reason: EndReason, error: str = "") -> None:
+        """Note why it ended; the first reason stays."""
+        if self.end_reason is None:
+            self.end_reason, self.error = reason, error
