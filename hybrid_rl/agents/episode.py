@@ -22,5 +22,6 @@ class Episode:
     trajectory: Trajectory
 
 
-# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError.
+# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError, and
+# except AgentError, which ends the run.
 Agent = Callable[[Episode], Awaitable[None]]
