@@ -1,1 +1,1 @@
-"""State of this process: interrupts and heartbeat."""
+"""State of this process: interrupts, heartbeat and threads."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from hybrid_rl.process.threads import LoopThread, start_thread
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardFunction
 
@@ -21,20 +21,13 @@ CANCEL_SECONDS = 1.0
 T = TypeVar("T")
 
 
-def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread on the GPU of its rank."""
+def enter_device() -> None:
+    """Put the calling thread on the GPU of its rank."""
+    # Not above: a reward process imports this package for a reward or a state that is of it, and must not import torch
+    # for that.
+    from hybrid_rl import controller
 
-    def run() -> None:
-        # Not above: a reward process imports this package for a reward or a state that is of it, and must not import
-        # torch for that.
-        from hybrid_rl.controller import enter_device
-
-        enter_device()
-        body()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
+    controller.enter_device()
 
 
 class CallThread:
@@ -43,7 +36,7 @@ class CallThread:
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[Callable[[], CallOutcome], Future[CallOutcome]] | None]
         self.calls = queue.SimpleQueue()
-        self.thread = start_thread("reward call", self._run)
+        self.thread = start_thread("reward call", self._run, enter_device)
 
     def _run(self) -> None:
         while (item := self.calls.get()) is not None:
@@ -63,30 +56,6 @@ class CallThread:
     def stop(self) -> None:
         """End the thread, as soon as its call returns."""
         self.calls.put(None)
-
-
-class LoopThread:
-    """A thread that runs an event loop."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._ending = asyncio.Event()
-        self.thread = start_thread(name, self._run)
-
-    def _run(self) -> None:
-        async def wait() -> None:
-            await self._ending.wait()
-
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(wait())
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine together with all others."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def stop(self) -> None:
-        """Cancel what is still running and end the thread, as soon as nothing blocks the loop."""
-        self.loop.call_soon_threadsafe(self._ending.set)
 
 
 async def answer_of(future: Future[T], seconds: float | None, *others: asyncio.Future[None]) -> T | None:
@@ -139,7 +108,7 @@ class ThreadCaller:
         limit = None if self.timeout_seconds is None else self.timeout_seconds + CANCEL_SECONDS
         while True:
             if self._loop is None:
-                self._loop = LoopThread("reward loop"), asyncio.get_running_loop().create_future()
+                self._loop = LoopThread("reward loop", enter_device), asyncio.get_running_loop().create_future()
             thread, is_left = self._loop
             call = call_async(spec.function, arguments(), count, spec.log_names, self.timeout_seconds)
             if (outcome := await answer_of(thread.start(call), limit, is_left)) is not None:
