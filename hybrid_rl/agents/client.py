@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import DataError
 
 
 class TrajectoryEndedError(Exception):
@@ -63,11 +64,13 @@ class ChatFormat(Protocol):
 @dataclass(frozen=True)
 class Limits:
     """max_completion_length: tokens of a sample after its prompt, those of the environment included. max_length: tokens
-    of a sequence that engine and model take. max_tool_calling_iterations: rounds of tool calls, None = no limit."""
+    of a sequence that engine and model take. max_tool_calling_iterations: rounds of tool calls, None = no limit.
+    max_prompt_length: tokens of the first prompt, None = no limit."""
 
     max_completion_length: int
     max_length: int
     max_tool_calling_iterations: int | None = None
+    max_prompt_length: int | None = None
 
 
 class AgentClient:
@@ -104,7 +107,8 @@ class AgentClient:
         """Return the policy's answer to token ids or chat messages, and record it.
 
         tools: JSON schemas that the chat template shows. max_tokens: of this answer; the trajectory's own limit holds
-        besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over.
+        besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over; DataError for a first
+        prompt that is too long.
         """
         turns = await self.generate_many(prompt, 1, tools=tools, max_tokens=max_tokens, stop=stop)
         return turns[0]
@@ -127,6 +131,12 @@ class AgentClient:
         ids: list[int] = (
             self.chat.prompt_ids(messages, tools, self.trajectory.conversations) if is_chat else list(messages)
         )
+        longest = self.limits.max_prompt_length
+        if not self.trajectory.samples and longest is not None and len(ids) > longest:
+            raise DataError(
+                f"the prompt of a trajectory has {len(ids)} tokens with its tools and what the environment added, but "
+                f"the run is planned for {longest}: raise max_prompt_length, or shorten the observation of reset()"
+            )
         room = self.tokens_left(ids)
         if room < 1:
             raise TrajectoryEndedError("length")

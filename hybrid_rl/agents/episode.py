@@ -25,6 +25,7 @@ class Episode:
     trainer_state: Any = None
 
 
-# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError.
-# If it has a method `close()`, that is called once, after the last episode of the run.
+# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError, and
+# except AgentError, which ends the run. If it has a method `close()`, that is called once, after the last episode of
+# the run.
 Agent = Callable[[Episode], Awaitable[None]]

@@ -19,7 +19,7 @@ from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.process.threads import LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
-from hybrid_rl.rewards.functions import RewardInput
+from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
 from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
 from hybrid_rl.rewards.results import Part, RewardResult, assemble
@@ -53,6 +53,8 @@ class RewardRunner:
         timeout_seconds: limit of one call. A process past it is killed and replaced, a coroutine is cancelled. A
             thread cannot be killed: it is left behind, and all samples of its call fail.
         score_by: "sample", or "group": the samples of a group must be submitted together.
+        has_environments: whether samples have environments, which functions get as `environments`. They cannot be sent
+            to processes: there, functions that take any keyword do without, and one that names it is refused.
 
     Raises:
         ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
@@ -68,8 +70,9 @@ class RewardRunner:
         num_processes: int = 0,
         timeout_seconds: float | None = None,
         score_by: ScoreBy = "sample",
+        has_environments: bool = False,
     ) -> None:
-        self.entries = RewardList.of(reward_funcs, available_columns)
+        self.entries = RewardList.of(reward_funcs, available_columns, has_environments=has_environments)
         self.names = self.entries.names
         self.functions = list(self.entries.functions.values())
         if score_by not in get_args(ScoreBy):
@@ -92,6 +95,13 @@ class RewardRunner:
                 raise ConfigError(
                     f"reward function {spec.name!r} compares the completions of a prompt; set rewards.score_by=group"
                 )
+            if has_environments and num_processes and spec.parameters is not None and spec.accepts(ENVIRONMENTS):
+                raise ConfigError(
+                    f"reward function {spec.name!r} takes `environments`, objects of the trainer's process, so it "
+                    f"cannot run in another one: set reward_processes=0 (it is {num_processes}), or give the "
+                    "environment a method get_reward()"
+                )
+        self._passes_environments = has_environments and not num_processes
         self.available_columns = tuple(available_columns or ())
         self._num_processes = num_processes
         self._caller = (
@@ -139,13 +149,20 @@ class RewardRunner:
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())
-        return [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
+        given = [(place, (inputs, source.outcome(inputs))) for place, source in self.entries.given.items()]
+        return given + [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
 
     async def _call(self, place: int, inputs: Sequence[RewardInput], trainer_state: Any) -> list[Part]:
         spec = self.entries.functions[place]
 
         async def call(samples: Sequence[RewardInput]) -> CallOutcome:
-            arguments = partial(spec.arguments, samples, trainer_state, self.available_columns)
+            arguments = partial(
+                spec.arguments,
+                samples,
+                trainer_state,
+                self.available_columns,
+                has_environments=self._passes_environments,
+            )
             return await self._caller.call(spec, arguments, len(samples))
 
         return await call_narrowed(call, inputs, self._caller.slot(spec), is_whole=self.score_by == "group")
