@@ -27,7 +27,7 @@ from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.records import sample_records, shown_completions
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -293,7 +293,7 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
         """Return key, prompt, completion and reward of this rank's samples."""
-        columns = (sample_keys(batch), map(str, batch["prompt"]), batch["completion"])
+        columns = (sample_keys(batch), map(str, batch["prompt"]), shown_completions(batch))
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")
