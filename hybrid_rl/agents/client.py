@@ -52,8 +52,9 @@ class ChatFormat(Protocol):
         """Return an answer as an assistant message, with the tool calls that are found in it."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt that is text, as those of a dataset are encoded."""
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a prompt that is text, as those of a dataset are encoded. goes_on: the text follows
+        other tokens, so that none are put before it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
