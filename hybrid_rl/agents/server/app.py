@@ -133,20 +133,20 @@ class AgentServer:
 
 
 @web.middleware
-async def _in_openai_form(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give every error the form that clients of OpenAI read."""
     try:
-        return await handler(http)
+        return await handler(request)
     except Refusal as error:
         refusal = error
     except web.HTTPException as error:
-        refusal = Refusal(error.status, f"{http.method} {http.path}: {error.reason}", code="unknown_url")
+        refusal = Refusal(error.status, f"{request.method} {request.path}: {error.reason}", code="unknown_url")
         if error.status == 404:
             refusal.message += "; there are /v1/chat/completions, /v1/completions and /v1/models"
-        if http.path.endswith("/responses"):
+        if request.path.endswith("/responses"):
             refusal.message += ": set the agent's framework to chat completions instead of the Responses API"
     except Exception as error:
-        logger.exception("the endpoint of agents failed to answer %s", http.path)
+        logger.exception("the endpoint of agents failed to answer %s", request.path)
         refusal = failed(error)
     return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
 

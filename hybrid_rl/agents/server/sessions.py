@@ -64,11 +64,11 @@ class Session:
         most = client.limits.max_tool_calling_iterations
         if most is not None and self._rounds > most:
             raise TrajectoryEndedError("turns")
-        shown: Sequence[int] | Messages
+        shown: Any = prompt
         if isinstance(prompt, str):
             shown = self._tokens_of(prompt)
-        else:
-            shown = self._said.restore(prompt) if request.is_chat else prompt  # type: ignore[arg-type]
+        elif request.is_chat:
+            shown = self._said.restore(shown)
         turns = await client.generate_many(
             shown, request.num_answers, tools=request.tools, max_tokens=request.max_tokens, stop=request.stop
         )
@@ -81,7 +81,8 @@ class Session:
         self._rounds += num_calls > 0
         for answer in answers:
             if request.is_chat:
-                self._said.keep(len(shown), answer)
+                is_begun = shown[-1]["role"] == "assistant"  # then the answer is its rest
+                self._said.keep(len(shown) - is_begun, answer)
             if isinstance(prompt, str):
                 self._texts.append((prompt + answer.text, (*answer.turn.prompt_ids, *answer.turn.token_ids)))
         return answers
