@@ -1,1 +1,1 @@
-"""State of this process: interrupts, heartbeat and threads."""
+"""State of this process: interrupts, heartbeat, threads and child processes that run calls."""

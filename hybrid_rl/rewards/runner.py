@@ -16,14 +16,14 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
-from hybrid_rl.process.threads import LoopThread
+from hybrid_rl.process.threads import JOIN_SECONDS, LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
 from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
 from hybrid_rl.rewards.results import Part, RewardResult, assemble
-from hybrid_rl.rewards.threads import JOIN_SECONDS, ThreadCaller, enter_device
+from hybrid_rl.rewards.threads import ThreadCaller, on_device
 
 ScoreBy = Literal["sample", "group"]
 
@@ -128,7 +128,7 @@ class RewardRunner:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")
             if self._loop is None:
-                self._loop = LoopThread("reward scoring", enter_device)
+                self._loop = LoopThread("reward scoring", on_device)
                 atexit.register(self.close)
             return self._loop.start(self._score(inputs, trainer_state))
 
