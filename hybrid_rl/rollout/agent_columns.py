@@ -186,9 +186,7 @@ def _span(origin: str, token_ids: Sequence[int], decode: Decode) -> dict[str, An
     return {"origin": origin, "num_tokens": len(token_ids), "text": decode(token_ids)}
 
 
-def agent_metrics(
-    attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int
-) -> MetricSums:
+def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int) -> MetricSums:
     """Return the metrics of the trajectories of a rank. before, after: counts of its engine; most_open: trajectories
     that were under way at once."""
     metrics, number = MetricSums(), len(attempts)
