@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,10 @@ class ChatFormat(Protocol):
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> dict[str, Any]:
         """Return an answer as an assistant message, with the tool calls that are found in it."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt that is text, as those of a dataset are encoded."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -105,6 +110,20 @@ class AgentClient:
         besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over; DataError for a first
         prompt that is too long.
         """
+        turns = await self.generate_many(prompt, 1, tools=tools, max_tokens=max_tokens, stop=stop)
+        return turns[0]
+
+    async def generate_many(
+        self,
+        prompt: Sequence[int] | Messages,
+        count: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Turn]:
+        """Return `count` answers to one prompt, as `generate` does each. The first goes on with the sample that the
+        prompt goes on with, every other one begins a sample; which is the first does not depend on their delays."""
         if not self._is_open():
             raise TrajectoryEndedError("abort")
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
@@ -122,19 +141,23 @@ class AgentClient:
         if room < 1:
             raise TrajectoryEndedError("length")
         digest = hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()
-        asked, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
-        completion = await self._tokens.complete(
-            ids,
-            max_tokens=room if max_tokens is None else min(room, max_tokens),
-            stop=stop,
-            seed_parts=(self._place, self._generation, digest, asked),
-        )
-        message = self.chat.parse(completion.token_ids, ids)
-        sample, number = self.trajectory.record(ids, completion)
-        if is_chat:
-            known = Conversation((*messages, message), tuple(tools), (*ids, *completion.token_ids))
-            self.trajectory.conversations.append(known)
-        return Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number)
+        first = self._asked[digest]
+        self._asked[digest] += count
+        room = room if max_tokens is None else min(room, max_tokens)
+        turns = []
+        for completion in await _all(
+            self._tokens.complete(
+                ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + number)
+            )
+            for number in range(count)
+        ):
+            message = self.chat.parse(completion.token_ids, ids)
+            sample, number = self.trajectory.record(ids, completion)
+            if is_chat:
+                known = Conversation((*messages, message), tuple(tools), (*ids, *completion.token_ids))
+                self.trajectory.conversations.append(known)
+            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number))
+        return turns
 
     def tokens_left(self, prompt_ids: Sequence[int]) -> int:
         """Return how many tokens an answer to this prompt may have."""
@@ -142,3 +165,13 @@ class AgentClient:
         start = len(sample.prompt_ids) if sample else len(prompt_ids)
         used = len(prompt_ids) - start
         return min(self.limits.max_completion_length - used, self.limits.max_length - len(prompt_ids))
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """Wait for all calls; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

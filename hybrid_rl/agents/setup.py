@@ -34,6 +34,11 @@ class AgentSetup:
         return bool(self.tools or self.kinds)
 
     @property
+    def gives_rewards(self) -> bool:
+        """Whether the user's code may add rewards to a trajectory while it is made (`Trajectory.add_reward`)."""
+        return self.rollout_func is not None or self.agent is not None
+
+    @property
     def is_by_name(self) -> bool:
         """Whether the column `environment` names the kind of a row."""
         return any(kind.name is not None for kind in self.kinds)

@@ -102,8 +102,8 @@ class ArrowRows:
 
 
 Rows = SequenceRows | HubRows | ArrowRows
-"""Random access to the rows of a dataset. `prompts` reads only that column, None for each row if there is none; `values`
-yields one column, row by row, without decoding any other."""
+"""Random access to the rows of a dataset. `prompts` reads only that column, None for each row if there is none;
+`values` yields one column, row by row, without decoding any other."""
 
 
 def _python(scalar: Any) -> Any:

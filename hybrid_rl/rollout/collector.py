@@ -285,13 +285,16 @@ class _Tally:
         self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
-        self._logged = MetricSums()
+        self._logged, self._metrics = MetricSums(), MetricSums()
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        if not call.purpose.endswith(GREEDY):
+            for report in reports:
+                self._metrics.merge(report.metrics)
         if not call.is_scored:
             return
         self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
@@ -323,7 +326,8 @@ class _Tally:
         """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
-        return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
+        metrics = length_metrics(batch) | self._metrics.result() | metrics
+        return Collected(batch, self._timings, metrics, self._logged.result())
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
@@ -429,8 +433,8 @@ def _in_order(batch: AnyBatch) -> AnyBatch:
 
 
 def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the completions' lengths and ends."""
-    lengths = batch["completion_length"].double()
+    """Return metrics of the completions' lengths and ends. Of agents only the policy's own tokens count."""
+    lengths = batch["policy_length" if "policy_length" in batch else "completion_length"].double()
     ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])
     metrics = {
         "completions/mean_length": float(lengths.mean()),

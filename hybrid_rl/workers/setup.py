@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
@@ -57,7 +58,8 @@ class WorkerSetup:
     """Arguments from which a rank builds its worker. model: a module of this process, or how to build it in any.
     probe_ids: the prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
-    fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned."""
+    fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
+    makes trajectories of many turns, None = each sample is one completion."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -72,6 +74,7 @@ class WorkerSetup:
     num_critic_steps: int = 0
     fingerprint: list[float] | None = None
     expected: Expected | None = None
+    agents: AgentSetup | None = None
 
     @property
     def engine_length(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from hybrid_rl.engines.base import Counters, Generation
+from hybrid_rl.engines.base import Counters, Generation, join_line
 from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
 from hybrid_rl.engines.inplace.slots import SlotTable
 
@@ -80,9 +80,9 @@ class Chunk:
 
 
 class Scheduler:
-    """Order of the passes: first come, first served. Sequences that run get their next block before anybody is
-    admitted; if none is left, the one that came last gives its blocks back and waits, to be computed again later.
-    counters: of the engine."""
+    """Order of the passes: by priority, and first come, first served. Sequences that run get their next block before
+    anybody is admitted; if none is left, the one that came last gives its blocks back and waits, to be computed again
+    later. counters: of the engine."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class Scheduler:
         return -(-num_tokens // self.pool.block_size)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue sequences."""
-        self.waiting.extend(sequences)
+        """Queue sequences, by priority."""
+        join_line(self.waiting, sequences)
 
     def schedule(self, *, admit: bool) -> list[Chunk]:
         """Return the next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens
