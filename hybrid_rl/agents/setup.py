@@ -34,6 +34,11 @@ class AgentSetup:
         return bool(self.tools or self.kinds)
 
     @property
+    def makes_prompts(self) -> bool:
+        """Whether prompts become longer, or come to be, only when a trajectory begins."""
+        return bool(self.kinds) or not self.has_tools
+
+    @property
     def gives_rewards(self) -> bool:
         """Whether the user's code may add rewards to a trajectory while it is made (`Trajectory.add_reward`)."""
         return self.rollout_func is not None or self.agent is not None
