@@ -1,0 +1,59 @@
+"""JSON schemas of tools, made from Python functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from hybrid_rl.errors import ConfigError
+
+_EXAMPLE = '''
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """'''
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the schema of a function or bound method, as chat templates show it to the policy.
+
+    Name, type hints and docstring (Google's format) give {"type": "function", "function": {"name", "description",
+    "parameters"}}. Raises ConfigError if any of them is missing, naming what to add.
+    """
+    name = getattr(function, "__name__", None)
+    if not callable(function) or name is None or not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise ConfigError(f"the tool {function!r} is no function; give a function, or a method of an object")
+    if not name.isidentifier():
+        raise ConfigError(f"a tool has the name {name!r}, which the policy cannot call; define it with `def`")
+    missing = _missing(function)
+    if not missing:
+        try:
+            schema: dict[str, Any] = get_json_schema(function)
+        except Exception as error:  # type hints are evaluated, which may raise anything
+            missing = [f"something else ({type(error).__name__}: {error})"]
+        else:
+            return schema
+    raise ConfigError(f"the tool {name!r} cannot be described to the policy: it lacks {', '.join(missing)}{_ASKED}")
+
+
+def _missing(function: Callable[..., Any]) -> list[str]:
+    """What a function lacks to be described, in words."""
+    lacks = []
+    described = inspect.getdoc(function) or ""
+    if not described.strip():
+        lacks.append("a docstring")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            lacks.append(f"a name for what {parameter} takes (tools are called by keyword)")
+        elif parameter.annotation is parameter.empty:
+            lacks.append(f"a type hint of {parameter.name!r}")
+    return lacks
+
+
+_ASKED = f". Tools need type hints and a docstring that describes every argument, such as{_EXAMPLE}"
