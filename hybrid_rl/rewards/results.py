@@ -87,8 +87,9 @@ def assemble(
 ) -> RewardResult:
     """Join the calls' outcomes (function index, part) into one result; every sample once per function.
 
-    failed: what went wrong before the calls. dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they and all
-    rewards are nan, as another function may still apply to a sample or fail on it.
+    failed: what went wrong before the calls. dense: functions that may give a number per token. late: columns that
+    `merge_late` fills; until then they and all rewards are nan, as another function may still apply to a sample or
+    fail on it.
 
     The turns of a trajectory are submitted together. Its reward is the sum of what its turns got, so that a function
     may reward every turn or give None for all but the last; Tinker's recipes add up the rewards of a trajectory's steps

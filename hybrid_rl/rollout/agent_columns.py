@@ -43,6 +43,11 @@ class Attempt:
         return [sample for sample in self.trajectory.samples if sample.token_ids] or [_nothing(self.task)]
 
     @property
+    def prompt(self) -> Prompt:
+        """The prompt, with what the environment added."""
+        return self.task.row.prompt if self.trajectory.prompt is None else self.trajectory.prompt
+
+    @property
     def keys(self) -> list[SampleKey]:
         """The key of each sample."""
         return [SampleKey(self.identity, number) for number in range(len(self.samples))]
@@ -64,15 +69,14 @@ def _nothing(task: RolloutTask) -> Sample:
 
 def conversation_of(attempt: Attempt, decode: Decode) -> tuple[Prompt, str | Messages]:
     """Return prompt and completion as reward functions get them: messages if the policy was asked with messages."""
-    trajectory, prompt = attempt.trajectory, attempt.task.row.prompt
-    if not trajectory.messages and not trajectory.conversations:
+    trajectory, prompt = attempt.trajectory, attempt.prompt
+    if trajectory.messages:
+        return prompt, trajectory.messages
+    if not trajectory.conversations:
         return prompt, decode(attempt.samples[-1].token_ids)
-    if trajectory.conversations:
-        first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
-        last = [dict(message) for message in trajectory.conversations[-1].messages]
-        begins = last[: len(first)] == first
-        return first, trajectory.messages or (last[len(first) :] if begins else last[-1:])
-    return prompt, trajectory.messages
+    first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
+    last = [dict(message) for message in trajectory.conversations[-1].messages]
+    return first, last[len(first) :] if last[: len(first)] == first else last[-1:]
 
 
 def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardInput:
@@ -81,7 +85,8 @@ def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardI
     columns, environment = attempt.task.row.columns, attempt.trajectory.environment
     ids = list(attempt.samples[-1].token_ids)
     group = call.group(attempt.task)
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment)
+    given = attempt.trajectory.given
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given)
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
@@ -151,7 +156,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
-        "prompt": [attempt.task.row.prompt for attempt, _ in rows],
+        "prompt": [attempt.prompt for attempt, _ in rows],
         "completion": [decode(sample.token_ids) for _, sample in rows],
         "conversation": [_conversation(attempt, number, decode) for attempt, number in _numbered(attempts)],
         "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
@@ -206,10 +211,6 @@ def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: Engin
         metrics.mean(f"agents/ended_{reason}", ended, number)
     lengths = [sum(len(sample.token_ids) for sample in attempt.samples) for attempt in attempts]
     metrics.mean("agents/conversation_length_mean", sum(lengths), number)
-    found, computed = (
-        sum(getattr(after, name) - getattr(before, name) for name in names)
-        for names in (("num_prefix_tokens", "num_shared_prompt_tokens"), ("num_prompt_tokens",))
-    )
-    metrics.mean("agents/prefix_hit_share", found, found + computed)
+    metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
     metrics.high("agents/open_max", most_open)
     return metrics
