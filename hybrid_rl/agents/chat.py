@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from hybrid_rl.agents.parsing import (
-    MARKERS,
     CallFormat,
     MalformedCallError,
     ToolCall,
@@ -72,14 +71,19 @@ class Chat:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.rewritten_history = rewritten_history
+        self._asked_format = tool_call_format
         self._own_parser = tool_call_format == "auto" and getattr(tokenizer, "response_template", None) is not None
         self.call_format: CallFormat = (
             format_of(self.template.text) if tool_call_format == "auto" else tool_call_format  # type: ignore[assignment]
         )
-        special = {int(i): str(tokenizer.decode([i], skip_special_tokens=False)) for i in tokenizer.all_special_ids}
-        self._hidden = frozenset(i for i, text in special.items() if text.strip() not in MARKERS)
+        self._hidden = frozenset(map(int, tokenizer.convert_tokens_to_ids(list(self.template.specials))))
         self._anchor = self._find_anchor()
         self._was_told = False
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls are looked for: not with tool_call_format="none"."""
+        return self._asked_format != "none"
 
     @property
     def error_role(self) -> Literal["tool", "user"]:
@@ -97,21 +101,20 @@ class Chat:
         """
         if not messages:
             raise DataError("a prompt has no messages; give at least one")
-        base = self._longest_known(messages, known)
+        base = self._longest_known(messages, tools, known)
         new = messages[len(base.messages) :] if base else ()
         if base and not new:
-            return self._opened(base.token_ids)
+            return list(base.token_ids[:-1] if base.token_ids[-1] in self._hidden else base.token_ids)
         ending: Ending = "open" if messages[-1].get("role") == "assistant" else "answer"
         whole = self.template.render((*base.messages, *new) if base else messages, tools, ending)
         if base is None:
             return self._encode(whole)
-        seam = self._seam(base, new, tools, whole, ending)
+        seam = self._seam(base, new, whole, ending)
         if seam.difference:
             self._report(seam.difference)
-            same_tools = _plain(base.tools) == _plain(tools)
-            if self.rewritten_history == "fork" or seam.tail is None or not same_tools:
+            if self.rewritten_history == "fork" or seam.tail is None:
                 return self._encode(whole)
-        return [*base.token_ids, *self._missing(base, seam.tail or "", tools)]
+        return [*base.token_ids, *self._missing(base.token_ids[-1], seam.tail or "")]
 
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Message] = ()
@@ -133,104 +136,66 @@ class Chat:
         """Return the text without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _seam(
-        self, base: Conversation, new: Sequence[Message], tools: Sequence[Message], whole: str, ending: Ending
-    ) -> _Seam:
+    def _seam(self, base: Conversation, new: Sequence[Message], whole: str, ending: Ending) -> _Seam:
         """Where the known answer ends in a new rendering, and what follows it."""
         *before, answer = base.messages
-        start = self.template.render(before, base.tools, "answer")
-        if header := self.template.header:
-            # A thinking block that the prompt opens is a part of the answer: templates that drop thinking drop it too.
-            start = start[: start.rfind(header) + len(header)] if header in start else start
-        tail = self._after_answer(before, answer, new, tools, whole, ending)
-        # Thinking blocks with nothing in them come and go with the place of a turn, and mean nothing.
+        # A thinking block that the prompt opens is a part of the answer: templates that drop thinking drop it too.
+        # Blocks with nothing in them come and go with the place of a turn, and mean nothing.
+        start = self.template.up_to_answer(self.template.render(before, base.tools, "answer"))
+        tail = self._after_answer(base, new, whole, ending)
         start, kept = _EMPTY_THINKING.sub("", start), _EMPTY_THINKING.sub("", whole[: len(whole) - len(tail or "")])
         if not kept.startswith(start):
             return _Seam(tail, _first_difference(start, kept))
         if tail is None:
             return _Seam(None, "the answer is rendered differently as soon as messages follow it")
         told = kept[len(start) :]
-        if self._same_answer(told, answer, tools):
+        if _meaning(self.read(told, base.tools)) == _meaning(answer):
             return _Seam(tail, "")
         return _Seam(tail, _first_difference(_answer_text(answer), told))
 
-    def _after_answer(
-        self,
-        before: Sequence[Message],
-        answer: Message,
-        new: Sequence[Message],
-        tools: Sequence[Message],
-        whole: str,
-        ending: Ending,
-    ) -> str | None:
+    def _after_answer(self, base: Conversation, new: Sequence[Message], whole: str, ending: Ending) -> str | None:
         """The part of a rendering that follows the known answer's own text; None if it cannot be told."""
+        *before, answer = base.messages
         mark = next(mark for i in count() if (mark := f"endofanswer{i}") not in whole)
-        plain = {"role": "assistant", "content": mark}
-        tail = self._past(mark, [*before, plain, *new], tools, ending)
+        messages = [*before, {"role": "assistant", "content": mark}, *new]
+        tail = self.template.after_mark(mark, messages, base.tools, ending)
         if tail is not None and whole.endswith(tail):
             return tail
         # Some templates take results of tools only after a call that they know.
         try:
-            closed = self.template.render([*before, answer], tools, "closed")
+            closed = self.template.render([*before, answer], base.tools, "closed")
         except DataError:
             return None
-        close = self._past(mark, [*before, plain], tools, "closed")
-        if close is None or not whole.startswith(closed):
+        if not whole.startswith(closed):
             return None
-        if not closed.endswith(close):
-            close = self._last_special(closed)
+        close = self.template.close if closed.endswith(self.template.close) else self._last_special(closed)
         return close + whole[len(closed) :]
-
-    def _past(self, mark: str, messages: Sequence[Message], tools: Sequence[Message], ending: Ending) -> str | None:
-        try:
-            text = self.template.render(messages, tools, ending)
-        except DataError:
-            return None
-        return text.partition(mark)[2] if text.count(mark) == 1 else None
 
     def _last_special(self, text: str) -> str:
         """The last special token of a text and the space after it; "" if anything else follows that token."""
-        places = [text.rfind(token) for token in self.tokenizer.all_special_tokens if token in text]
-        token_start = max(places, default=len(text))
-        after = text[token_start:]
-        longest = max((t for t in self.tokenizer.all_special_tokens if after.startswith(t)), key=len, default="")
-        return after if longest and not after[len(longest) :].strip() else ""
+        ends = [token for token in self.template.specials if text.rstrip().endswith(token)]
+        return text[len(text.rstrip()) - len(max(ends, key=len)) :] if ends else ""
 
-    def _missing(self, base: Conversation, tail: str, tools: Sequence[Message]) -> list[int]:
-        """The tokens of a tail, less the one that closes the answer if the engine has made it."""
-        last, ids = base.token_ids[-1], self._encode_after(tail)
+    def _missing(self, last: int, tail: str) -> list[int]:
+        """The tokens of a tail, less the one that closes the answer if the engine has made it. last: of the answer."""
+        ids = self._encode_after(tail)
         if last not in self._hidden or not ids:
             return ids
-        if ids[0] == last:
-            return ids[1:]
-        if ids[0] in self._hidden:
-            # The policy ended its turn by another token than the template's (<|eom_id|> for <|eot_id|>). One is enough,
-            # if the template does close turns; else its first token opens the next turn.
-            mark = next(mark for i in count() if (mark := f"endofanswer{i}") not in tail)
-            plain = {"role": "assistant", "content": mark}
-            if (self._past(mark, [*base.messages[:-1], plain], tools, "closed") or "").strip():
-                return ids[1:]
-        return ids
+        # A policy may end its turn by another token than the template's (<|eom_id|> for <|eot_id|>): one is enough. If
+        # the template closes no turns (GLM), its first token opens the next one.
+        ended_otherwise = ids[0] in self._hidden and self.template.close.strip()
+        return ids[1:] if ids[0] == last or ended_otherwise else ids
 
-    def _opened(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a conversation that ends within its last answer."""
-        ids = list(token_ids)
-        while ids and ids[-1] in self._hidden:
-            ids.pop()
-        return ids
-
-    def _longest_known(self, messages: Sequence[Message], known: Sequence[Conversation]) -> Conversation | None:
+    def _longest_known(
+        self, messages: Sequence[Message], tools: Sequence[Message], known: Sequence[Conversation]
+    ) -> Conversation | None:
         """The longest of the known conversations that these messages go on with; the latest of equals."""
-        fitting = [one for one in known if one.token_ids and 0 < len(one.messages) <= len(messages)]
-        if not fitting:
-            return None
-        asked = [_meaning(message) for message in messages]
-        same = [
-            one
-            for one in fitting
-            if all(_meaning(mine) == theirs for mine, theirs in zip(one.messages, asked, strict=False))
-        ]
-        return max(reversed(same), key=lambda one: len(one.messages), default=None)
+        asked, shown = [_meaning(message) for message in messages], _plain(tools)
+        for _, _, one in sorted(((len(one.messages), i, one) for i, one in enumerate(known)), reverse=True):
+            fits = 0 < len(one.messages) <= len(messages) and one.token_ids and _plain(one.tools) == shown
+            if fits and all(_meaning(mine) == theirs for mine, theirs in zip(one.messages, asked, strict=False)):
+                return one
+        return None
 
     def _report(self, difference: str) -> None:
         told = (
@@ -248,13 +213,11 @@ class Chat:
             kept = "the tokens stay as they were" if self.rewritten_history == "keep" else "a new sample starts"
             _logger.warning("%s: %s (rewritten_history=%r)", told, kept, self.rewritten_history)
 
-    def _same_answer(self, told: str, answer: Message, tools: Sequence[Message]) -> bool:
-        """Whether the template tells an answer as the policy wrote it: both parse to the same message."""
+    def read(self, text: str, tools: Sequence[Message] = ()) -> dict[str, Any]:
+        """Return the text of an answer, without the token that ends it, as an assistant message (see `parse`)."""
         if self._own_parser:
-            again = self._parse_own(told, self.template.header, tools, "")
-        else:
-            again = self._parse_text(told, tools, "")
-        return _meaning(again) == _meaning(answer)
+            return self._parse_own(text + self.template.close, self.template.header, tools, "")
+        return self._parse_text(text, tools, "")
 
     def _parse_own(self, text: str, prefix: str, tools: Sequence[Message], digest: str) -> dict[str, Any]:
         """Parse by the description that the tokenizer ships."""
@@ -310,11 +273,10 @@ class Chat:
     def _opening_of(self, prompt_ids: Sequence[int]) -> str:
         """The start of the answer that its prompt gives away: `<think>`, or an answer that the caller has begun."""
         header = self.template.header
-        if not header:
-            return ""
-        for ids in (prompt_ids[-_OPENING_TOKENS:], prompt_ids):
-            if header in (text := self._decode(ids)):
-                return text[text.rfind(header) + len(header) :]
+        for ids in (prompt_ids[-_OPENING_TOKENS:], prompt_ids) if header else ():
+            start = self.template.up_to_answer(text := self._decode(ids))
+            if start.endswith(header):
+                return text[len(start) :]
         return ""
 
     def _shown(self, token_ids: Sequence[int]) -> list[int]:

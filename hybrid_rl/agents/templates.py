@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from hybrid_rl.agents.parsing import MARKERS
 from hybrid_rl.data.prompts import shorten
-from hybrid_rl.errors import ConfigError, DataError, ModelError
+from hybrid_rl.errors import DataError, ModelError
 
 Message: TypeAlias = Mapping[str, Any]
 # How a rendered conversation ends: with the header of the answer to come, after its last message, or within it.
@@ -17,8 +18,8 @@ Ending: TypeAlias = Literal["answer", "closed", "open"]
 
 # Why a tool call could not be read. A key of ours, which no template sees.
 CALL_ERROR = "tool_call_error"
-_PROBE_ID = "probe0id0"  # nine letters and digits: Mistral's templates refuse others
-_ASK = {"role": "user", "content": "probe question"}
+PROBE_ID = "probe0id0"  # nine letters and digits: Mistral's templates refuse others
+PROBE = {"role": "user", "content": "probe question"}
 
 
 class ChatTemplate:
@@ -39,6 +40,8 @@ class ChatTemplate:
                 f"the tokenizer {self.name} has no chat template, which agents need to show messages to the policy; "
                 "use the tokenizer of an instruct model, or set tokenizer.chat_template"
             ) from error
+        # Special tokens that carry nothing of an answer: they open and close turns.
+        self.specials = tuple(token for token in tokenizer.all_special_tokens if token.strip() not in MARKERS)
         # In this order: how contents are given decides whether a message with tool calls can be shown at all.
         self._takes_text = True
         self._write_arguments: Callable[[Any], Any] = _as_dict
@@ -77,8 +80,30 @@ class ChatTemplate:
     @cached_property
     def header(self) -> str:
         """The text that opens an answer, up to a thinking block that it may open; "" if the template adds none."""
-        closed, asked = (self.render([_ASK], (), ending) for ending in ("closed", "answer"))
+        closed, asked = (self.render([PROBE], (), ending) for ending in ("closed", "answer"))
         return asked.removeprefix(closed).partition("<think>")[0] if asked.startswith(closed) else ""
+
+    @cached_property
+    def close(self) -> str:
+        """The text that the template puts after an answer; "" if it does not close answers."""
+        return (
+            self.after_mark("endofanswer", [PROBE, {"role": "assistant", "content": "endofanswer"}], (), "closed") or ""
+        )
+
+    def up_to_answer(self, text: str) -> str:
+        """Return the text up to the header that opens the answer at its end, the header included; else all of it."""
+        start, header, opening = text.rpartition(self.header) if self.header else ("", "", "")
+        return start + header if header and not any(token in opening for token in self.specials) else text
+
+    def after_mark(
+        self, mark: str, messages: Sequence[Message], tools: Sequence[Message], ending: Ending
+    ) -> str | None:
+        """Return what follows a mark in the rendering; None if the template refuses the messages or alters the mark."""
+        try:
+            text = self.render(messages, tools, ending)
+        except DataError:
+            return None
+        return text.partition(mark)[2] if text.count(mark) == 1 else None
 
     @cached_property
     def knows_reasoning(self) -> bool:
@@ -88,7 +113,7 @@ class ChatTemplate:
     @cached_property
     def takes_many_calls(self) -> bool:
         """Whether an answer may hold more than one tool call; also true of a template that renders none at all."""
-        one, two = ([_ASK, probe_call("probe_tool", count)] for count in (1, 2))
+        one, two = ([PROBE, probe_call("probe_tool", count)] for count in (1, 2))
         return not self.renders(one) or self.renders(two)
 
     @cached_property
@@ -96,21 +121,21 @@ class ChatTemplate:
         """The role of a message that tells the policy about a call that could not be read. "tool", unless the template
         takes tool messages only after a tool call that it understood."""
         answer = {"role": "assistant", "content": "probe answer"}
-        error = {"role": "tool", "name": "tool", "tool_call_id": _PROBE_ID, "content": "probe error"}
-        shown = self.renders([_ASK, answer, error, answer, error], "probe error")
+        error = {"role": "tool", "name": "tool", "tool_call_id": PROBE_ID, "content": "probe error"}
+        shown = self.renders([PROBE, answer, error, answer, error], "probe error")
         return "tool" if shown else "user"
 
     def _try_contents(self) -> bool:
         """Whether contents are texts. Some templates, of models that see images, take lists of blocks only."""
-        if self.renders([_ASK], _ASK["content"]):
+        if self.renders([PROBE], PROBE["content"]):
             return True
         self._takes_text = False
-        return not self.renders([_ASK], _ASK["content"])
+        return not self.renders([PROBE], PROBE["content"])
 
     def _try_arguments(self) -> Callable[[Any], Any]:
         """Most templates render arguments given as a dict; some join texts, so that they take JSON text only."""
         for self._write_arguments in (_as_dict, _as_json):
-            if self.renders([_ASK, probe_call("probe_tool")], "probe_tool", "probe_argument"):
+            if self.renders([PROBE, probe_call("probe_tool")], "probe_tool", "probe_argument"):
                 return self._write_arguments
         return _as_dict
 
@@ -156,34 +181,10 @@ def calls_of(message: Message) -> Iterator[tuple[str, Any]]:
         yield str(function.get("name")), arguments
 
 
-def check_tools_shown(chat_template: ChatTemplate, tools: Sequence[Message]) -> None:
-    """Raise ConfigError unless the template shows the policy these tools (JSON schemas), its calls and their results.
-
-    A template that leaves any of them out lets the run go on, while the policy never learns what it could call.
-    """
-    if not tools:
-        return
-    template, name = chat_template, chat_template.name
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
-    remedy = (
-        'use the tokenizer of a model that was trained to call tools, or pass chat_template_kwargs={"chat_template": '
-        "...} with a template that renders `tools`, `message.tool_calls` and messages of the role `tool`"
-    )
-    shown = template.render([_ASK], tools, "answer")
-    if missing := [one for one in names if one not in shown]:
-        raise ConfigError(f"the chat template of {name} does not show the tool(s) {', '.join(missing)}; {remedy}")
-    call, result = probe_call(names[0]), {"role": "tool", "name": names[0], "tool_call_id": _PROBE_ID}
-    result["content"] = "probe result"
-    if "probe_argument" not in template.render([_ASK, call], tools, "closed"):
-        raise ConfigError(f"the chat template of {name} does not show the policy its own tool calls; {remedy}")
-    if "probe result" not in template.render([_ASK, call, result], tools, "answer"):
-        raise ConfigError(f"the chat template of {name} does not show the result of a tool; {remedy}")
-
-
 def probe_call(name: str, count: int = 1) -> dict[str, Any]:
     """Return an assistant message with tool calls, to try what a template does with it."""
     function = {"name": name, "arguments": {"probe_argument": "probe"}}
-    calls = [{"id": _PROBE_ID, "type": "function", "function": function}] * count
+    calls = [{"id": PROBE_ID, "type": "function", "function": function}] * count
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
