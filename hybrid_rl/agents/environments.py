@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.calls import Caller, Outcome
-from hybrid_rl.agents.tools import Tool, content_of, needs_main_thread, schema_of, takes_any
+from hybrid_rl.agents.schemas import tool_schema
+from hybrid_rl.agents.tools import Tool, content_of, needs_main_thread
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import Messages, is_text_block, shorten
 from hybrid_rl.errors import ConfigError, HybridRLError
@@ -63,15 +64,17 @@ class EnvironmentKind:
                 "str | None`"
             )
         self.has_reward = GET_REWARD in methods
-        self.schemas = {
-            name: schema_of(
-                method,
-                f"the method {name!r} of the environment {self.label}, which is a tool unless its name begins with an "
-                "underscore,",
-            )
-            for name, method in methods.items()
-            if name not in RESERVED_METHODS
-        }
+        self.schemas = {}
+        for name, method in methods.items():
+            if name in RESERVED_METHODS:
+                continue
+            try:
+                self.schemas[name] = tool_schema(method)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"environment {self.label}: {error}\nPublic methods are tools; one that is none needs a name that "
+                    "begins with an underscore"
+                ) from error
 
 
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
@@ -119,7 +122,7 @@ class Environment:
         for name, schema in self.kind.schemas.items():
             method = getattr(self.instance, name)
             run = partial(self._content, name)
-            made.append(Tool(name, schema, inspect.iscoroutinefunction(method), run, takes_any(method)))
+            made.append(Tool(name, schema, inspect.iscoroutinefunction(method), run))
         return made
 
     async def _content(self, name: str, arguments: dict[str, Any]) -> Outcome:
@@ -233,7 +236,9 @@ class EnvironmentPool:
 
 def accepted(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of those columns of a row that a method takes: all, if it has **kwargs."""
-    names = row if takes_any(method) else row.keys() & inspect.signature(method).parameters.keys()
+    parameters = inspect.signature(method).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = row.keys() if takes_any else row.keys() & parameters.keys()
     return {name: copy.deepcopy(row[name]) for name in row if name in names}
 
 

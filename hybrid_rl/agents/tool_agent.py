@@ -17,6 +17,7 @@ from hybrid_rl.agents.environments import (
     with_observation,
 )
 from hybrid_rl.agents.episode import Episode
+from hybrid_rl.agents.templates import CALL_ERROR
 from hybrid_rl.agents.tools import ToolSet, function_tools
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config import AgentConfig
@@ -89,18 +90,22 @@ async def converse(client: AgentClient, prompt: Messages, tools: ToolSet) -> Non
         new = [*answers, dict(turn.message)]
         messages += new
         trajectory.messages += new
-        calls = turn.message.get("tool_calls")
+        calls, mistake = turn.message.get("tool_calls"), turn.message.get(CALL_ERROR)
         if turn.finish_reason != "stop":  # a call that was cut off is not made
             trajectory.end("length" if turn.finish_reason == "length" else "abort")
             return
-        if not calls:
+        if not calls and not mistake:
             trajectory.end("stop")
             return
         if most is not None and rounds >= most:
             trajectory.end("turns")
             return
         rounds += 1
-        answers = await tools.answer(calls, trajectory.counts)
+        if calls:
+            answers = await tools.answer(calls, trajectory.counts)
+        else:  # the policy may try again
+            trajectory.counts.update(tool_calls=1, tool_failures=1)
+            answers = [{"role": client.chat.error_role, "content": str(mistake)}]
 
 
 async def _get_reward(environment: Environment, trajectory: Trajectory) -> None:

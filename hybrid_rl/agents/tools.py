@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from transformers.utils import get_json_schema
-
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
+from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
 
@@ -50,15 +49,13 @@ class Tool:
     schema: Mapping[str, Any]
     is_async: bool
     run: Run = field(repr=False)
-    takes_any: bool = False
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Raise ToolCallError for arguments that the schema does not allow."""
         parameters = self.schema["function"]["parameters"]
         known, required = parameters.get("properties", {}), parameters.get("required", ())
         wrong = [f"{name!r} is missing" for name in required if name not in arguments]
-        if not self.takes_any:
-            wrong += [f"there is no argument {name!r}" for name in arguments if name not in known]
+        wrong += [f"there is no argument {name!r}" for name in arguments if name not in known]
         for name, value in arguments.items():
             if name in known and not fits(value, known[name]):
                 wrong.append(f"{name!r} must be {type_text(known[name])}, not {value!r:.100}")
@@ -98,19 +95,6 @@ def type_text(schema: Mapping[str, Any]) -> str:
     names = schema.get("type", "anything")
     text = names if isinstance(names, str) else " or ".join(names)
     return f"{text} or null" if schema.get("nullable") else text
-
-
-def schema_of(function: Any, what: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool from its type hints and docstring, as chat templates of transformers take it.
-    what: the tool in error messages. Raises ConfigError if hints or docstring do not say enough."""
-    try:
-        schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # of its docstring, its hints, or an object that is no function
-        raise ConfigError(
-            f"{what} cannot be described to the model ({type(error).__name__}: {error}); a tool needs a name, a type "
-            "hint for each argument, and a docstring that describes it and, under `Args:`, each argument"
-        ) from error
-    return schema
 
 
 def content_of(result: Any) -> str | list[dict[str, Any]]:
@@ -211,22 +195,15 @@ def function_tools(functions: Sequence[Any], caller: Caller, processes: Any = No
     threads; coroutines and methods never do. Raises ConfigError for what cannot be described to the model."""
     tools = []
     for function in functions:
-        if isinstance(function, type) or not callable(function):
-            raise ConfigError(f"tools holds {function!r}, which is not a function; pass functions or bound methods")
-        schema = schema_of(function, f"the tool {getattr(function, '__name__', function)!r}")
+        schema = tool_schema(function)
         name, is_async = schema["function"]["name"], inspect.iscoroutinefunction(function)
-        tools.append(Tool(name, schema, is_async, _runner(function, is_async, caller, processes), takes_any(function)))
+        tools.append(Tool(name, schema, is_async, _runner(function, is_async, caller, processes)))
     return tools
 
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether a call failed because it set a signal handler in another thread than the main one."""
     return isinstance(error, ValueError) and str(error).startswith(ONLY_IN_MAIN_THREAD)
-
-
-def takes_any(function: Any) -> bool:
-    """Whether a function takes any keyword."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def _runner(function: Any, is_async: bool, caller: Caller, processes: Any) -> Run:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
+from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.rewards import GivenReward
+from hybrid_rl.rewards import GivenReward, TrajectoryReward
 from hybrid_rl.rollout.agentic import check_rollout_func
-
-logger = logging.getLogger("hybrid_rl")
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,10 @@ def check_agents(
         raise ConfigError(f"chat_template_kwargs has 'tools', and {' and '.join(names)} give tools too; leave it out")
     setup = setup_tools(tools, given.environment_factory, config.agents)
     closing.callback(setup.close)
+    keys, kwargs = config.agents, config.data.chat_template_kwargs
+    chat = Chat(tokenizer, chat_template_kwargs=kwargs, tool_call_format=keys.tool_call_format)
     for schemas in setup.schemas:
-        check_template(tokenizer, config.data.chat_template_kwargs, schemas)
+        check_tools_shown(chat, schemas)
     return setup
 
 
@@ -89,45 +90,11 @@ def _check_agent(agent: Any) -> None:
         raise ConfigError(f"agent={agent!r:.100} is not `async def`; pass `async def f(row, base_url, api_key, **kw)`")
 
 
-def check_template(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise ConfigError unless the chat template shows the answers of tools to the model. Warns if it does not show
-    which tools there are."""
-    if not (tokenizer.chat_template or template_kwargs.get("chat_template")):
-        raise ConfigError(
-            "tools and environments need chat messages, but the tokenizer has no chat template; use the tokenizer of "
-            "an instruct model, or set tokenizer.chat_template"
-        )
-    marker = "result-of-the-tool"
-    name = str(schemas[0]["function"]["name"]) if schemas else "tool"
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    conversation = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": name, "content": marker},
-    ]
-    try:
-        options = {"tools": list(schemas) or None, "tokenize": False, **template_kwargs}
-        text = str(tokenizer.apply_chat_template(conversation, **options))  # type: ignore[arg-type]
-        reason = "leaves out what a tool has answered"
-    except Exception as error:  # templates raise what they like
-        text, reason = "", f"cannot render a call and its answer ({type(error).__name__}: {error})"
-    if marker not in text:
-        raise ConfigError(
-            f"the chat template {reason}; use a model whose template knows the role `tool`, or set "
-            "tokenizer.chat_template"
-        )
-    hidden = [schema["function"]["name"] for schema in schemas if str(schema["function"]["name"]) not in text]
-    if hidden:
-        logger.warning(
-            "the chat template does not show the model the tools %s; describe them in the prompt", ", ".join(hidden)
-        )
-
-
 def reward_sources(agents: AgentSetup | None) -> list[Any]:
     """Return the rewards that come with samples rather than from functions."""
-    return [] if agents is None else [GivenReward(name) for name in agents.sources]
+    if agents is None:
+        return []
+    return [*map(GivenReward, agents.sources), *([TrajectoryReward()] if agents.gives_rewards else [])]
 
 
 def widest(agents: AgentSetup | None) -> list[Mapping[str, Any]]:
