@@ -26,6 +26,6 @@ class Episode:
 
 
 # Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError, and
-# except AgentError, which ends the run. If it has a coroutine method `aclose()`, that is awaited once, after the last
-# episode of the run.
+# except AgentError, which ends the run. If it has a method `close()`, that is called once, after the last episode of
+# the run.
 Agent = Callable[[Episode], Awaitable[None]]

@@ -79,12 +79,8 @@ class HttpAgent:
         if session.limit is not None or session.is_cut:
             trajectory.end(session.limit or "length")
 
-    async def aclose(self) -> None:
-        """Stop the endpoint and the event loop of the functions. Idempotent."""
-        self.close()
-
     def close(self) -> None:
-        """`aclose`, for threads without an event loop."""
+        """Stop the endpoint and the event loop of the functions. Idempotent."""
         if self._server is not None:
             self._server.close()
         if self._loop is not None:

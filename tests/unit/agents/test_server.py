@@ -46,7 +46,7 @@ def run(
         try:
             return await run_agent(agent, episode_of(tokens or ScriptedTokens(lambda _: "5"), {"a": 1}, limits=limits))
         finally:
-            await agent.aclose()
+            agent.close()
 
     return asyncio.run(main())
 
@@ -282,7 +282,7 @@ def test_a_key_opens_its_own_trajectory_only() -> None:
         http = HttpAgent(agent, temperature=1.0)
         tokens = ScriptedTokens(lambda _: "5")
         await asyncio.gather(run_agent(http, episode_of(tokens)), run_agent(http, episode_of(tokens, place=1)))
-        await http.aclose()
+        http.close()
 
     asyncio.run(main())
 
@@ -357,7 +357,7 @@ def test_256_sessions_at_once_then_503_and_nothing_left() -> None:
 
         http._function = asks_for_an_ended_one
         await run_agent(http, episode_of(tokens))
-        await http.aclose()
+        http.close()
         port = int(url.split(":")[2].partition("/")[0])
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
@@ -413,7 +413,7 @@ def test_what_is_under_way_ends_with_its_trajectory() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert len(tokens.cancelled) == 2
-        await http.aclose()
+        http.close()
 
     asyncio.run(main())
 
@@ -486,7 +486,7 @@ def test_what_a_function_raises_comes_out(error: BaseException, is_async: bool) 
             await http(episode_of(ScriptedTokens(lambda _: "5")))
         except BaseException as raised:
             caught.append(raised)
-        await http.aclose()
+        http.close()
 
     asyncio.run(main())
     assert [type(one) for one in caught] == [expected]
