@@ -26,6 +26,10 @@ class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 
 
+class HistoryRewrittenError(DataError):
+    """A chat template renders earlier turns of a trajectory differently later on, and the configuration refuses it."""
+
+
 class NoSignalError(DataError):
     """Too few prompts have groups whose rewards differ: there is nothing to learn from."""
 

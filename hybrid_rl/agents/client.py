@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
@@ -48,12 +48,22 @@ class ChatFormat(Protocol):
         configuration refuses it."""
         ...
 
-    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return an answer as an assistant message, with the tool calls that are found in it."""
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Return an answer as an assistant message, with what its prompt had begun of it and with the tool calls that
+        are found in it. tools: the schemas that the prompt showed. `tool_call_error` says why a call cannot be read:
+        the message then has no `tool_calls`, and its content is the text as it was written."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt that is text, as those of a dataset are encoded."""
+    @property
+    def error_role(self) -> Literal["tool", "user"]:
+        """The role of the message that tells the policy about a call that could not be read."""
+        ...
+
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a prompt that is text, as those of a dataset are encoded. goes_on: the text follows
+        other tokens, so that none are put before it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -151,10 +161,12 @@ class AgentClient:
             )
             for number in range(count)
         ):
-            message = self.chat.parse(completion.token_ids, ids)
+            message = self.chat.parse(completion.token_ids, ids, tools)
             sample, number = self.trajectory.record(ids, completion)
             if is_chat:
-                known = Conversation((*messages, message), tuple(tools), (*ids, *completion.token_ids))
+                # An answer that the caller began is one message with what the policy added to it.
+                before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
                 self.trajectory.conversations.append(known)
             turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number))
         return turns
