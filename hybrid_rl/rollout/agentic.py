@@ -230,7 +230,7 @@ class _Share:
         trajectory = attempt.trajectory
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
-        episode = Episode(row.prompt, row.columns, client, trajectory, self.call.state)
+        episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
         running = asyncio.ensure_future(_guarded(self.rollout._agent(episode), attempt))
         seconds = self.rollout._config.trajectory_timeout_seconds
         try:
@@ -391,7 +391,8 @@ def _fail(attempt: Attempt, error: BaseException, failure: str) -> None:
 
 
 def _row_of(task: RolloutTask) -> dict[str, Any]:
-    return {**task.row.columns, "prompt": task.row.prompt}
+    prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
+    return {**task.row.columns, **prompt}
 
 
 def check_rollout_func(function: Any) -> None:
