@@ -242,9 +242,10 @@ class Chat:
         # Where the template does not know thinking apart, it stays in the content; no call is looked for in it.
         kept = ""
         if self.template.knows_reasoning:
-            if reasoning.strip():
-                message["reasoning_content"] = _bare_thinking(reasoning)
+            if reasoning:
                 message["content"] = said.lstrip("\n")
+            if thought := _bare_thinking(reasoning):
+                message["reasoning_content"] = thought
         else:
             kept = reasoning
             message["content"] = reasoning + said
@@ -266,7 +267,7 @@ class Chat:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
+                    "id": call.id or hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
                     "type": "function",
                     "function": {"name": call.name, "arguments": dict(call.arguments)},
                 }

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
@@ -264,6 +265,7 @@ class HybridWorker(WorkerBase):
         self._publish_lost(call.version)
         with self.phase(self._cycle.generate):
             batch, report = self._rollout.run(tasks, call)
+        check_origins(batch)
         if call.is_scored and self._rewards.entries.models:
             with self.phase(self._cycle.reward):
                 late = self._reward_models.late_scores(batch)
