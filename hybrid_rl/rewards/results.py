@@ -32,6 +32,7 @@ MEANINGS: dict[str, str] = {
     "long": "did not fit into the judge or reward model",
     "large": "got a reward that is too large",
     "none": "returned None",
+    "agent": "ended with an error of its agent, environment or tools",
 }
 # Sums over a batch of rewards of this size are finite.
 LARGEST_REWARD = 1e302
@@ -79,14 +80,16 @@ def assemble(
     weights: Sequence[float],
     inputs: Sequence[RewardInput],
     parts: Iterable[tuple[int, Part]],
+    failed: Sequence[RewardFailure] = (),
     *,
     dense: Collection[int] = (),
     late: Collection[int] = (),
 ) -> RewardResult:
     """Join the calls' outcomes (function index, part) into one result; every sample once per function.
 
-    dense: functions that may give a number per token. late: columns that `merge_late` fills; until then they and all
-    rewards are nan, as another function may still apply to a sample or fail on it.
+    failed: what went wrong before the calls. dense: functions that may give a number per token. late: columns that
+    `merge_late` fills; until then they and all rewards are nan, as another function may still apply to a sample or
+    fail on it.
 
     The turns of a trajectory are submitted together. Its reward is the sum of what its turns got, so that a function
     may reward every turn or give None for all but the last; Tinker's recipes add up the rewards of a trajectory's steps
@@ -102,7 +105,7 @@ def assemble(
         last[key.trajectory] = max(key, last.get(key.trajectory, key))
     place_of = {trajectory: place for place, trajectory in enumerate(last)}
     totals = np.full((len(last), len(names)), np.nan)
-    failures: list[RewardFailure] = []
+    failures: list[RewardFailure] = list(failed)
     extras: dict[str, dict[SampleKey, Any]] = {}
     metrics: dict[str, list[tuple[float, int]]] = {}
     token_rewards = [np.zeros(len(sample.completion_ids)) for sample in inputs]
