@@ -91,6 +91,7 @@ def samples_of(rig: Rig, talks: tuple[Conversation, ...]) -> list[FinishedSample
         return sorted((sample for _, sample, _ in follow(client, talks)), key=lambda sample: sample.id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_num_seqs", [2, 16])
 def test_a_turn_computes_its_new_tokens_and_the_last_one_of_the_answer_before_it(max_num_seqs):
     """To the token: answers and tool results of 8 to 40 tokens, blocks of 16 as they are by default; also if only two
@@ -115,6 +116,9 @@ def test_a_turn_computes_its_new_tokens_and_the_last_one_of_the_answer_before_it
     assert len(turns) == 6 * TURNS + 4
     assert (stats.num_prompt_tokens, stats.num_prefix_tokens) == (minimum, total - minimum)
     assert stats.prefix_hit_share() == (total - minimum) / total > 0.8
+    for sent, sample, _ in turns[-8:]:
+        expected = forward_logprobs(rig.module, sent, sample)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=1e-5, atol=1e-5)
     with client.session():  # another rollout, of which nothing is known
         list(follow(client, talks[:1]))
     first = sum(1 + told for told in talks[0].told) - 1
