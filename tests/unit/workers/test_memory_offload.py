@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,17 @@ def test_a_run_with_everything_moving_is_the_same_to_the_bit(
     assert told == expected_records
     assert_equal(state, expected)
     assert not expected["actor/model.norm.weight"].eq(1).all()  # it has learned
+
+
+def test_host_memory_is_a_metric_if_anything_waits_there(run: Callable[..., Trainer]) -> None:
+    assert "memory/arena_bytes" not in run("in place", moves=False, max_steps=1).step().metrics
+    metrics = run("in place", max_steps=1).step().metrics
+    sizes = [4 * parameter.numel() for parameter in build_model().parameters()]
+    least = 3 * sum(sizes)  # both moments of Adam, and the reference
+    # Each of them may leave a gap, and takes a counter of steps along; the two slots are whole pages.
+    assert least < metrics["memory/arena_bytes"] <= least + 4 * 64 * len(sizes) + 2 * mmap.PAGESIZE
+    assert metrics["memory/arena_bytes"] % mmap.PAGESIZE == 0
+    assert metrics["memory/optimizer_bytes"] == metrics["memory/reference_bytes"] == 0  # they are there now
 
 
 def test_every_phase_has_what_it_needs_and_no_more(
