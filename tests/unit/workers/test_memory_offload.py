@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import mmap
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
+from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.workers.reference import Reference
@@ -24,6 +26,7 @@ from tests.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
+GLOSSARY = Path(__file__).parents[3] / "docs" / "glossary.md"
 Records = Callable[..., list[dict[str, Any]]]
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.05, "num_iterations": 2, "offload": ["actor", "optimizer", "reference", "reward_models"]},
@@ -122,6 +125,8 @@ def test_host_memory_is_a_metric_if_anything_waits_there(run: Callable[..., Trai
     assert least < metrics["memory/arena_bytes"] <= least + 4 * 64 * len(sizes) + 2 * mmap.PAGESIZE
     assert metrics["memory/arena_bytes"] % mmap.PAGESIZE == 0
     assert metrics["memory/optimizer_bytes"] == metrics["memory/reference_bytes"] == 0  # they are there now
+    explained = {*re.findall(r"`(memory/\w+)`", GLOSSARY.read_text()), *(f"memory/{tag}_bytes" for tag in RESIDENTS)}
+    assert {name for name in metrics if name.startswith("memory/")} < explained
 
 
 def test_every_phase_has_what_it_needs_and_no_more(
