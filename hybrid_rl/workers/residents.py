@@ -151,9 +151,10 @@ class _Guard:
             self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
             for child in module.modules():
                 self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
-            # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours.
+            # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours;
+            # full weights that are gathered while the shards sleep have their memory, and the engine runs on them.
             for parameter in module.parameters():
-                if type(parameter) is nn.Parameter:
+                if type(parameter) is nn.Parameter and not parameter.untyped_storage().nbytes():
                     parameter.__class__ = self._class
                     self._hooks.callback(setattr, parameter, "__class__", nn.Parameter)
 
