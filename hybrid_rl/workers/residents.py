@@ -48,6 +48,11 @@ class TrainerMemory:
             limit = memory_bytes(config.memory.host_memory, "memory.host_memory") // own
         self._arena = HostArena(context.device, limit)
 
+    @property
+    def arena_bytes(self) -> int | None:
+        """Bytes of host memory in which residents wait, all slots together; None if nothing moves."""
+        return None if self._arena is None else self._arena.num_bytes
+
     def models(self, tag: str, models: Sequence[CausalLM]) -> Resident:
         """Make the resident of the weights of models. Buffers stay: they are small, and shared with engines."""
         modules = [model.module for model in models]
