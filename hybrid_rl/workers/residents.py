@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.sizes import memory_bytes
@@ -146,8 +147,9 @@ class _Guard:
             self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
             for child in module.modules():
                 self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
-            # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours.
-            for parameter in module.parameters():
+            # Who holds one of them may know nothing of the module. One that is sharded is nobody's but ours; its
+            # parameters are then the gathered ones, if an engine generates from these.
+            for parameter in () if fsdp2.units(module) else module.parameters():
                 if type(parameter) is nn.Parameter:
                     parameter.__class__ = self._class
                     self._hooks.callback(setattr, parameter, "__class__", nn.Parameter)
