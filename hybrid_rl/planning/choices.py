@@ -107,7 +107,8 @@ class Attempt:
         if self.max_tokens < default:
             reasons["optimizer.tokens_per_micro_batch"] = f"activations of {default} tokens would not fit"
         choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
-        return MemoryPlan(config.num_ranks, config.model.device, budget, choices, step.phases(cache_bytes), NOTES)
+        phases = step.phases(cache_bytes)
+        return MemoryPlan(config.num_ranks, config.model.device, budget, choices, phases, _notes(step, given))
 
 
 def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
@@ -148,6 +149,19 @@ def _cache_bytes(step: StepMemory, budget: Budget) -> int:
     spare = int(SPARE_SHARE * budget.device_bytes)
     left = budget.device_bytes - spare - max(phase.device_bytes for phase in there)
     return max(cache.smallest_bytes, min(cache.wanted_bytes, left))
+
+
+def _notes(step: StepMemory, given: int | None) -> tuple[str, ...]:
+    """Return what a plan says besides its numbers. given: the size of the cache, if it is not auto."""
+    smallest = step.cache().smallest_bytes
+    if given is None or given >= smallest:
+        return NOTES
+    length = step.passes.shape.engine_length
+    return (
+        *NOTES,
+        f"kv_cache_memory_bytes={given} cannot hold one sequence of {length:,} tokens, which takes {smallest:,} B: "
+        f"the run is refused if it may have such sequences",
+    )
 
 
 def _has_cache(step: StepMemory, name: str) -> bool:

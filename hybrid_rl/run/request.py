@@ -30,9 +30,12 @@ class Machine:
 
     def check(self) -> None:
         """Raise ConfigError for numbers and sizes that make no sense."""
-        for name, number in (("--gpus", self.num_gpus), ("--gpus-per-host", self.gpus_per_host)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name} {number} must be at least 1; plan a run on CPUs with device=cpu, without it")
+        if self.num_gpus is not None and self.num_gpus < 1:
+            raise ConfigError(
+                f"--gpus {self.num_gpus} must be at least 1; plan a run on CPUs with device=cpu, without it"
+            )
+        if self.gpus_per_host < 1:
+            raise ConfigError(f"--gpus-per-host {self.gpus_per_host} must be at least 1; it is 8 if it is left out")
         for name, text in (("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory)):
             if text is not None:
                 memory_bytes(text, name)

@@ -51,6 +51,13 @@ def test_nothing_leaves_where_there_is_room():
     assert choices.kv_cache_memory_bytes == 8 * 32 * 192
 
 
+def test_cache_that_holds_no_sequence_is_told():
+    """The engine would refuse it: 32 tokens x 192 B are 6144."""
+    told = "kv_cache_memory_bytes=6143 cannot hold one sequence of 32 tokens, which takes 6,144 B"
+    assert plan(settings(kv_cache_memory_bytes=6143)).notes[-1].startswith(told)
+    assert "cannot hold" not in plan(settings(kv_cache_memory_bytes=6144)).notes[-1]
+
+
 def test_residents_leave_in_order_until_it_fits():
     config = settings(**KL)
     passes = Passes(shape_of(config, **MIDDLE))

@@ -59,6 +59,7 @@ def test_recipes_are_read_as_they_would_run(tmp_path: Path) -> None:
         (["grpo", "dapo", MODEL], NODE, "argument 'dapo' is not of the form key=value"),
         (["learning_rat=1", MODEL], NODE, "unknown key 'learning_rat'; did you mean"),
         ([MODEL], Machine(0, "80GB"), "--gpus 0 must be at least 1"),
+        ([MODEL], Machine(8, "80GB", gpus_per_host=0), "--gpus-per-host 0 must be at least 1; it is 8 if"),
         ([MODEL], Machine(8, "80XB"), "--gpu-memory='80XB' is not a size of memory"),
         ([MODEL], Machine(8, "80GB", host_memory="0"), "--host-memory='0' is not a size of memory"),
         ([MODEL], Machine(8), "the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100"),
