@@ -41,7 +41,7 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
     passes = passes or Passes(shape)
     attempts = list(_attempts(config, shape))
     if fitting(attempts, passes, budget) is None:
-        return attempts[-1].plan(passes, budget)
+        return least_demanding(attempts, passes, budget)
     cramped: MemoryPlan | None = None
     for attempt in attempts:
         plan = attempt.plan(passes, budget)
@@ -57,13 +57,32 @@ def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Pass
     return fitting(list(_attempts(config, shape)), passes, budget) is not None
 
 
+def smallest_plan(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> MemoryPlan:
+    """Return the plan of a run that demands least, whether it fits or not."""
+    return least_demanding(list(_attempts(config, shape)), passes, budget)
+
+
 def fitting(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan | None:
     """Return a plan that fits, made from one of the attempts that need least of the device, or of the host; None if
     they do not fit, as then nothing does."""
+    return next((plan for plan in _frugal(attempts, passes, budget) if plan.fits), None)
+
+
+def least_demanding(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan:
+    """Return the plan that misses least of the device, and of those the one that needs least of the host."""
+
+    def demand(plan: MemoryPlan) -> tuple[int, int]:
+        return max(0, -(plan.free_bytes or 0)), plan.bytes_of_host
+
+    return min(_frugal(attempts, passes, budget), key=demand)
+
+
+def _frugal(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> Iterator[MemoryPlan]:
+    """Yield plans with the smallest micro-batches, the one that has least on the device first."""
     smallest = min(attempt.max_tokens for attempt in attempts)
-    frugal = [attempt for attempt in reversed(attempts) if attempt.max_tokens == smallest]
-    plans = (attempt.plan(passes, budget) for attempt in frugal)
-    return next((plan for plan in plans if plan.fits), None)
+    for attempt in reversed(attempts):
+        if attempt.max_tokens == smallest:
+            yield attempt.plan(passes, budget)
 
 
 @dataclass(frozen=True)

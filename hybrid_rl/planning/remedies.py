@@ -9,8 +9,9 @@ from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit
+from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
@@ -18,6 +19,14 @@ from hybrid_rl.planning.sizes import size_text
 
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
+HOST_MEMORY = "memory.host_memory"
+FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # of an engine
+
+
+NO_REMEDY = (
+    "no keys of memory, micro-batches, the engine, checkpointing or sharding make it fit, not even all together at "
+    f"their smallest on up to {MOST_RANKS} ranks; take a smaller model, shorter completions, or devices with more memory"
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,11 @@ class Remedy:
         """The keys as a user writes them."""
         return " and ".join(f"{path}={_written(value)}" for path, value in self.values)
 
+    @property
+    def num_ranks(self) -> int | None:
+        """The ranks that it asks for, if it does."""
+        return dict(self.values).get("num_ranks")
+
     def apply(self, config: TrainerConfig) -> TrainerConfig:
         """Return the configuration with them."""
         values = dict(self.values)
@@ -38,24 +52,21 @@ class Remedy:
         config = load_config(config, values)[0] if values else config
         return config if num_ranks is None else dataclasses.replace(config, num_ranks=num_ranks)
 
-    def __add__(self, other: Remedy) -> Remedy:
-        return Remedy((*self.values, *other.values))
+    def budget(self, budget: Budget) -> Budget:
+        """Return the memory that there is with them: hosts have as many of the ranks as they can, and what is asked
+        for of a host."""
+        host = dict(self.values).get(HOST_MEMORY)
+        if host is not None:
+            budget = dataclasses.replace(budget, host_bytes=memory_bytes(host, HOST_MEMORY))
+        return budget if self.num_ranks is None else budget.for_ranks(self.num_ranks)
 
 
 def check_fits(plan: MemoryPlan, shape: RunShape, config: TrainerConfig, passes: Passes) -> None:
     """Raise ConfigError for a plan that does not fit, with its arithmetic line by line, and what was found to help."""
     if plan.fits:
         return
-    found = find_remedies(shape, config, plan.budget, passes)
-    words = [remedy.words for remedy in found]
-    help_ = (
-        "it fits with " + ", or with ".join(words)
-        if words
-        else (
-            "no key of memory, micro-batches, checkpointing or sharding makes it fit on up to "
-            f"{MOST_RANKS} ranks; take a smaller model, or devices with more memory"
-        )
-    )
+    words = [remedy.words for remedy in find_remedies(shape, config, plan.budget, passes)]
+    help_ = "it fits with " + ", or with ".join(words) if words else NO_REMEDY
     raise ConfigError(f"this run does not fit into memory: {too_much(plan)}\n{help_}")
 
 
@@ -84,28 +95,56 @@ def table(shares: Sequence[Share]) -> list[str]:
 
 
 def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
-    """Return remedies that make a run fit, each of which was planned: single keys; if none is enough, the fewest of
-    all together, on these ranks or on more."""
+    """Return remedies that make a run fit, each of which was planned: single keys, or more memory of the host; if none
+    is enough, the fewest of all together, on these ranks or on more."""
 
     def fits(remedies: Sequence[Remedy]) -> bool:
         return _fits(sum_of(remedies), shape, config, budget, passes)
 
-    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config))
-    found = [one for one in singles if fits([one])][:MOST_NAMED]
+    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config, budget))
+    found: list[Remedy] = []
+    for one in singles:
+        is_new = not any(other.values[0][0] == one.values[0][0] for other in found)
+        if len(found) < MOST_NAMED and is_new and fits([one]):
+            found.append(one)
     if len(found) < MOST_NAMED:
         found += [one for one in more_ranks if fits([one])][:1]
+    if budget.host_bytes is not None and len(found) < MOST_NAMED:
+        more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
+        found += [one for one in more if one is not None][:1]
     if found:
         return found
     for ranks in ([], *([one] for one in more_ranks)):
-        if fits([*singles, *ranks]):
-            needed = singles
-            for one in reversed(singles):  # those that cost most time first
-                fewer = [other for other in needed if other is not one]
-                needed = fewer if fits([*fewer, *ranks]) else needed
-            found.append(sum_of([*needed, *ranks]))
-            if ranks or len(found) == MOST_NAMED:
+        together = [*ranks, *_singles(sum_of(ranks).apply(config), shape)]
+        if fits(together):
+            for one in reversed(together[len(ranks) :]):  # those that cost most time first
+                fewer = [other for other in together if other is not one]
+                together = fewer if fits(fewer) else together
+            found.append(sum_of([*together[len(ranks) :], *ranks]))
+            if ranks:
                 break
     return found
+
+
+def _to_the_host(config: TrainerConfig) -> list[Remedy]:
+    """Return the keys that take from the device what a host may not have room for."""
+    if config.model.device != "cuda" or config.num_ranks == 1 or config.fsdp.cpu_offload:
+        return []
+    return [Remedy((("fsdp.cpu_offload", True),))]
+
+
+def _more_of_the_host(
+    remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes
+) -> Remedy | None:
+    """Return the remedy with the memory that a host needs for it; None if the device would still be too small."""
+    unlimited = dataclasses.replace(budget, host_bytes=None)
+    try:
+        plan = smallest_plan(shape, remedy.apply(config), unlimited, passes)
+    except ConfigError:
+        return None
+    if not plan.fits:
+        return None
+    return Remedy((*remedy.values, (HOST_MEMORY, f"{-(-plan.bytes_of_host // 10**9)}GB")))
 
 
 def sum_of(remedies: Sequence[Remedy]) -> Remedy:
@@ -118,7 +157,7 @@ def sum_of(remedies: Sequence[Remedy]) -> Remedy:
 
 def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
     try:
-        return can_fit(shape, remedy.apply(config), budget, passes)
+        return can_fit(shape, remedy.apply(config), remedy.budget(budget), passes)
     except ConfigError:  # keys that do not go together
         return False
 
@@ -153,9 +192,10 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         if shape.max_length <= number < size:
             yield one("optimizer.tokens_per_micro_batch", number)
     engine = getattr(config.rollout, config.rollout.engine)
-    for name, number in (("max_num_batched_tokens", 2048), ("max_num_seqs", 32)):
-        if getattr(engine, name) > number:
-            yield one(f"rollout.{config.rollout.engine}.{name}", number)
+    for name, numbers in FEWER.items():
+        for number in numbers:
+            if getattr(engine, name) > number:
+                yield one(f"rollout.{config.rollout.engine}.{name}", number)
     if is_cuda and not model.activation_offload:
         yield one("model.activation_offload", True)
     if isinstance(config.rollout, VLLMRolloutConfig):
@@ -174,12 +214,16 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         yield one("fsdp.cpu_offload", True)
 
 
-def _more_ranks(config: TrainerConfig) -> Iterator[Remedy]:
+def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
+    """Yield more ranks: twice as many, and so on; above one host only whole hosts."""
     assert config.num_ranks != "auto"
-    number = config.num_ranks
-    while number * 2 <= MOST_RANKS:
-        number *= 2
-        yield Remedy((("num_ranks", number),))
+    host = max(budget.gpus_per_host, 1)
+    numbers = {first << power for first in (config.num_ranks, host) for power in range(7)}
+    divisors = (config.rollout.ranks_per_engine, config.fsdp.dp_replicate)
+    for number in sorted(numbers):
+        is_whole = (number <= host or number % host == 0) and not any(number % divisor for divisor in divisors)
+        if config.num_ranks < number <= MOST_RANKS and is_whole:
+            yield Remedy((("num_ranks", number),))
 
 
 def _written(value: Any) -> str:

@@ -23,6 +23,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
+from hybrid_rl.planning.remedies import NO_REMEDY
 from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
 from hybrid_rl.planning.step_time import StepTime
 
@@ -72,6 +73,8 @@ def tables(
     parts: list[RenderableType] = [Text(title, style="bold"), _verdict(memory)]
     if remedies:
         parts += [*_section("What would make it fit"), *_lines(remedies)]
+    elif not memory.fits:
+        parts += [Text(NO_REMEDY)]
     parts += [*_section("Cycle: what each phase of a step needs, and where the rest is"), phase_table(cycle, memory)]
     parts += [Text(_legend(cycle, memory), style="dim")]
     parts += [*_section(f"Memory of a rank, {_units(memory)}"), memory_table(memory), *_lines(memory.notes)]
@@ -205,11 +208,11 @@ def _verdict(memory: MemoryPlan) -> Text:
     if over > 0:
         needs = f"needs {size_text(peak.device_bytes)} {of} in {peak.name}: {size_text(over)} too much"
         return Text(f"does not fit: a rank {needs}", style="bold red")
-    ranks = min(budget.ranks_per_host, memory.num_ranks)
-    on_host = memory.host_peak.host_bytes * ranks
+    ranks, on_host = memory.ranks_of_host, memory.bytes_of_host
     if budget.host_bytes is not None and on_host > budget.host_bytes:
-        needs = f"{size_text(on_host)} of {size_text(budget.host_bytes)} in {memory.host_peak.name}"
-        return Text(f"does not fit: {ranks} ranks need {needs} of their host's memory", style="bold red")
+        needs = f"{size_text(on_host)} for its {ranks} rank{'s' if ranks > 1 else ''}, in {memory.host_peak.name}"
+        there = size_text(budget.host_bytes)
+        return Text(f"does not fit: a host needs {needs}; it has {there}", style="bold red")
     is_tight = -over < TIGHT_SHARE * budget.device_bytes
     fits = "fits barely" if is_tight else "fits"
     text = f"{fits}: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"

@@ -68,7 +68,9 @@ def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
         device_bytes = int(USABLE_SHARE * total)
         words = f"{USABLE_SHARE:.0%} of the {size_text(total)} of {hardware.name}"
     assert config.num_ranks != "auto"
-    ranks_per_host = min(config.num_ranks, max(hardware.num_gpus, 1) if hardware.is_here else MOST_GPUS_OF_HOST)
+    # Ranks on CPUs are all on this machine.
+    most = max(hardware.num_gpus, 1) if hardware.is_here else MOST_GPUS_OF_HOST
+    ranks_per_host = min(config.num_ranks, most) if is_cuda else config.num_ranks
     if host is not None:
         return Budget(
             device_bytes, memory_bytes(host, "memory.host_memory"), ranks_per_host, words, f"memory.host_memory={host}"

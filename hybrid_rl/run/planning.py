@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
@@ -18,7 +19,7 @@ from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
-from hybrid_rl.planning.remedies import find_remedies
+from hybrid_rl.planning.remedies import Remedy, find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.planning.sizes import count_text
 from hybrid_rl.planning.step_time import StepTime, step_time
@@ -54,7 +55,9 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     shape = RunShape(models, length, length)
     budget, passes = _budget(config, machine), Passes(shape)
     memory = plan_memory(shape, config, budget, passes=passes)
-    remedies = () if memory.fits else tuple(r.words for r in find_remedies(shape, config, budget, passes))
+    remedies = () if memory.fits else tuple(
+        _with_gpus(remedy, config, machine) for remedy in find_remedies(shape, config, budget, passes)
+    )
     notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
     decided = with_choices(config, memory.choices)
     plan = _assembled(decided, passes, replace(memory, notes=notes), machine.rates, layouts, may_trace=True)
@@ -131,8 +134,17 @@ def _budget(config: TrainerConfig, machine: Machine) -> Budget:
     sizes = {name: getattr(config.memory, name) for name in ("device_memory", "host_memory")}
     device, host = (None if text is None else memory_bytes(text, f"memory.{name}") for name, text in sizes.items())
     given = {name: "not given" if text is None else f"memory.{name}={text}" for name, text in sizes.items()}
-    ranks = min(machine.gpus_per_host, config.num_ranks)
-    return Budget(device, host, ranks, given["device_memory"], given["host_memory"])
+    budget = Budget(device, host, 1, given["device_memory"], given["host_memory"], machine.gpus_per_host)
+    return budget.for_ranks(config.num_ranks)
+
+
+def _with_gpus(remedy: Remedy, config: TrainerConfig, machine: Machine) -> str:
+    """Return a remedy as it is to be followed here, where GPUs are given by an option."""
+    number = remedy.num_ranks
+    if number is None or machine.num_gpus is None:
+        return remedy.words
+    apart = reference_ranks(config) if needs_reference(config) else 0
+    return remedy.words.replace(f"num_ranks={number}", f"num_ranks={number} (--gpus {number + apart})")
 
 
 def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]:
